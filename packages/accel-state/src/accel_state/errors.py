@@ -1,0 +1,35 @@
+"""The errors of every accel package, and how they are related. Imports nothing.
+
+    AccelError
+    ├── SettingsError                   (ValueError)           an argument, variable or file key is unusable
+    ├── MissingDependencyError          (ImportError)          an optional library is not installed
+    ├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
+    └── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
+        └── StalledCollectiveError      (TimeoutError)         the ranks waited for each other in vain
+"""
+
+from __future__ import annotations
+
+
+class AccelError(Exception):
+    """The base of every error that accel raises on purpose."""
+
+
+class SettingsError(AccelError, ValueError):
+    """A setting cannot be used. The message names the value, where it came from, and the way out."""
+
+
+class MissingDependencyError(AccelError, ImportError):
+    """An optional library is needed and absent. The message names the extra that brings it."""
+
+
+class UnsupportedError(AccelError, NotImplementedError):
+    """The active strategy, device or backend does not offer what was asked of it."""
+
+
+class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - the documented name
+    """The ranks called different collectives, or the same one on data that does not fit together."""
+
+
+class StalledCollectiveError(DistributedOperationException, TimeoutError):
+    """A collective did not complete in time. The message says where every rank was."""
