@@ -141,3 +141,42 @@ class SageMakerDistributedType(str, Enum):
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
     MODEL_PARALLEL = "MODEL_PARALLEL"
+
+
+# Strategies that have a label of their own, whatever they run on; the others are told apart by device.
+_STRATEGY_LABELS = {
+    "fsdp": DistributedType.FSDP,
+    "fsdp1": DistributedType.FSDP,
+    "fsdp2": DistributedType.FSDP,
+    "deepspeed": DistributedType.DEEPSPEED,
+    "megatron": DistributedType.MEGATRON_LM,
+    "xla": DistributedType.XLA,
+}
+
+
+def distributed_type_of(
+    strategy_name: str, device_kind_label: DistributedType | str, world_size: int
+) -> DistributedType:
+    """Say which label users see for a run.
+
+    Args:
+        strategy_name: The name of the strategy, such as `"single"`, `"ddp"` or a third party's own.
+        device_kind_label: What several processes on this kind of device are called, for example
+            `DistributedType.MULTI_GPU` for CUDA.
+        world_size: Number of processes.
+
+    Returns:
+        The strategy's own label where it has one, `NO` for one process, else the device's label.
+
+    Example:
+        >>> distributed_type_of("ddp", "MULTI_CPU", 2).value
+        'MULTI_CPU'
+        >>> distributed_type_of("single", "MULTI_CPU", 1).value
+        'NO'
+        >>> distributed_type_of("fsdp2", "MULTI_GPU", 1).value
+        'FSDP'
+    """
+    own = _STRATEGY_LABELS.get(strategy_name)
+    if own is not None:
+        return own
+    return DistributedType.NO if world_size == 1 else DistributedType(device_kind_label)
