@@ -30,7 +30,7 @@ class BaseEnum(Enum, metaclass=_BaseEnumMeta):
         return [str(member) for member in cls]
 
 
-class ComputeEnvironment(str, Enum):
+class ComputeEnvironment(str, Enum):  # noqa: UP042 - prints with the name of its class, as documented
     """Where a job runs."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
@@ -45,7 +45,7 @@ class CustomDtype(Enum):
     INT2 = "int2"
 
 
-class DistributedType(str, Enum):
+class DistributedType(str, Enum):  # noqa: UP042 - prints with the name of its class, as documented
     """How processes work together: a label for users, derived from the strategy and the device."""
 
     NO = "NO"
@@ -135,7 +135,7 @@ class RNGType(BaseEnum):
     GENERATOR = "generator"
 
 
-class SageMakerDistributedType(str, Enum):
+class SageMakerDistributedType(str, Enum):  # noqa: UP042 - prints with the name of its class, as documented
     """How a SageMaker job divides its work."""
 
     NO = "NO"
