@@ -1,0 +1,8 @@
+# ruff: noqa: INP001 - packages/ is a folder, not a package
+"""What the unit tests of all packages share."""
+
+from __future__ import annotations
+
+from shared_test_rules import leaves_nothing_behind, pytest_collection_modifyitems
+
+__all__ = ["leaves_nothing_behind", "pytest_collection_modifyitems"]

@@ -1,0 +1,201 @@
+"""The far end of `harness.pool`: fork ranks, import test modules, run bodies, report."""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import pickle
+import random
+import signal
+import socket
+import sys
+import traceback
+import warnings
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+import torch._dynamo  # pyright: ignore[reportUnusedImport] - for the first DDP model: once here, not per rank
+import torch.distributed as dist
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
+
+from harness.pool import Answer, Job, bodies
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+LOCALS = 300  # characters of each local variable shown with a failure
+STATES = {
+    "accel_state.gradient_state": "GradientState",
+    "accel_state.accelerator_state": "AcceleratorState",
+    "accel_state.partial_state": "PartialState",
+}
+
+
+def main(address: str) -> None:
+    """Serve as the nursery until the pytest process closes the connection."""
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped by the kernel
+    control = Client(address, "AF_UNIX")
+    while True:
+        try:
+            world_size, folder = control.recv()
+        except (EOFError, OSError):
+            break
+        store = socket.create_server(("127.0.0.1", 0))
+        for rank in range(world_size):
+            if os.fork() == 0:
+                control.close()
+                _rank(rank, world_size, store, address, Path(folder))
+        store.close()
+    os.killpg(0, signal.SIGKILL)  # ranks that still run a body, and this process
+
+
+def _rank(rank: int, world_size: int, store: socket.socket, address: str, folder: Path) -> None:
+    """Be one rank; never return."""
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        faulthandler.enable()
+        with (folder / f"{os.getpid()}.stack").open("w") as stacks:
+            faulthandler.register(signal.SIGUSR1, stacks)
+            _as_torchrun(rank, world_size, store.getsockname()[1])
+            _join(rank, world_size, store)
+            link = Client(address, "AF_UNIX")
+            link.send((rank, os.getpid()))
+            _serve(link)
+    except (EOFError, KeyboardInterrupt):
+        pass  # the pytest process is gone
+    except BaseException:  # noqa: BLE001 - a forked child must never unwind into the nursery's loop
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _as_torchrun(rank: int, world_size: int, port: int) -> None:
+    """Set the variables that torchrun sets for its workers."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        ROLE_RANK=str(rank),
+        ROLE_NAME="default",
+        WORLD_SIZE=str(world_size),
+        LOCAL_WORLD_SIZE=str(world_size),
+        GROUP_WORLD_SIZE="1",
+        ROLE_WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
+        TORCHELASTIC_RUN_ID="harness",
+    )
+
+
+def _join(rank: int, world_size: int, listener: socket.socket) -> None:
+    host, port = listener.getsockname()
+    fd = listener.detach()
+    if rank == 0:
+        store = TCPStore(host, port, world_size, is_master=True, master_listen_fd=fd)
+    else:
+        os.close(fd)
+        store = TCPStore(host, port, world_size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+
+
+def _serve(link: Connection) -> None:
+    while True:
+        job: Job = pickle.loads(link.recv_bytes())
+        link.send_bytes(pickle.dumps(_answer(job)))
+
+
+def _answer(job: Job) -> Answer:
+    before = dict(os.environ)
+    here = Path.cwd()
+    groups = _groups()
+    try:
+        _load(job)
+        _reset()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            bodies[job.module, job.name](**job.fixtures)
+            dist.barrier()
+            _reset()
+        _check_left_behind(before, groups)
+    except pytest.skip.Exception as skipped:
+        return Answer(skipped=str(skipped))
+    except BaseException as error:  # noqa: BLE001 - every failure belongs to the test, whatever it is
+        return Answer(error=_story(error, job.file))
+    finally:
+        os.chdir(here)
+    return Answer()
+
+
+def _load(job: Job) -> ModuleType:
+    """Import the test module from its file, under the name it has in the pytest process."""
+    if (loaded := sys.modules.get(job.module)) is not None:
+        return loaded
+    spec = importlib.util.spec_from_file_location(job.module, job.file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[job.module] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[job.module]
+        raise
+    return module
+
+
+def _reset() -> None:
+    """Forget what a body did to the process, without touching the pool's process group."""
+    for module, name in STATES.items():
+        if module in sys.modules:
+            getattr(sys.modules[module], name)._reset_state()
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(mode=False)
+    torch.set_grad_enabled(True)
+
+
+def _check_left_behind(before: dict[str, str], groups: int) -> None:
+    changed = sorted(name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    if changed:
+        raise AssertionError(f"the test left these environment variables changed: {', '.join(changed)}")
+    if _groups() != groups:
+        raise AssertionError(f"the test left {_groups() - groups:+d} process groups behind")
+
+
+def _groups() -> int:
+    return len(dist.distributed_c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public count
+
+
+def _story(error: BaseException, file: str) -> str:
+    """The traceback, with the local variables of the test's own frames."""
+    told = traceback.TracebackException.from_exception(error, capture_locals=True)
+    node: traceback.TracebackException | None = told
+    while node is not None:
+        for frame in node.stack:
+            if frame.filename != file:
+                frame.locals = None
+            elif frame.locals:
+                frame.locals = {name: value[:LOCALS] for name, value in frame.locals.items()}
+        node = node.__cause__ or node.__context__
+    return "".join(told.format())
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

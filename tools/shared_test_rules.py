@@ -1,0 +1,46 @@
+"""Rules for every test of the workspace, imported by the two `conftest.py` files that cover them all."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip the tests marked `gpu` where there is no accelerator; torch is asked only if there are any."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    for item in marked:
+        item.add_marker(pytest.mark.skip(reason="needs an accelerator; tools/gpu_check.sh runs it on one"))
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves an environment variable or a process group behind."""
+    before = dict(os.environ)
+    yield
+    after = dict(os.environ)
+    before.pop("PYTEST_CURRENT_TEST", None)
+    after.pop("PYTEST_CURRENT_TEST", None)
+    changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
+    for name in changed:
+        if name in before:
+            os.environ[name] = before[name]
+        else:
+            del os.environ[name]
+    assert not changed, f"the test left these environment variables changed: {', '.join(changed)}"
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("the test left the default process group initialised")
