@@ -1,0 +1,315 @@
+"""Who am I among how many: process facts, read from whatever launcher started this process.
+
+Torch-free. Every launcher answers the same questions (rank, world size, local rank, local world size,
+where rank 0 listens) in variables of its own; `LAUNCHERS` is the table of their names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_state import environ as process_environment
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+DEFAULT_PORT = 29500
+"""Where rank 0 listens when nobody says otherwise; PyTorch's own default."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """This process among all processes of the job. Made once, by `detect`.
+
+    Args:
+        rank: Index of this process among all, from 0.
+        world_size: How many processes there are.
+        local_rank: Index of this process among those of its machine, from 0.
+        local_world_size: How many processes its machine runs.
+        launcher: The name of the row of `LAUNCHERS` that answered.
+
+    Example:
+        >>> Topology(rank=3, world_size=4).is_last
+        True
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    launcher: str = "single"
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.rank == 0
+
+    @property
+    def is_local_main(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self.rank == self.world_size - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """Where the processes of a job meet.
+
+    Args:
+        address: Host name or IP address of the machine of rank 0.
+        port: TCP port there.
+    """
+
+    address: str
+    port: int
+
+
+def _nowhere(environ: Mapping[str, str]) -> str | None:
+    del environ
+    return None
+
+
+def _always(environ: Mapping[str, str]) -> bool:
+    del environ
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherEnvironment:
+    """The variables in which one launcher tells a process its place.
+
+    Args:
+        name: What the launcher is called in messages.
+        rank: Variable of the rank. The row applies when it and `world_size` are set.
+        world_size: Variable of the number of processes.
+        local_rank: Variable of the rank within the machine.
+        local_world_size: Variable of the number of processes of the machine.
+        applies: A further condition on the environment.
+        address: Where rank 0 is, if the launcher lets one know.
+    """
+
+    name: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_world_size: str
+    applies: Callable[[Mapping[str, str]], bool] = _always
+    address: Callable[[Mapping[str, str]], str | None] = _nowhere
+
+
+def _inside_srun(environ: Mapping[str, str]) -> bool:
+    """Whether `srun` started this process, rather than the batch script or `salloc` shell around it.
+
+    Those two see SLURM_PROCID=0 as well, but belong to one of the steps that Slurm numbers from
+    0xFFFFFFFA (https://slurm.schedmd.com/srun.html, output environment variables).
+    """
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < 0xFFFFFFFA and environ.get("SLURM_NTASKS", "1") not in {"", "1"}
+
+
+def first_host(nodelist: str) -> str | None:
+    """The first host of a Slurm node list.
+
+    Args:
+        nodelist: As in `SLURM_STEP_NODELIST`, possibly abbreviated.
+
+    Example:
+        >>> first_host("gpu[07-09,12],login1")
+        'gpu07'
+    """
+    match = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,\[]*))?", nodelist)
+    return "".join(part or "" for part in match.groups()) if match else None
+
+
+def _slurm_host(environ: Mapping[str, str]) -> str | None:
+    return first_host(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
+
+
+LAUNCHERS: tuple[LauncherEnvironment, ...] = (
+    LauncherEnvironment(
+        name="torchrun",
+        rank="RANK",
+        world_size="WORLD_SIZE",
+        local_rank="LOCAL_RANK",
+        local_world_size="LOCAL_WORLD_SIZE",
+    ),
+    LauncherEnvironment(
+        name="Open MPI",
+        rank="OMPI_COMM_WORLD_RANK",
+        world_size="OMPI_COMM_WORLD_SIZE",
+        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
+        local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    LauncherEnvironment(
+        name="MVAPICH",
+        rank="MV2_COMM_WORLD_RANK",
+        world_size="MV2_COMM_WORLD_SIZE",
+        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
+        local_world_size="MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    LauncherEnvironment(
+        name="Slurm",
+        rank="SLURM_PROCID",
+        world_size="SLURM_NTASKS",
+        local_rank="SLURM_LOCALID",
+        local_world_size="SLURM_STEP_TASKS_PER_NODE",
+        applies=_inside_srun,
+        address=_slurm_host,
+    ),
+    LauncherEnvironment(
+        name="Intel MPI",
+        rank="PMI_RANK",
+        world_size="PMI_SIZE",
+        local_rank="MPI_LOCALRANKID",
+        local_world_size="MPI_LOCALNRANKS",
+    ),
+)
+"""In the order in which they are asked. Slurm comes before Intel MPI, whose PMI variables srun sets too."""
+
+
+def detect(environ: Mapping[str, str]) -> Topology:
+    """Find out this process's place.
+
+    Args:
+        environ: The process environment, or a copy of it.
+
+    Raises:
+        SettingsError: If a launcher's variables are there but no whole numbers, or contradict each other.
+
+    Example:
+        >>> detect({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}).launcher
+        'torchrun'
+        >>> detect({}).world_size
+        1
+    """
+    row = launcher_of(environ)
+    if row is None:
+        return Topology()
+    rank = _number(environ, row.rank)
+    world_size = _number(environ, row.world_size)
+    if not 0 <= rank < world_size:
+        raise SettingsError(
+            f"{row.rank}={rank} and {row.world_size}={world_size} in the environment contradict each other: "
+            f"ranks go from 0 to {world_size - 1}. Start the job again, or unset both variables."
+        )
+    local_world_size = _local_world_size(environ, row, world_size)
+    local_rank = _number(environ, row.local_rank) if row.local_rank in environ else rank % local_world_size
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        launcher=row.name,
+    )
+
+
+def launcher_of(environ: Mapping[str, str]) -> LauncherEnvironment | None:
+    """The row of `LAUNCHERS` that describes this environment, or None for a process that nobody launched."""
+    for row in LAUNCHERS:
+        if environ.get(row.rank) and environ.get(row.world_size) and row.applies(environ):
+            return row
+    return None
+
+
+def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
+    """Where the processes of this job meet.
+
+    `MASTER_ADDR` and `MASTER_PORT` win; otherwise what the launcher lets one know.
+
+    Args:
+        environ: The process environment.
+        topology: What `detect` made of it.
+
+    Raises:
+        SettingsError: If rank 0's address is unknown, as under MPI on several machines.
+
+    Example:
+        >>> rendezvous({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2",
+        ...             "OMPI_COMM_WORLD_LOCAL_SIZE": "2"},
+        ...            Topology(world_size=2, local_world_size=2, launcher="Open MPI"))
+        Rendezvous(address='127.0.0.1', port=29500)
+    """
+    row = launcher_of(environ)
+    address = environ.get("MASTER_ADDR") or (row.address(environ) if row else None)
+    if not address and topology.local_world_size == topology.world_size:
+        address = "127.0.0.1"
+    if not address:
+        raise SettingsError(
+            f"{topology.launcher} started {topology.world_size} processes on several machines without saying "
+            "where rank 0 is. Set MASTER_ADDR to the host name of rank 0 (and MASTER_PORT to a free port "
+            "there) for every process, for example with `mpirun -x MASTER_ADDR=node1 ...`."
+        )
+    if environ.get("MASTER_PORT"):
+        return Rendezvous(address=address, port=_number(environ, "MASTER_PORT"))
+    job = environ.get("SLURM_JOB_ID", "") if topology.launcher == "Slurm" else ""
+    # Two jobs on one machine must not meet; all processes of one job must.
+    return Rendezvous(address=address, port=15000 + int(job) % 15000 if job.isdigit() else DEFAULT_PORT)
+
+
+def _number(environ: Mapping[str, str], variable: str) -> int:
+    try:
+        return int(environ[variable])
+    except ValueError:
+        raise SettingsError(
+            f"{variable}={environ[variable]!r} in the environment is not a whole number. The launcher sets "
+            "it; unset it if this process was not launched."
+        ) from None
+
+
+def _local_world_size(environ: Mapping[str, str], row: LauncherEnvironment, world_size: int) -> int:
+    """How many processes this machine runs; a launcher that does not say it is taken to use one machine.
+
+    Slurm writes one number for each node, as `4` or `4(x2),3`; other values are for unequal nodes.
+    """
+    text = environ.get(row.local_world_size, "")
+    if not text:
+        return world_size
+    match = re.match(r"\d+", text)
+    if match is None or int(match[0]) < 1:
+        raise SettingsError(
+            f"{row.local_world_size}={text!r} in the environment is not a positive whole number."
+        )
+    return int(match[0])
+
+
+@dataclass(slots=True)
+class CPUInformation:
+    """This process's place among all processes, as `get_cpu_distributed_information` reports it.
+
+    Args:
+        rank: Index of this process among all, from 0.
+        world_size: How many processes there are.
+        local_rank: Index of this process among those of its machine, from 0.
+        local_world_size: How many processes its machine runs.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+
+
+def get_cpu_distributed_information() -> CPUInformation:
+    """Find out this process's place from the environment, whatever launcher set it.
+
+    Raises:
+        SettingsError: As in `detect`.
+
+    Example:
+        >>> get_cpu_distributed_information().world_size >= 1
+        True
+    """
+    found = detect(process_environment.read())
+    return CPUInformation(
+        rank=found.rank,
+        world_size=found.world_size,
+        local_rank=found.local_rank,
+        local_world_size=found.local_world_size,
+    )

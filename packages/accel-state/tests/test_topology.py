@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_state.environ import patch_environment
+from accel_state.errors import SettingsError
+from accel_state.topology import (
+    LAUNCHERS,
+    CPUInformation,
+    Rendezvous,
+    Topology,
+    detect,
+    first_host,
+    get_cpu_distributed_information,
+    rendezvous,
+)
+
+SRUN = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "6",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_NODELIST": "node[03-04]",
+}
+
+
+@given(row=st.sampled_from(LAUNCHERS), nodes=st.integers(1, 5), per_node=st.integers(1, 8), data=st.data())
+def test_every_launcher_tells_every_rank_its_place(row, nodes, per_node, data):
+    world = nodes * per_node
+    rank = data.draw(st.integers(0, world - 1))
+    environ = {
+        row.rank: str(rank),
+        row.world_size: str(world),
+        row.local_rank: str(rank % per_node),
+        row.local_world_size: str(per_node),
+        "SLURM_STEP_ID": "0",
+    }
+    found = detect(environ)
+    if row.name == "Slurm" and world == 1:
+        assert found == Topology()
+        return
+    assert found == Topology(
+        rank=rank, world_size=world, local_rank=rank % per_node, local_world_size=per_node, launcher=row.name
+    )
+    assert found.is_main == (rank == 0)
+    assert found.is_last == (rank == world - 1)
+    assert found.is_local_main == (rank % per_node == 0)
+
+
+def test_a_process_that_nobody_launched_is_alone():
+    assert detect({"PATH": "/bin"}) == Topology(launcher="single")
+
+
+def test_torchrun_inside_a_slurm_step_wins():
+    environ = SRUN | {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    assert detect(environ) == Topology(
+        rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="torchrun"
+    )
+
+
+def test_slurm_wins_over_the_pmi_variables_that_srun_sets():
+    environ = SRUN | {"PMI_RANK": "5", "PMI_SIZE": "6"}
+    assert detect(environ).launcher == "Slurm"
+    assert detect(environ).local_world_size == 4
+
+
+@pytest.mark.parametrize("step", ["4294967290", "4294967291", ""])
+def test_the_batch_script_and_the_allocation_shell_are_not_ranks(step):
+    environ = SRUN | {"SLURM_PROCID": "0", "SLURM_STEP_ID": step}
+    assert detect(environ) == Topology()
+
+
+def test_the_local_rank_follows_from_the_rank_when_the_launcher_does_not_say_it():
+    assert detect({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}).local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one'"),
+        ({"RANK": "0", "WORLD_SIZE": "two"}, "WORLD_SIZE='two'"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "many"}, "LOCAL_WORLD_SIZE='many'"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE='0'"),
+    ],
+)
+def test_a_bad_value_names_its_variable(environ, named):
+    with pytest.raises(SettingsError, match=named):
+        detect(environ)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[03-04]", "node03"),
+        ("gpu[7,9-12]", "gpu7"),
+        ("a[1-2]-ib,b3", "a1-ib"),
+        ("", None),
+    ],
+)
+def test_the_first_host_of_a_node_list(nodes, host):
+    assert first_host(nodes) == host
+
+
+def test_the_address_of_the_environment_wins():
+    environ = SRUN | {"MASTER_ADDR": "head", "MASTER_PORT": "1234"}
+    assert rendezvous(environ, detect(environ)) == Rendezvous(address="head", port=1234)
+
+
+def test_slurm_jobs_meet_on_their_first_node_at_a_port_of_their_own():
+    first = rendezvous(SRUN, detect(SRUN))
+    other = SRUN | {"SLURM_JOB_ID": "4712"}
+    assert first.address == "node03"
+    assert 1024 < first.port < 32768
+    assert rendezvous(other, detect(other)).port != first.port
+
+
+def test_mpi_on_several_machines_must_say_where_rank_0_is():
+    environ = {
+        "OMPI_COMM_WORLD_RANK": "3",
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    with pytest.raises(SettingsError, match="MASTER_ADDR"):
+        rendezvous(environ, detect(environ))
+
+
+def test_a_bad_port_is_named():
+    environ = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "http"}
+    with pytest.raises(SettingsError, match="MASTER_PORT='http'"):
+        rendezvous(environ, detect(environ))
+
+
+def test_cpu_information_reads_the_environment_of_the_process():
+    with patch_environment(rank=1, world_size=2, local_rank=1, local_world_size=2):
+        assert get_cpu_distributed_information() == CPUInformation(
+            rank=1, world_size=2, local_rank=1, local_world_size=2
+        )
