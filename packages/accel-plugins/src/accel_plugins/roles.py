@@ -1,0 +1,190 @@
+"""The four roles of a strategy, as protocols whose docstrings are the contract.
+
+Every implementation runs the suite in `accel_plugins.testing`. An engine that owns everything may let
+one object fill several roles.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.kwargs.amp import AutocastKwargs
+
+StateDict: TypeAlias = dict[str, Any]
+
+
+class ModelWrapper(Protocol):
+    """Makes a model ready to be trained by several processes, and gives it back as it was."""
+
+    def check(self, bundle: Bundle) -> None:
+        """Raise if the bundle cannot be wrapped, on every rank alike; modify nothing.
+
+        Called once per `prepare`, before any collective.
+
+        Raises:
+            ValueError: What was found in the bundle cannot be wrapped.
+        """
+        ...
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Return the bundle with its models placed and wrapped, its optimizers pointing at them.
+
+        Called once per `prepare`, on every rank. A model that is wrapped already is left alone.
+
+        Args:
+            bundle: Models that `check` has let pass.
+            evaluation: The models will never be trained: place them, and wrap them only if they could
+                not run otherwise.
+        """
+        ...
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Peel off exactly what `wrap` added; any other module is returned as it is."""
+        ...
+
+
+class Stepper(Protocol):
+    """Runs backward passes and optimizer steps."""
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Add the gradients of `loss / accumulation` to the parameters.
+
+        Args:
+            loss: 0-d tensor, or any shape with `gradient=` in `kwargs`.
+            accumulation: Number of micro-batches that make one optimizer step.
+            sync: Whether this backward pass ends the step, for engines that must be told. Where
+                `no_sync` around the forward pass has said so already, it changes nothing.
+            **kwargs: Passed to `Tensor.backward`.
+        """
+        ...
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Within it, backward passes leave gradients local; the next one outside brings all together."""
+        ...
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        """Within it, ranks may run out of batches at different times.
+
+        Args:
+            joinables: Wrapped models, and optimizers that are `torch.distributed` joinables.
+            divide_by_initial_world_size: Average gradients over all ranks, also those that have
+                finished; else over those that still have batches.
+        """
+        ...
+
+    def clip_grad_norm(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> Tensor | None:
+        """Scale the gradients down so that their norm over all parameters and ranks is at most `max_norm`.
+
+        Args:
+            parameters: Tensors with gradients.
+            max_norm: The largest norm allowed.
+            norm_type: The p of the norm; `inf` for the largest absolute value.
+            optimizers: Where loss scaling may be active, those that could own the parameters.
+
+        Returns:
+            The norm before clipping, 0-d, the same on all ranks; `None` where the engine clips later.
+        """
+        ...
+
+    def clip_grad_value(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        clip_value: float,
+        *,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> None:
+        """Clamp every gradient to `[-clip_value, clip_value]`; `optimizers` as in `clip_grad_norm`."""
+        ...
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        """Step the optimizer; return False if the step was skipped because gradients were not finite."""
+        ...
+
+
+class Persister(Protocol):
+    """Saves and loads models and optimizers. Called on every rank; complete after the next barrier."""
+
+    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Write the model that was prepared as number `index` into an existing directory."""
+        ...
+
+    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back into the wrapped model."""
+        ...
+
+    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Write the optimizer that was prepared as number `index`; `model` owns its parameters."""
+        ...
+
+    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
+        ...
+
+    def full_state_dict(self, model: nn.Module) -> StateDict:
+        """The whole state dict under the unwrapped model's names; on the CPU where models are sharded."""
+        ...
+
+
+class PrecisionPolicy(Protocol):
+    """Decides in which number formats models compute, and scales losses where the format needs it."""
+
+    @property
+    def name(self) -> str:
+        """`"no"`, `"fp16"`, `"bf16"` or `"fp8"`."""
+        ...
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, where the policy has one."""
+        ...
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A fresh context in which operations run in the policy's format; `kwargs` replace its own."""
+        ...
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Make the models compute in this format and return float32; names in state dicts do not change.
+
+        Called once per `prepare`, before the strategy wraps. Optimizers in the bundle become known to
+        the loss scaler.
+        """
+        ...
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to call `backward` on."""
+        ...
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of these optimizers by the scale, once per step however often it is called."""
+        ...
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        """Unscale if need be and step; return False if gradients were not finite and nothing was done."""
+        ...
+
+    def state_dict(self) -> StateDict:
+        """What must be saved to resume; empty without a loss scaler."""
+        ...
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume from a `state_dict`."""
+        ...

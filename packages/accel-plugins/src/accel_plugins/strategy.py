@@ -1,0 +1,97 @@
+"""A strategy: four roles, a name, and what it declares that it can do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from accel_state.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from accel_plugins.roles import ModelWrapper, Persister, Stepper
+
+
+class Feature(Enum):
+    """What a strategy may or may not offer. The conformance suite runs what is declared."""
+
+    CLIP_GRAD_VALUE = auto()
+    """`clip_grad_value` works on the gradients that the strategy keeps."""
+    CUSTOM_DEVICE_PLACEMENT = auto()
+    """The caller may keep a model from being moved to the device."""
+    MODEL_WITHOUT_OPTIMIZER = auto()
+    """A model can be prepared in a call of its own, without its optimizer."""
+    MULTIPLE_MODELS = auto()
+    """Several models can be prepared and trained in one run."""
+    NO_SYNC = auto()
+    """Gradients can stay local for some backward passes."""
+    UNEVEN_INPUTS = auto()
+    """Ranks can run out of batches at different times, within `join`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchSharding:
+    """How batches are divided among the ranks; not always by world size.
+
+    Ranks of one tensor-, context- or sequence-parallel group share their batches, so there are fewer
+    shards than ranks.
+
+    Args:
+        num_shards: Number of parts of a global batch.
+        shard_index: Which part this rank gets.
+        place_on_device: Whether the loader moves batches to the device.
+    """
+
+    num_shards: int
+    shard_index: int
+    place_on_device: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.shard_index < self.num_shards:
+            raise ValueError(
+                f"shard_index={self.shard_index!r} is not one of the num_shards={self.num_shards!r} shards, "
+                "which are counted from 0."
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """A way to train: composed of four roles, never subclassed.
+
+    Args:
+        name: The name under which it is registered.
+        wrapper: Wraps and unwraps models.
+        stepper: Runs backward passes and optimizer steps.
+        persister: Saves and loads.
+        sharding: Who gets which batches.
+        features: What is offered; ask with `require`.
+    """
+
+    name: str
+    wrapper: ModelWrapper
+    stepper: Stepper
+    persister: Persister
+    sharding: BatchSharding
+    features: frozenset[Feature]
+
+    def require(self, feature: Feature, what: str) -> None:
+        """Raise unless a feature is offered.
+
+        Args:
+            feature: What is needed.
+            what: What the user wrote, for the message, such as `"clip_grad_value_()"`.
+
+        Raises:
+            UnsupportedError: The strategy does not declare the feature.
+        """
+        if feature not in self.features:
+            offered = ", ".join(sorted(f.name for f in self.features)) or "none"
+            raise UnsupportedError(
+                f"`{what}` needs {feature.name}, which the {self.name!r} strategy does not offer "
+                f"(it offers: {offered})."
+            )
+
+
+StrategyFactory: TypeAlias = Callable[[Any, Any, Any, Mapping[type, Any]], Strategy]
+"""`build(settings, runtime, precision, handlers)`; `handlers` maps the type of a kwargs handler to it."""

@@ -1,0 +1,103 @@
+"""The registry, the choice, the bundle and the strategy record."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_plugins import registry
+from accel_plugins.bundle import Bundle
+from accel_plugins.choose import choose
+from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_state.errors import SettingsError, UnsupportedError
+
+
+def entry(name: str, value: str) -> EntryPoint:
+    return EntryPoint(name, value, registry.ENTRY_POINT_GROUP)
+
+
+def test_an_installed_distribution_adds_a_strategy():
+    found = registry.available([entry("mine", "my_package:build")])
+    assert found["mine"] == "my_package:build"
+    assert set(registry.STRATEGIES) < set(found)
+
+
+def test_a_distribution_may_repeat_a_row_but_not_take_a_name():
+    registry.available([entry("ddp", registry.STRATEGIES["ddp"])])
+    with pytest.raises(SettingsError, match=r"'ddp' = 'other:build'.*takes a name"):
+        registry.available([entry("ddp", "other:build")])
+
+
+def test_an_unknown_strategy_is_refused_with_the_nearest_name():
+    with pytest.raises(SettingsError, match=r"no strategy 'dpp'.*did you mean 'ddp'"):
+        registry.load("dpp")
+    with pytest.raises(SettingsError, match=r"no strategy 'warp'.*'single'"):
+        registry.load("warp")
+
+
+def test_the_factory_of_an_entry_point_is_imported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(registry, "entry_points", lambda group: [entry("mine", "json:dumps")])
+    import json
+
+    assert cast("Any", registry.load("mine")) is json.dumps
+
+
+@pytest.mark.parametrize(("world_size", "name"), [(1, "single"), (2, "ddp"), (8, "ddp")])
+def test_the_number_of_processes_chooses(world_size: int, name: str):
+    topology = SimpleNamespace(world_size=world_size)
+    assert choose(cast("Any", None), cast("Any", topology), cast("Any", None)) == name
+
+
+@given(st.permutations([*range(6)]))
+def test_a_bundle_gives_everything_back_in_the_callers_order(permutation: list[int]):
+    contents = ["m0", "m1", "o0", "d0", "s0", "x"]
+    places = [
+        ("models", 0),
+        ("models", 1),
+        ("optimizers", 0),
+        ("dataloaders", 0),
+        ("schedulers", 0),
+        ("others", 0),
+    ]
+    bundle = Bundle(
+        models=cast("Any", contents[:2]),
+        optimizers=cast("Any", contents[2:3]),
+        dataloaders=contents[3:4],
+        schedulers=contents[4:5],
+        others=contents[5:],
+        order=[places[i] for i in permutation],
+    )
+    assert bundle.in_order() == [contents[i] for i in permutation]
+
+
+def test_placement_is_allowed_unless_the_caller_said_no():
+    assert Bundle().may_place(3)
+    assert [Bundle(placements=[True, False]).may_place(i) for i in (0, 1)] == [True, False]
+
+
+@pytest.mark.parametrize(("num", "index"), [(2, 2), (1, -1), (0, 0)])
+def test_a_shard_must_be_one_of_the_shards(num: int, index: int):
+    with pytest.raises(ValueError, match=f"shard_index={index}"):
+        BatchSharding(num_shards=num, shard_index=index)
+
+
+def test_a_feature_that_is_not_offered_is_refused_by_name():
+    nothing = cast("Any", None)
+    strategy = Strategy(
+        name="thin",
+        wrapper=nothing,
+        stepper=nothing,
+        persister=nothing,
+        sharding=BatchSharding(num_shards=1, shard_index=0),
+        features=frozenset({Feature.NO_SYNC}),
+    )
+    strategy.require(Feature.NO_SYNC, "no_sync()")
+    with pytest.raises(
+        UnsupportedError, match=r"`clip_grad_value_\(\)` needs CLIP_GRAD_VALUE.*'thin'.*NO_SYNC"
+    ):
+        strategy.require(Feature.CLIP_GRAD_VALUE, "clip_grad_value_()")
