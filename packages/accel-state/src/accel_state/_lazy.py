@@ -29,7 +29,7 @@ def attach(
         '{}'
     """
 
-    def __getattr__(name: str) -> object:
+    def __getattr__(name: str) -> object:  # noqa: N807 - PEP 562
         if name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         target = exports[name]
@@ -38,7 +38,7 @@ def attach(
             setattr(sys.modules[package], name, value)
         return value
 
-    def __dir__() -> list[str]:
+    def __dir__() -> list[str]:  # noqa: N807 - PEP 562
         return sorted(exports)
 
     return __getattr__, __dir__

@@ -1,11 +1,11 @@
 """The errors of every accel package, and how they are related. Imports nothing.
 
-    AccelError
-    ├── SettingsError                   (ValueError)           an argument, variable or file key is unusable
-    ├── MissingDependencyError          (ImportError)          an optional library is not installed
-    ├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
-    └── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
-        └── StalledCollectiveError      (TimeoutError)         the ranks waited for each other in vain
+AccelError
+├── SettingsError                   (ValueError)           an argument, variable or file key is unusable
+├── MissingDependencyError          (ImportError)          an optional library is not installed
+├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
+└── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
+    └── StalledCollectiveError      (TimeoutError)         the ranks waited for each other in vain
 """
 
 from __future__ import annotations
