@@ -1,0 +1,376 @@
+"""The only module that touches `os.environ`: read it, patch it, publish to it. Torch-free."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Mapping
+    from contextlib import AbstractContextManager
+
+_Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
+
+_TRUE = ("y", "yes", "t", "true", "on", "1")
+_FALSE = ("n", "no", "f", "false", "off", "0")
+_FORBIDDEN = frozenset(";\n\r\0<> ")
+
+logger = logging.getLogger(__name__)
+
+
+def read() -> dict[str, str]:
+    """Copy the environment of this process.
+
+    Public constructors and the command read it once and pass the copy on; nothing deeper asks again.
+
+    Example:
+        >>> "PATH" in read()
+        True
+    """
+    return dict(os.environ)
+
+
+def publish(variables: Mapping[str, str]) -> None:
+    """Set variables for this process and its children, for libraries that look there.
+
+    Args:
+        variables: Names and values; those not named keep their value.
+    """
+    os.environ.update(variables)
+
+
+def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
+    """Read a truth value written as text.
+
+    Args:
+        value: One of y, yes, t, true, on, 1, n, no, f, false, off, 0, in any case.
+        to_bool: Return a `bool` rather than 1 or 0.
+
+    Raises:
+        SettingsError: The text is none of these.
+
+    Example:
+        >>> str_to_bool("Yes"), str_to_bool("off", to_bool=True)
+        (1, False)
+    """
+    truth = value.strip().lower() in _TRUE
+    if not truth and value.strip().lower() not in _FALSE:
+        raise SettingsError(f"invalid truth value {value!r}: use 'true' or 'false' (or yes/no, on/off, 1/0)")
+    return truth if to_bool else int(truth)
+
+
+def parse_flag_from_env(key: str, default: bool = False) -> bool:
+    """Read the variable `key` as a truth value.
+
+    Args:
+        key: Name of the variable.
+        default: The answer when it is not set.
+
+    Raises:
+        SettingsError: It is set to something that is not a truth value.
+
+    Example:
+        >>> parse_flag_from_env("SURELY_NOT_SET", default=True)
+        True
+    """
+    text = os.environ.get(key)
+    if text is None:
+        return default
+    try:
+        return bool(str_to_bool(text))
+    except SettingsError as error:
+        raise SettingsError(f"variable {key}: {error}") from None
+
+
+def parse_choice_from_env(key: str, default: str = "no") -> str:
+    """Read the variable `key` as it is.
+
+    Args:
+        key: Name of the variable.
+        default: The answer when it is not set.
+
+    Example:
+        >>> parse_choice_from_env("SURELY_NOT_SET")
+        'no'
+    """
+    return os.environ.get(key, default)
+
+
+def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
+    """Find the first of several variables that holds a number of at least 0.
+
+    Args:
+        env_keys: Names of variables, in order of preference.
+        default: The answer when none is set, or all are negative.
+
+    Raises:
+        SettingsError: A variable that is looked at holds something else than an integer.
+
+    Example:
+        >>> get_int_from_env(["SURELY_NOT_SET", "NEITHER_IS_THIS"], 7)
+        7
+    """
+    for key in env_keys:
+        text = os.environ.get(key, "-1")
+        try:
+            number = int(text)
+        except ValueError:
+            raise SettingsError(f"variable {key}={text!r}: expected an integer") from None
+        if number >= 0:
+            return number
+    return default
+
+
+@contextmanager
+def patch_environment(**kwargs: Any) -> Generator[None]:
+    """Set variables inside a `with` block, and put back what was there at its end.
+
+    Args:
+        **kwargs: Names, put in upper case, and values, turned into text.
+
+    Example:
+        >>> with patch_environment(my_flag=1):
+        ...     read()["MY_FLAG"]
+        '1'
+    """
+    variables = {name.upper(): str(value) for name, value in kwargs.items()}
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+@contextmanager
+def clear_environment() -> Generator[None]:
+    """Empty the environment inside a `with` block, and restore it as it was at its end.
+
+    Variables that the block sets are gone afterwards.
+
+    Example:
+        >>> with clear_environment():
+        ...     read()
+        {}
+    """
+    before = read()
+    os.environ.clear()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
+    """Decorate a function or a class so that `ACCELERATE_*` variables which it sets do not outlive a call.
+
+    Of a class, every method is treated so, also those that subclasses define; between the methods of
+    one class what `setUp`, `setup_method` and their likes set is kept, until the matching teardown.
+    Variables that existed before keep their value; other variables are left alone.
+
+    Args:
+        func_or_cls: A function, a coroutine function, or a class.
+
+    Returns:
+        The wrapped function, or the same class.
+
+    Example:
+        >>> @purge_accelerate_environment
+        ... def configure():
+        ...     publish({"ACCELERATE_MIXED_PRECISION": "bf16"})
+        >>> configure()
+        >>> "ACCELERATE_MIXED_PRECISION" in read()
+        False
+    """
+    if not isinstance(func_or_cls, type):
+        return cast("_Decorated", _purging(func_or_cls))
+    _purge_methods(func_or_cls)
+
+    own = vars(func_or_cls).get("__init_subclass__")
+
+    def purge_subclass(cls: type, **kwargs: Any) -> None:
+        if own is None:
+            super(func_or_cls, cls).__init_subclass__(**kwargs)
+        else:
+            own.__func__(cls, **kwargs)
+        _purge_methods(cls)
+
+    setattr(func_or_cls, "__init_subclass__", classmethod(purge_subclass))  # noqa: B010 - no stub knows it
+    return cast("_Decorated", func_or_cls)
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    r"""Write variables as lines for an environment file, leaving out what such a file cannot hold.
+
+    Args:
+        current_env: Names and values.
+
+    Returns:
+        `NAME=value` with a line end, one per variable. A variable whose name or value is empty, or holds
+        white space, a line end, `;`, `<` or `>`, or whose name holds `=`, is left out with a warning.
+
+    Example:
+        >>> convert_dict_to_env_variables({"ACCELERATE_DEBUG_MODE": "1"})
+        ['ACCELERATE_DEBUG_MODE=1\n']
+    """
+    lines: list[str] = []
+    for name, value in current_env.items():
+        text = str(value)
+        if name and text and "=" not in name and not _FORBIDDEN & {*name, *text}:
+            lines.append(f"{name}={text}\n")
+        else:
+            logger.warning(
+                "left out the variable %r=%r: a line of an environment file cannot hold it", name, text
+            )
+    return lines
+
+
+def are_libraries_initialized(*library_names: str) -> list[str]:
+    """Tell which of these libraries this process has imported already.
+
+    Args:
+        *library_names: Names of modules.
+
+    Returns:
+        Those that are imported, in the order given.
+
+    Example:
+        >>> are_libraries_initialized("sys", "surely_not_imported")
+        ['sys']
+    """
+    return [name for name in library_names if name in sys.modules]
+
+
+def _restore(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _variables() -> set[str]:
+    return {name for name in os.environ if name.startswith("ACCELERATE_")}
+
+
+def _keep_only(before: set[str]) -> None:
+    for name in _variables() - before:
+        os.environ.pop(name, None)
+
+
+@contextmanager
+def _purged() -> Generator[None]:
+    before = _variables()
+    try:
+        yield
+    finally:
+        _keep_only(before)
+
+
+def _purging(
+    function: Callable[..., Any], scope: Callable[[], AbstractContextManager[None]] = _purged
+) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaiting(*args: Any, **kwargs: Any) -> Any:
+            with scope():
+                return await function(*args, **kwargs)
+
+        return awaiting
+
+    @functools.wraps(function)
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        with scope():
+            return function(*args, **kwargs)
+
+    return calling
+
+
+# What test frameworks call before and after the methods of a class.
+_LIFECYCLES = {
+    "setUp": "tearDown",
+    "asyncSetUp": "asyncTearDown",
+    "setUpClass": "tearDownClass",
+    "setup_method": "teardown_method",
+    "setup_class": "teardown_class",
+}
+
+
+def _purge_methods(cls: type) -> None:
+    scopes = _lifecycle_scopes()
+    for setup, teardown in _LIFECYCLES.items():
+        if setup in vars(cls) and teardown not in vars(cls):
+            setattr(cls, teardown, _inherited(cls, teardown, vars(cls)[setup]))
+    for name, member in list(vars(cls).items()):
+        if name.startswith("__") and name.endswith("__"):
+            continue
+        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        if not inspect.isfunction(function):
+            continue
+        purging = _purging(function, scopes.get(name, _purged))
+        if name in scopes and not inspect.iscoroutinefunction(function):
+            purging = _optional_argument(purging, function)
+        setattr(cls, name, type(member)(purging) if function is not member else purging)
+
+
+def _lifecycle_scopes() -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+    """For every set-up and tear-down method the scope that remembers, or drops, what the set-up adds."""
+    before: dict[str, set[str]] = {}
+
+    @contextmanager
+    def opening(setup: str) -> Generator[None]:
+        before[setup] = _variables()
+        try:
+            yield
+        except BaseException:  # also when interrupted: no tear-down follows a set-up that failed
+            _keep_only(before.pop(setup))
+            raise
+
+    @contextmanager
+    def closing(setup: str) -> Generator[None]:
+        kept = before.pop(setup, _variables())
+        try:
+            yield
+        finally:
+            _keep_only(kept)
+
+    return {name: functools.partial(opening, name) for name in _LIFECYCLES} | {
+        teardown: functools.partial(closing, name) for name, teardown in _LIFECYCLES.items()
+    }
+
+
+def _optional_argument(purging: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept the argument that pytest passes to those set-up methods that declare one."""
+    wants_argument = len(inspect.signature(function).parameters) > 1
+
+    @functools.wraps(function)
+    def calling(owner: Any, argument: Any = None) -> Any:
+        return purging(owner, argument) if wants_argument else purging(owner)
+
+    return calling
+
+
+def _inherited(cls: type, name: str, like: Any) -> Any:
+    """A tear-down method that does what it did without one: call the parent's, if there is any."""
+
+    def teardown(owner: Any, argument: Any) -> Any:
+        parent = getattr(super(cls, owner), name, None)
+        if parent is None:
+            return None
+        return parent(argument) if len(inspect.signature(parent).parameters) == 1 else parent()
+
+    async def async_teardown(owner: Any) -> None:
+        await getattr(super(cls, owner), name)()
+
+    if inspect.iscoroutinefunction(like):
+        return async_teardown
+    return classmethod(teardown) if isinstance(like, classmethod) else teardown  # pyright: ignore[reportUnknownVariableType]

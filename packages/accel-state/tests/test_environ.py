@@ -1,0 +1,261 @@
+from __future__ import annotations
+
+import asyncio
+import unittest
+
+import pytest
+
+from accel_state import environ
+from accel_state.errors import SettingsError
+
+
+def accelerate_variables():
+    return {name for name in environ.read() if name.startswith("ACCELERATE_")}
+
+
+@pytest.mark.parametrize("text", ["y", "YES", "t", "True", "on", "1", " true "])
+def test_these_texts_mean_true(text):
+    assert environ.str_to_bool(text) == 1
+    assert environ.str_to_bool(text, to_bool=True) is True
+
+
+@pytest.mark.parametrize("text", ["n", "No", "f", "FALSE", "off", "0"])
+def test_these_texts_mean_false(text):
+    assert environ.str_to_bool(text) == 0
+    assert environ.str_to_bool(text, to_bool=True) is False
+
+
+def test_another_text_is_no_truth_value_and_is_named():
+    with pytest.raises(SettingsError, match="'maybe'"):
+        environ.str_to_bool("maybe")
+
+
+def test_a_bad_flag_names_its_variable():
+    with (
+        environ.patch_environment(some_flag="maybe"),
+        pytest.raises(SettingsError, match=r"SOME_FLAG.*'maybe'"),
+    ):
+        environ.parse_flag_from_env("SOME_FLAG")
+
+
+def test_a_bad_integer_names_its_variable():
+    with environ.patch_environment(some_int="x1"), pytest.raises(SettingsError, match=r"SOME_INT='x1'"):
+        environ.get_int_from_env(["SOME_INT"], 1)
+
+
+def test_the_first_variable_that_holds_a_number_wins():
+    with environ.patch_environment(some_int=-1, other_int=3, third_int=4):
+        assert environ.get_int_from_env(["SOME_INT", "MISSING_INT", "OTHER_INT", "THIRD_INT"], 9) == 3
+
+
+def test_a_patched_environment_is_put_back_after_an_error():
+    environ_before = environ.read()
+    with pytest.raises(ZeroDivisionError), environ.patch_environment(path="/nowhere", brand_new=1):
+        1 / (environ.read()["PATH"] != "/nowhere")
+    assert environ.read() == environ_before
+
+
+def test_a_cleared_environment_is_put_back_after_an_error():
+    environ_before = environ.read()
+    with pytest.raises(ZeroDivisionError), environ.clear_environment():
+        1 / len(environ.read())
+    assert environ.read() == environ_before
+
+
+def test_a_purged_function_keeps_what_was_there_and_what_is_not_ours():
+    @environ.purge_accelerate_environment
+    def configure():
+        environ.publish({"ACCELERATE_OLD": "new", "ACCELERATE_ADDED": "1", "OTHER_ADDED": "1"})
+        return 5
+
+    with environ.patch_environment(accelerate_old="old", other_added="0"):
+        assert configure() == 5
+        assert accelerate_variables() == {"ACCELERATE_OLD"}
+        assert environ.read()["OTHER_ADDED"] == "1"
+
+
+def test_a_purged_function_that_raises_leaves_nothing_behind():
+    @environ.purge_accelerate_environment
+    def configure():
+        environ.publish({"ACCELERATE_ADDED": "1"})
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        configure()
+    assert accelerate_variables() == set()
+
+
+def test_a_purged_coroutine_is_purged_when_it_ends_not_when_it_is_made():
+    @environ.purge_accelerate_environment
+    async def configure():
+        environ.publish({"ACCELERATE_ADDED": "1"})
+        await asyncio.sleep(0)
+        return accelerate_variables()
+
+    assert asyncio.run(configure()) == {"ACCELERATE_ADDED"}
+    assert accelerate_variables() == set()
+
+
+def test_every_kind_of_method_is_purged_also_in_subclasses():
+    @environ.purge_accelerate_environment
+    class Base:
+        value = 3
+
+        def plain(self):
+            environ.publish({"ACCELERATE_PLAIN": "1"})
+            return self.value
+
+        @staticmethod
+        def static():
+            environ.publish({"ACCELERATE_STATIC": "1"})
+            return 1
+
+        @classmethod
+        def of_class(cls):
+            environ.publish({"ACCELERATE_CLASS": "1"})
+            return cls
+
+    class Child(Base):
+        def more(self):
+            environ.publish({"ACCELERATE_MORE": "1"})
+            return 2
+
+    assert (Base().plain(), Base.static(), Child.of_class(), Child().more()) == (3, 1, Child, 2)
+    assert accelerate_variables() == set()
+
+
+def run(case):
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(case).run(result)
+    assert result.testsRun == 2
+    assert not result.errors, result.errors
+    assert not result.failures, result.failures
+
+
+def test_a_class_with_a_subclass_hook_of_its_own_keeps_it():
+    names = []
+
+    @environ.purge_accelerate_environment
+    class Base:
+        def __init_subclass__(cls, **kwargs):
+            names.append(cls.__name__)
+
+    class Child(Base):
+        def method(self):
+            environ.publish({"ACCELERATE_CHILD": "1"})
+
+    Child().method()
+    assert names == ["Child"]
+    assert accelerate_variables() == set()
+
+
+def test_what_set_up_sets_lasts_until_tear_down():
+    seen = []
+
+    @environ.purge_accelerate_environment
+    class Case(unittest.TestCase):
+        @classmethod
+        def setUpClass(cls):
+            environ.publish({"ACCELERATE_CLASS": "1"})
+
+        def setUp(self):
+            environ.publish({"ACCELERATE_SETUP": "1"})
+
+        def test_one(self):
+            environ.publish({"ACCELERATE_TEST": "1"})
+            seen.append(accelerate_variables())
+
+        def test_two(self):
+            seen.append(accelerate_variables())
+
+        def tearDown(self):
+            seen.append(accelerate_variables())
+
+    run(Case)
+    assert seen == [
+        {"ACCELERATE_CLASS", "ACCELERATE_SETUP", "ACCELERATE_TEST"},
+        {"ACCELERATE_CLASS", "ACCELERATE_SETUP"},
+        {"ACCELERATE_CLASS", "ACCELERATE_SETUP"},
+        {"ACCELERATE_CLASS", "ACCELERATE_SETUP"},
+    ]
+    assert accelerate_variables() == set()
+
+
+def test_a_set_up_without_a_tear_down_leaves_nothing_behind_and_keeps_the_inherited_one():
+    torn_down = []
+
+    class Parent(unittest.TestCase):
+        def tearDown(self):
+            torn_down.append("parent")
+
+    @environ.purge_accelerate_environment
+    class Case(Parent):
+        def setUp(self):
+            environ.publish({"ACCELERATE_SETUP": "1"})
+
+        def test_one(self):
+            assert accelerate_variables() == {"ACCELERATE_SETUP"}
+
+        def test_two(self):
+            assert accelerate_variables() == {"ACCELERATE_SETUP"}
+
+    run(Case)
+    assert torn_down == ["parent", "parent"]
+    assert accelerate_variables() == set()
+
+
+def test_asynchronous_set_up_is_kept_until_its_tear_down():
+    @environ.purge_accelerate_environment
+    class Case(unittest.IsolatedAsyncioTestCase):
+        async def asyncSetUp(self):
+            environ.publish({"ACCELERATE_SETUP": "1"})
+
+        async def test_one(self):
+            assert accelerate_variables() == {"ACCELERATE_SETUP"}
+
+        async def test_two(self):
+            assert accelerate_variables() == {"ACCELERATE_SETUP"}
+
+    run(Case)
+    assert accelerate_variables() == set()
+
+
+def test_a_set_up_that_fails_leaves_nothing_behind():
+    @environ.purge_accelerate_environment
+    class Case:
+        def setup_method(self):
+            environ.publish({"ACCELERATE_SETUP": "1"})
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        Case().setup_method()
+    assert accelerate_variables() == set()
+
+
+@environ.purge_accelerate_environment
+class TestUnderPytest:
+    """Run by pytest itself, which passes an argument to the set-up methods that declare one."""
+
+    def setup_method(self):
+        environ.publish({"ACCELERATE_SETUP": "1"})
+
+    def test_the_set_up_is_seen(self):
+        assert "ACCELERATE_SETUP" in accelerate_variables()
+
+    def teardown_method(self, method):
+        assert method.__name__ == "test_the_set_up_is_seen"
+
+
+def test_lines_that_an_environment_file_cannot_hold_are_left_out_with_a_warning(caplog):
+    lines = environ.convert_dict_to_env_variables(
+        {"GOOD": 1, "BAD": "a;b", "WORSE": "a\nb", "A=B": "x", "EMPTY": ""}
+    )
+    assert lines == ["GOOD=1\n"]
+    assert [name in caplog.text for name in ("BAD", "WORSE", "A=B", "EMPTY")] == [True] * 4
+
+
+def test_libraries_that_are_imported_are_told_in_the_order_asked():
+    assert environ.are_libraries_initialized("unittest", "surely_not_there", "asyncio") == [
+        "unittest",
+        "asyncio",
+    ]
