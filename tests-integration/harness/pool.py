@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 PATIENCE = 180.0  # seconds a body may take: the machine may be busy, a hang is forever
-GRACE = 5.0  # seconds for the other ranks once one has failed: they may be stuck waiting for it
+GRACE = 2.0  # seconds for the other ranks once one has failed: they may be stuck waiting for it
 START = 120.0  # seconds for the nursery to import torch
 LOG_TAIL = 4000  # characters of the ranks' output shown with a failure
 HERE = Path(__file__).resolve().parent
