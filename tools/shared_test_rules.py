@@ -11,6 +11,9 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+# pytest's own, and what torch sets when it imports its compiler (the profiler and DDP do).
+SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no accelerator; torch is asked only if there are any."""
@@ -31,8 +34,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     before = dict(os.environ)
     yield
     after = dict(os.environ)
-    before.pop("PYTEST_CURRENT_TEST", None)
-    after.pop("PYTEST_CURRENT_TEST", None)
+    for name in SET_BY_OTHERS:
+        before.pop(name, None)
+        after.pop(name, None)
     changed = sorted(name for name in {*before, *after} if before.get(name) != after.get(name))
     for name in changed:
         if name in before:

@@ -167,7 +167,8 @@ def _reset() -> None:
 
 
 def _check_left_behind(before: dict[str, str], groups: int) -> None:
-    changed = sorted(name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name))
+    names = {*before, *os.environ} - {"TORCHINDUCTOR_CACHE_DIR"}  # torch sets it with its compiler
+    changed = sorted(name for name in names if before.get(name) != os.environ.get(name))
     for name in changed:
         if name in before:
             os.environ[name] = before[name]
