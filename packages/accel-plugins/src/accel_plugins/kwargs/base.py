@@ -1,0 +1,82 @@
+"""What all kwargs handlers share: the difference to the defaults, and how bad fields are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class KwargsHandler:
+    """Base of the dataclasses that hold keyword arguments for something that `Accelerator` builds.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass
+        ... class Lamp(KwargsHandler):
+        ...     color: str = "white"
+        ...     watts: int = 40
+        >>> Lamp(watts=60).to_kwargs()
+        {'watts': 60}
+    """
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields; dictionaries and lists are copied, other values are the handler's own."""
+        return {name: _copy(value) for name, value in vars(self).items() if not name.startswith("_")}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields whose value differs from the default."""
+        default = type(self)().to_dict()
+        return {name: value for name, value in self.to_dict().items() if default[name] != value}
+
+
+def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) -> None:
+    """Refuse a field unless a condition holds.
+
+    Args:
+        owner: The dataclass, named in the message.
+        name: The field.
+        wanted: What would be accepted, in words.
+        holds: The condition on the field's value.
+
+    Raises:
+        SettingsError: The condition is false.
+    """
+    value = getattr(owner, name)
+    if not holds(value):
+        raise SettingsError(f"{type(owner).__name__}({name}={value!r}): expected {wanted}.")
+
+
+def expect_flags(owner: object, *names: str, optional: bool = False) -> None:
+    """Refuse fields that are not truth values; a text such as `"false"` would count as true.
+
+    Args:
+        owner: The dataclass.
+        *names: Its fields.
+        optional: Whether `None` is accepted too.
+
+    Raises:
+        SettingsError: A field is neither `True`, `False`, 1 nor 0.
+    """
+    wanted = "True, False or None" if optional else "True or False"
+    for name in names:
+        expect(owner, name, wanted, lambda value: (optional and value is None) or _is_flag(value))
+
+
+def is_count(value: object, *, least: int) -> bool:
+    """Whether a value is a whole number of at least `least`, and not a truth value."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_flag(value: object) -> bool:
+    return isinstance(value, int) and value in {0, 1}
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, list) else value

@@ -1,0 +1,49 @@
+"""Options of data loaders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from accel_plugins.kwargs.base import expect, expect_flags
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How `prepare` treats data loaders.
+
+    Args:
+        split_batches: Whether a loader's batch is divided among the processes; otherwise every process gets
+            whole batches, and the global batch grows with the number of processes.
+        dispatch_batches: Whether the main process reads all batches and sends them to the others. If
+            `None`, it does so for iterable datasets.
+        even_batches: Whether the last batches are filled with samples from the beginning, so that every
+            process gets the same number of samples.
+        use_seedable_sampler: Whether shuffling is drawn from a seed and the epoch alone, and so the same
+            with any number of processes.
+        data_seed: The seed of the seedable sampler; torch's if `None`.
+        non_blocking: Whether batches are copied to the device without waiting; wants pinned memory.
+        use_stateful_dataloader: Whether loaders become torchdata's `StatefulDataLoader`.
+
+    Raises:
+        SettingsError: A field has another type.
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+    def __post_init__(self) -> None:
+        expect_flags(
+            self,
+            "split_batches",
+            "even_batches",
+            "use_seedable_sampler",
+            "non_blocking",
+            "use_stateful_dataloader",
+        )
+        expect_flags(self, "dispatch_batches", optional=True)
+        expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))

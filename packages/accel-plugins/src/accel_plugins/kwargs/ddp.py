@@ -1,0 +1,125 @@
+"""Options of `DistributedDataParallel`, gradient compression included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
+from accel_state.errors import SettingsError
+from accel_state.labels import DDPCommunicationHookType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch.distributed import ProcessGroup
+    from torch.nn.parallel import DistributedDataParallel
+
+_Hook = DDPCommunicationHookType
+_HOOKS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
+    _Hook.NO: default_hooks.allreduce_hook,
+    _Hook.FP16: default_hooks.fp16_compress_hook,
+    _Hook.BF16: default_hooks.bf16_compress_hook,
+    _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
+    _Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+}
+_WRAPPERS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
+    _Hook.FP16: default_hooks.fp16_compress_wrapper,
+    _Hook.BF16: default_hooks.bf16_compress_wrapper,
+}
+_WITH_STATE = frozenset({_Hook.POWER_SGD, _Hook.BATCHED_POWER_SGD})
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Options of `torch.nn.parallel.DistributedDataParallel`.
+
+    Args:
+        dim: Dimension along which inputs would be divided among several devices of one process.
+        broadcast_buffers: Whether buffers are taken from rank 0 at the beginning of every forward pass.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are averaged.
+        find_unused_parameters: Whether parameters that a forward pass did not use are looked for.
+        check_reduction: Deprecated by PyTorch; has no effect there.
+        gradient_as_bucket_view: Whether gradients live inside the buckets, which saves a copy of them.
+        static_graph: Whether the same parameters are used in every pass.
+        comm_hook: How gradients are compressed before they are averaged; a name or a member.
+        comm_wrapper: `FP16` or `BF16`: compress further what the hook sends.
+        comm_state_option: Arguments of `PowerSGDState`, for the two PowerSGD hooks.
+
+    Raises:
+        SettingsError: A field is unknown, out of its range, or would have no effect.
+
+    Example:
+        >>> DistributedDataParallelKwargs(find_unused_parameters=True, comm_hook="fp16").to_kwargs()
+        {'find_unused_parameters': True}
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def __post_init__(self) -> None:
+        expect_flags(
+            self,
+            "broadcast_buffers",
+            "find_unused_parameters",
+            "check_reduction",
+            "gradient_as_bucket_view",
+            "static_graph",
+        )
+        expect(self, "dim", "an integer", lambda value: isinstance(value, int))
+        expect(self, "bucket_cap_mb", "a whole number above 0", lambda value: is_count(value, least=1))
+        self.comm_hook = self._hook("comm_hook", _HOOKS)
+        self.comm_wrapper = self._hook("comm_wrapper", [_Hook.NO, *_WRAPPERS])
+        if self.comm_state_option and self.comm_hook not in _WITH_STATE:
+            raise SettingsError(
+                f"{type(self).__name__}(comm_state_option={self.comm_state_option!r}): has no effect with "
+                f"comm_hook={self.comm_hook.value!r}; it belongs to 'power_sgd' and 'batched_power_sgd'."
+            )
+
+    def to_dict(
+        self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
+    ) -> dict[str, Any]:
+        """The fields that `DistributedDataParallel` takes.
+
+        Args:
+            ignore_keys: Fields to leave out.
+        """
+        return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
+
+    def register_comm_hook(self, model: DistributedDataParallel) -> None:
+        """Make a model compress its gradients as these options say; nothing is done if they do not.
+
+        Args:
+            model: A wrapped model that has no hook yet.
+        """
+        if self.comm_hook is _Hook.NO and self.comm_wrapper is _Hook.NO:
+            return
+        hook = _HOOKS[self.comm_hook]
+        if self.comm_wrapper is not _Hook.NO:
+            hook = _WRAPPERS[self.comm_wrapper](hook)
+        model.register_comm_hook(self._state(model.process_group), hook)
+
+    def _hook(self, name: str, choices: Iterable[DDPCommunicationHookType]) -> DDPCommunicationHookType:
+        values = [choice.value for choice in choices]
+        expect(self, name, f"one of {values}", lambda value: getattr(value, "value", value) in values)
+        return _Hook(getattr(self, name))
+
+    def _state(self, group: ProcessGroup) -> Any:
+        if self.comm_hook not in _WITH_STATE:
+            return group
+        try:
+            return powerSGD_hook.PowerSGDState(**{"process_group": group, **self.comm_state_option})
+        except TypeError as error:
+            raise SettingsError(
+                f"{type(self).__name__}(comm_state_option={self.comm_state_option!r}): {error}."
+            ) from None

@@ -1,0 +1,82 @@
+"""Options of `torch.compile`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, cast
+
+from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
+from accel_state import environ
+from accel_state.errors import SettingsError
+from accel_state.labels import DynamoBackend
+from accel_state.settings import from_environ
+
+_DEFAULTS = {
+    "backend": DynamoBackend.NO.value.lower(),
+    "mode": "default",
+    "fullgraph": False,
+    "dynamic": None,
+    "options": None,
+    "disable": False,
+}
+
+
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """How `prepare` compiles models. What is left out comes from `ACCELERATE_DYNAMO_*`, then the default.
+
+    Args:
+        backend: The compiler, a `DynamoBackend` or its name; `NO` does not compile.
+        mode: `"default"`, `"reduce-overhead"`, `"max-autotune"` or another mode of `torch.compile`.
+        fullgraph: Whether a model must compile into a single graph.
+        dynamic: Whether shapes are compiled as variables; torch decides if `None`.
+        options: Options of the backend; not together with `mode`.
+        disable: Whether `torch.compile` does nothing, for tests.
+        use_regional_compilation: Whether the repeated blocks of a model are compiled instead of the whole.
+
+    Raises:
+        SettingsError: A field, or the variable that stands for it, cannot be used.
+
+    Example:
+        >>> TorchDynamoPlugin(backend="inductor", mode="max-autotune").to_kwargs()
+        {'backend': 'inductor', 'mode': 'max-autotune'}
+    """
+
+    backend: DynamoBackend | str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: Any = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+    def __post_init__(self) -> None:
+        given = from_environ(environ.read()).dynamo
+        self.backend = _backend(given.backend if self.backend is None else self.backend)
+        self.mode = given.mode if self.mode is None else self.mode
+        self.fullgraph = given.use_fullgraph if self.fullgraph is None else self.fullgraph
+        self.dynamic = given.use_dynamic if self.dynamic is None else self.dynamic
+        if self.use_regional_compilation is None:
+            self.use_regional_compilation = given.use_regional_compilation
+        expect(self, "mode", "a text", lambda value: isinstance(value, str))
+        expect_flags(self, "fullgraph", "disable", "use_regional_compilation")
+        expect_flags(self, "dynamic", optional=True)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, the backend as `torch.compile` spells it."""
+        return super().to_dict() | {"backend": cast("DynamoBackend", self.backend).value.lower()}
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The arguments of `torch.compile` that differ from its defaults, wherever they came from."""
+        fields = self.to_dict()
+        return {name: fields[name] for name, default in _DEFAULTS.items() if fields[name] != default}
+
+
+def _backend(value: DynamoBackend | str) -> DynamoBackend:
+    name = value.value if isinstance(value, DynamoBackend) else str(value).upper()
+    if name in DynamoBackend:
+        return DynamoBackend(name)
+    near = get_close_matches(name, DynamoBackend.list(), n=1)
+    hint = f"did you mean {near[0].lower()!r}?" if near else f"there are {DynamoBackend.list()}."
+    raise SettingsError(f"TorchDynamoPlugin(backend={value!r}): no such compiler; {hint}")
