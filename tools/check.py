@@ -61,6 +61,16 @@ STEPS = (
         command=(str(Path(PYTHON).with_name("lint-imports")), "--no-cache"),
     ),
     Step(
+        name="exports",
+        about="the export tables are those of api.toml, every implemented documented name is in it",
+        command=(PYTHON, "tools/gen_exports.py", "--check"),
+    ),
+    Step(
+        name="surface",
+        about="what the documentation names is there, with its parameters; nothing covered is lost",
+        command=(PYTHON, "tools/check_surface.py"),
+    ),
+    Step(
         name="unit",
         about="each package's own tests and docstring examples",
         command=(*PYTEST, "-n", "2", "--doctest-modules", "packages"),

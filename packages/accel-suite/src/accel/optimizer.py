@@ -1,0 +1,21 @@
+"""The optimizer that `prepare` returns.
+
+Written by tools/gen_exports.py from api.toml; change it there.
+"""
+
+# fmt: off
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_state._lazy import attach
+
+if TYPE_CHECKING:
+    from accel_train.optimizer import AcceleratedOptimizer, move_to_device
+
+__all__ = ["AcceleratedOptimizer", "move_to_device"]
+
+_EXPORTS = {
+    **dict.fromkeys(("AcceleratedOptimizer", "move_to_device"), "accel_train.optimizer"),
+}
+__getattr__, __dir__ = attach(__name__, _EXPORTS)

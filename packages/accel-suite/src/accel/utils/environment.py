@@ -1,0 +1,35 @@
+"""Environment variables, CPU topology and driver facts.
+
+Written by tools/gen_exports.py from api.toml; change it there.
+"""
+
+# fmt: off
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_state._lazy import attach
+
+if TYPE_CHECKING:
+    from accel_state.environ import (
+        are_libraries_initialized, clear_environment, convert_dict_to_env_variables, get_int_from_env,
+        parse_choice_from_env, parse_flag_from_env, patch_environment, purge_accelerate_environment,
+        str_to_bool,
+    )
+    from accel_state.topology import CPUInformation, get_cpu_distributed_information
+
+__all__ = [
+    "CPUInformation", "are_libraries_initialized", "clear_environment", "convert_dict_to_env_variables",
+    "get_cpu_distributed_information", "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env",
+    "patch_environment", "purge_accelerate_environment", "str_to_bool",
+]
+
+_EXPORTS = {
+    **dict.fromkeys((
+        "are_libraries_initialized", "clear_environment", "convert_dict_to_env_variables",
+        "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env", "patch_environment",
+        "purge_accelerate_environment", "str_to_bool",
+    ), "accel_state.environ"),
+    **dict.fromkeys(("CPUInformation", "get_cpu_distributed_information"), "accel_state.topology"),
+}
+__getattr__, __dir__ = attach(__name__, _EXPORTS)

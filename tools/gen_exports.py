@@ -1,0 +1,205 @@
+"""Write the export tables of the package `accel` from `packages/accel-suite/api.toml`.
+
+    uv run tools/gen_exports.py            find new implementations of documented names, write the tables
+    uv run tools/gen_exports.py --check    fail if that would change a file
+
+A documented name (tools/surface.json) is exported as soon as a public module of a package defines it with the
+documented parameters. Entries of api.toml are kept as they are: where two modules define a name, or where a
+name is ours alone, write the entry by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import sys
+import textwrap
+import tomllib
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ROOT / "packages"
+SUITE = PACKAGES / "accel-suite"
+API = SUITE / "api.toml"
+SURFACE = ROOT / "tools" / "surface.json"
+WIDTH = 108
+
+HEADER = """\
+# Every name that `accel` exports, by the module that documents it, and the module that implements it.
+# Kept by `uv run tools/gen_exports.py`, which writes the export tables from it. Add an entry by hand only for
+# a name that two modules define, or for one that only `accel` has.
+"""
+
+ABOUT = {
+    "accel": "One training script, unchanged, on any number of devices.",
+    "accel.utils": "The building blocks: nested data, settings, RNG, availability, plugin dataclasses.",
+    "accel.state": "What this process is: rank, device, precision, accumulation.",
+    "accel.big_modeling": "Models larger than memory.",
+    "accel.errors": "The errors that accel raises on purpose.",
+    "accel.logging": "Loggers that speak once per run rather than once per process.",
+    "accel.data_loader": "Data loaders that give each process its share.",
+    "accel.optimizer": "The optimizer that `prepare` returns.",
+    "accel.scheduler": "The scheduler that `prepare` returns.",
+    "accel.utils.environment": "Environment variables, CPU topology and driver facts.",
+}
+
+Api = dict[str, dict[str, str]]
+Parameters = tuple[str, ...]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Write or check the tables; return 1 if `--check` finds something to write."""
+    parser = argparse.ArgumentParser(description="Write the export tables of the package `accel`.")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a file would change")
+    arguments = parser.parse_args(argv)
+    api, doubtful = completed(tomllib.loads(API.read_text()) if API.exists() else {})
+    for line in doubtful:
+        print(line)
+    wanted = {API: api_text(api), **{table_path(module, api): table_text(module, api) for module in api}}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    if arguments.check:
+        for path in stale:
+            print(f"{path.relative_to(ROOT)} is out of date: run `uv run tools/gen_exports.py`")
+        return int(bool(stale))
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path])
+        print(f"wrote {path.relative_to(ROOT)}")
+    return 0
+
+
+def completed(api: Api) -> tuple[Api, list[str]]:
+    """Add the documented names that are implemented by now, sorted; also say which could not be decided."""
+    found = implementations()
+    surface: dict[str, dict[str, Any]] = json.loads(SURFACE.read_text())["modules"]
+    result: Api = {module: dict(names) for module, names in api.items()}
+    doubtful: list[str] = []
+    for module, names in surface.items():
+        for name, entry in names.items():
+            if name in result.get(module, {}):
+                continue
+            places = sorted(where for where, shape in found[name].items() if fits(entry, shape))
+            if len(places) == 1:
+                result.setdefault(module, {})[name] = places[0]
+            elif places:
+                doubtful.append(f"{module}.{name} is defined by {', '.join(places)}: choose in api.toml")
+    return {module: dict(sorted(result[module].items())) for module in sorted(result)}, doubtful
+
+
+def fits(entry: dict[str, Any], shape: Parameters | None) -> bool:
+    """Whether a definition can be the documented one: functions must have the documented parameters."""
+    if entry["kind"] != "function":
+        return True
+    documented = [parameter["name"].lstrip("*") for parameter in entry["parameters"]]
+    return shape is not None and list(shape[: len(documented)]) == documented
+
+
+def implementations() -> defaultdict[str, dict[str, Parameters | None]]:
+    """Public names of the packages' public modules: where defined, with which parameters if a function."""
+    found: defaultdict[str, dict[str, Parameters | None]] = defaultdict(dict)
+    for path in sorted(PACKAGES.glob("*/src/*/**/*.py")):
+        parts = path.relative_to(PACKAGES).with_suffix("").parts[2:]
+        if parts[0] == "accel" or any(part.startswith("_") and part != "__init__" for part in parts):
+            continue
+        module = ".".join(part for part in parts if part != "__init__")
+        for node in ast.parse(path.read_text()).body:
+            for name, shape in definitions(node):
+                if not name.startswith("_"):
+                    found[name][module] = shape
+    return found
+
+
+def definitions(node: ast.stmt) -> list[tuple[str, Parameters | None]]:
+    """The names that a top-level statement defines."""
+    match node:
+        case ast.FunctionDef(name=name, args=a):
+            starred = [extra for extra in (a.vararg, *a.kwonlyargs, a.kwarg) if extra is not None]
+            return [(name, tuple(argument.arg for argument in (*a.posonlyargs, *a.args, *starred)))]
+        case ast.ClassDef(name=name):
+            return [(name, None)]
+        case ast.AnnAssign(target=ast.Name(id=name)):
+            return [(name, None)]
+        case ast.Assign(targets=[ast.Name(id=name)]):
+            return [(name, None)]
+        case _:
+            return []
+
+
+def api_text(api: Api) -> str:
+    """The text of api.toml."""
+    sections = (
+        f'\n["{module}"]\n' + "".join(f'{name} = "{where}"\n' for name, where in names.items())
+        for module, names in api.items()
+    )
+    return HEADER + "".join(sections)
+
+
+def table_path(module: str, api: Api) -> Path:
+    """The file of an export table; a module that has submodules is a package."""
+    path = SUITE / "src" / Path(*module.split("."))
+    is_package = any(other.startswith(f"{module}.") for other in api)
+    return path / "__init__.py" if is_package else path.with_suffix(".py")
+
+
+def table_text(module: str, api: Api) -> str:
+    """The text of an export table: lazy at run time, plain imports for type checkers."""
+    by_source: defaultdict[str, list[str]] = defaultdict(list)
+    for name, where in api[module].items():
+        by_source[where].append(name)
+    sources = sorted(by_source.items())
+    children = sorted(other for other in api if other.rpartition(".")[0] == module)
+    lines = [
+        f'"""{ABOUT[module]}',
+        "",
+        "Written by tools/gen_exports.py from api.toml; change it there.",
+        '"""',
+        "",
+        "# fmt: off",
+        "from __future__ import annotations",
+        "",
+        "from typing import TYPE_CHECKING",
+        "",
+        "from accel_state._lazy import attach",
+        "",
+        "if TYPE_CHECKING:",
+        *(
+            f"    from {module} import {child.rpartition('.')[2]} as {child.rpartition('.')[2]}"
+            for child in children
+        ),
+        *(packed(f"    from {where} import (", names, ")") for where, names in sources),
+        "",
+        packed("__all__ = [", [f'"{name}"' for name in api[module]], "]"),
+        "",
+        *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
+        "_EXPORTS = {",
+        *(f'    "{child.rpartition(".")[2]}": "{child}:",' for child in children),
+        *(
+            packed("    **dict.fromkeys((", [f'"{n}"' for n in names], f'), "{where}"),')
+            for where, names in sources
+        ),
+        "}",
+        "__getattr__, __dir__ = attach(__name__, _EXPORTS)",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def packed(before: str, items: list[str], after: str) -> str:
+    """`before`, the items with commas, `after`: on one line if they fit, else on filled lines."""
+    line = f"{before}{', '.join(items)}{',' if before.endswith('((') and len(items) == 1 else ''}{after}"
+    if len(line) <= WIDTH:
+        return line.replace("import (", "import ").removesuffix(")") if "import (" in line else line
+    indent = " " * (len(before) - len(before.lstrip()) + 4)
+    filled = textwrap.fill(", ".join(items) + ",", WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return f"{before}\n{filled}\n{indent[4:]}{after}"
+
+
+def version() -> str:
+    """The version of the metapackage, which is the version of all."""
+    return tomllib.loads((SUITE / "pyproject.toml").read_text())["project"]["version"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
