@@ -1,0 +1,117 @@
+"""Argument before environment before file before default, and a memory of who said what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import SettingsError
+from accel_state.settings.model import Settings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_state.settings.options import Option
+
+
+class Layer(IntEnum):
+    """Where settings come from; the lower number wins."""
+
+    ARGUMENT = 0
+    ENVIRONMENT = 1
+    FILE = 2
+    DEFAULT = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A value and who gave it.
+
+    Args:
+        value: The parsed value.
+        layer: Where it comes from.
+        origin: The same in words, for messages, such as `"argument --num_processes"`.
+    """
+
+    value: object
+    layer: Layer
+    origin: str
+
+
+DEFAULT = Given(value=None, layer=Layer.DEFAULT, origin="default")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """Settings, and for every path that somebody gave, who it was.
+
+    Args:
+        settings: The outcome.
+        given: Path to the winning value.
+    """
+
+    settings: Settings
+    given: Mapping[str, Given]
+
+    def who(self, path: str) -> Given:
+        """Who decided about `path`; `DEFAULT` if nobody did."""
+        return self.given.get(path, DEFAULT)
+
+
+def parse(option: Option, text: str, layer: Layer, origin: str) -> Given | None:
+    """Read the text that somebody gave for an option.
+
+    Args:
+        option: A row of `OPTIONS`.
+        text: What was written. Empty means not given, as in a shell's `NAME= command`.
+        layer: Where it comes from.
+        origin: The same in words.
+
+    Returns:
+        The value and its origin, or None if the text stands for "not given".
+
+    Raises:
+        SettingsError: The text cannot be used; the message names it and its origin.
+
+    Example:
+        >>> from accel_state.settings.options import BY_KEY
+        >>> parse(BY_KEY["num_machines"], "2", Layer.FILE, "key num_machines").value
+        2
+    """
+    if not text:
+        return None
+    try:
+        value = option.parse(text)
+    except ValueError as error:
+        raise SettingsError(f"{origin} is {text!r}: {error}") from None
+    return None if value is None else Given(value=value, layer=layer, origin=origin)
+
+
+def merge(*sources: Mapping[str, Given]) -> Merged:
+    """Let the strongest source of each setting win.
+
+    Args:
+        *sources: Path to value, in any order; a lower `Layer` wins.
+
+    Example:
+        >>> low = {"launch.num_machines": Given(value=2, layer=Layer.FILE, origin="key num_machines")}
+        >>> high = {"launch.num_machines": Given(value=4, layer=Layer.ARGUMENT, origin="--num_machines")}
+        >>> merge(low, high).settings.launch.num_machines
+        4
+    """
+    given: dict[str, Given] = {}
+    for source in sources:
+        for path, value in source.items():
+            if value.layer <= given.get(path, DEFAULT).layer:
+                given[path] = value
+    sections: dict[str, dict[str, Any]] = {}
+    for path, value in given.items():
+        section, _, name = path.partition(".")
+        sections.setdefault(section, {})[name] = value.value
+    defaults = Settings()
+    settings = replace(
+        defaults,
+        **{section: replace(getattr(defaults, section), **values) for section, values in sections.items()},
+    )
+    return Merged(settings=settings, given=given)
