@@ -61,6 +61,16 @@ STEPS = (
         command=(str(Path(PYTHON).with_name("lint-imports")), "--no-cache"),
     ),
     Step(
+        name="house",
+        about="house rules, with exceptions that only shrink",
+        command=(PYTHON, "tools/house_rules.py"),
+    ),
+    Step(
+        name="dependencies",
+        about="packages declare what they import, and the reverse",
+        command=(PYTHON, "tools/check_deps.py"),
+    ),
+    Step(
         name="exports",
         about="the export tables are those of api.toml, every implemented documented name is in it",
         command=(PYTHON, "tools/gen_exports.py", "--check"),

@@ -1,0 +1,224 @@
+"""The house rules that no linter knows, and their exceptions (tools/house_rules.toml), which only shrink.
+
+ruff holds that every public name is documented and annotated (D, ANN) and that nothing prints (T20); pyright
+holds the types; the two conftest.py files hold that no test leaks. The rest is here:
+
+    module-length     a module has at most 400 lines
+    function-length   a function has at most 50 lines without its docstring
+    environment       only accel_state/environ.py touches the environment
+    labels            only accel_state/labels.py compares a DistributedType
+    late-import       imports are at the top; laziness is in tables
+    module-name       no utils, helpers, misc or common inside the packages
+    one-version       one version everywhere, and members pin each other to it
+    top-level         no other folder at the root
+
+An exception that is no longer needed is an error too, so that the list only gets shorter.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+ROOT = Path(__file__).resolve().parents[1]
+EXCEPTIONS = Path(__file__).with_suffix(".toml")
+MAX_MODULE = 400
+MAX_FUNCTION = 50
+VAGUE = {"utils", "helpers", "misc", "common", "util", "helper"}
+ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+FOLDERS = {".ci", "packages", "tests-integration", "tools"}
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Breach:
+    """One breach of one rule. The subject is stable under edits, so that an exception can name it."""
+
+    rule: str
+    subject: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Python file of the workspace: its path from the root, its lines, its syntax tree."""
+
+    path: str
+    lines: int
+    tree: ast.Module
+
+    @property
+    def packaged(self) -> bool:
+        """Whether the file is shipped, rather than a tool or a part of the harness."""
+        return self.path.startswith("packages/")
+
+
+def main() -> int:
+    """Print every breach that is no exception and every exception that is no breach; return 1 if any."""
+    breaches = sorted({*check_sources(sources()), *one_version(ROOT), *top_level()})
+    allowed = {
+        (rule, subject)
+        for rule, reasons in tomllib.loads(EXCEPTIONS.read_text()).items()
+        for subject in reasons
+    }
+    found = {(breach.rule, breach.subject) for breach in breaches}
+    for breach in breaches:
+        if (breach.rule, breach.subject) not in allowed:
+            print(f"{breach.rule}: {breach.subject}: {breach.message}")
+    for rule, subject in sorted(allowed - found):
+        print(f"{EXCEPTIONS.name}: the exception [{rule}] {subject!r} is no longer needed: delete it")
+    print(f"{len(found - allowed)} breaches, {len(allowed & found)} exceptions")
+    return int(found != allowed)
+
+
+def sources() -> Iterator[Source]:
+    """The shipped modules, the tools and the harness."""
+    for pattern in ("packages/*/src/**/*.py", "tools/**/*.py", "tests-integration/harness/*.py"):
+        for path in sorted(ROOT.glob(pattern)):
+            text = path.read_text()
+            yield Source(path.relative_to(ROOT).as_posix(), text.count("\n"), ast.parse(text))
+
+
+def check_sources(files: Iterator[Source]) -> Iterator[Breach]:
+    """Apply the rules about source files."""
+    for source in files:
+        for rule in RULES:
+            yield from rule(source)
+
+
+def module_length(source: Source) -> Iterator[Breach]:
+    """A module has at most 400 lines."""
+    if source.lines > MAX_MODULE:
+        yield Breach("module-length", source.path, f"{source.lines} lines, {MAX_MODULE} are allowed")
+
+
+def function_length(source: Source) -> Iterator[Breach]:
+    """A function has at most 50 lines without its docstring."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, FUNCTIONS) or node.end_lineno is None:
+            continue
+        length = node.end_lineno - node.lineno + 1
+        if ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            length -= (text.end_lineno or text.lineno) - text.lineno + 1
+        if length > MAX_FUNCTION:
+            yield Breach(
+                "function-length",
+                f"{source.path}::{node.name}",
+                f"{length} lines, {MAX_FUNCTION} are allowed",
+            )
+
+
+def environment(source: Source) -> Iterator[Breach]:
+    """Only one module of the packages touches the environment."""
+    if not source.packaged or source.path.endswith("accel_state/environ.py"):
+        return
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="os"), attr=attribute) if attribute in ENVIRONMENT:
+                named = attribute
+            case ast.ImportFrom(module="os", names=names) if {alias.name for alias in names} & ENVIRONMENT:
+                named = "import"
+            case _:
+                continue
+        yield Breach("environment", f"{source.path}::{named}", f"line {node.lineno}: ask accel_state.environ")
+
+
+def labels(source: Source) -> Iterator[Breach]:
+    """A DistributedType is a label for users: nothing decides by it."""
+    if not source.packaged or source.path.endswith("accel_state/labels.py"):
+        return
+    for node in ast.walk(source.tree):
+        compared: list[ast.AST] = []
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.match_case):
+            compared = [node.pattern]
+        for member in (inner for outer in compared for inner in ast.walk(outer)):
+            match member:
+                case ast.Attribute(value=ast.Name(id="DistributedType"), attr=name):
+                    yield Breach(
+                        "labels",
+                        f"{source.path}::{name}",
+                        f"line {member.lineno}: decide by the strategy's features",
+                    )
+                case _:
+                    pass
+
+
+def late_import(source: Source) -> Iterator[Breach]:
+    """Imports are at the top of the file."""
+    if not source.packaged:
+        return
+    for function in (node for node in ast.walk(source.tree) if isinstance(node, FUNCTIONS)):
+        for node in ast.walk(function):
+            match node:
+                case ast.Import(names=names):
+                    modules = [alias.name for alias in names]
+                case ast.ImportFrom(module=str(module)):
+                    modules = [module]
+                case _:
+                    continue
+            for module in modules:
+                yield Breach(
+                    "late-import", f"{source.path}::{module}", f"line {node.lineno}: move it to the top"
+                )
+
+
+def module_name(source: Source) -> Iterator[Breach]:
+    """A file is one idea, named after it. `accel.utils` is documented, and only a table."""
+    names = set(Path(source.path).with_suffix("").parts)
+    if source.packaged and names & VAGUE and "/src/accel/utils/" not in source.path:
+        yield Breach("module-name", source.path, "say what is in it")
+
+
+RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
+    module_length,
+    function_length,
+    environment,
+    labels,
+    late_import,
+    module_name,
+)
+
+
+def one_version(root: Path) -> Iterator[Breach]:
+    """Every member has the root's version and pins other members to exactly that."""
+    wanted: str = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    projects = {
+        path.parent.name: tomllib.loads(path.read_text())["project"]
+        for path in sorted(root.glob("packages/*/pyproject.toml"))
+    }
+    for folder, project in projects.items():
+        if project["name"] != folder:
+            yield Breach("one-version", folder, f"the folder of the distribution {project['name']!r}")
+        if project["version"] != wanted:
+            yield Breach("one-version", folder, f"version {project['version']}, the workspace has {wanted}")
+        extras = project.get("optional-dependencies", {}).values()
+        for requirement in (*project["dependencies"], *(line for extra in extras for line in extra)):
+            name = re.split(r"[\[<>=!~; ]", requirement, maxsplit=1)[0]
+            if name in projects and not requirement.endswith(f"=={wanted}"):
+                yield Breach(
+                    "one-version", f"{folder}::{name}", f"{requirement!r} is not pinned to =={wanted}"
+                )
+
+
+def top_level() -> Iterator[Breach]:
+    """Everything lives in the folders that exist."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=False)
+    folders = {name.partition("/")[0] for name in listed.stdout.split("\0") if "/" in name}
+    for folder in sorted(folders - FOLDERS):
+        yield Breach("top-level", folder, f"not one of {', '.join(sorted(FOLDERS))}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
