@@ -90,6 +90,16 @@ STEPS = (
         about="SPMD tests on pooled ranks, and real launches",
         command=(*PYTEST, "--durations=10", "tests-integration", f"--ignore={EXAMPLES}"),
     ),
+    Step(
+        name="examples",
+        about="every example of the README files and the documentation",
+        command=(*PYTEST, "--durations=5", EXAMPLES),
+    ),
+    Step(
+        name="isolation",
+        about="each wheel installs alone, imports, and passes its own tests",
+        command=(PYTHON, "tools/check_isolation.py"),
+    ),
 )
 
 
