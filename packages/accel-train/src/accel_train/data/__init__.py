@@ -1,0 +1,1 @@
+"""Data loading: which rank gets which samples, and the loaders that yield them."""

@@ -1,0 +1,296 @@
+"""Which rank gets which batches of a batch sampler: the plan, and the batch sampler that follows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.utils.data import BatchSampler, Sampler
+
+from accel_train.data.samplers import (
+    OrderState,
+    drawn,
+    innermost_sampler,
+    is_plain_batch_sampler,
+    known_order,
+    record_order,
+    replay_order,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """How an epoch is cut into *rounds*, one batch for every rank in each, ranks in order.
+
+    Round `k` of an epoch that begins at sample `start` is made of the samples `start + k * stride` and
+    following; rank `r` gets the `r`-th part of it.
+
+    Args:
+        num_processes: The number of ranks.
+        process_index: This rank.
+        batch_size: Size of the batches that are divided: a rank's own, or with `split` the global one. None
+            where it is not known.
+        drop_last: Leave out the last round if it is not complete.
+        split: A round is one batch, of which every rank gets a part; else as many batches as ranks.
+        even: Complete the last round with samples from the epoch's beginning, for the ranks to have equally
+            many batches of one size. Otherwise some ranks may get a shorter last batch, or one batch less.
+    """
+
+    num_processes: int = 1
+    process_index: int = 0
+    batch_size: int | None
+    drop_last: bool = False
+    split: bool = False
+    even: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.process_index < self.num_processes:
+            raise ValueError(
+                f"process_index={self.process_index!r} is not one of the "
+                f"num_processes={self.num_processes!r} processes, which count from 0."
+            )
+        if self.batch_size is None:
+            if self.even and self.num_processes > 1:
+                raise ValueError(
+                    "even_batches=True needs a batch size, but the batch sampler has no `batch_size`. "
+                    "Give it that attribute, or set even_batches=False (in DataLoaderConfiguration)."
+                )
+        elif self.split and self.batch_size % self.num_processes:
+            raise ValueError(
+                "split_batches=True divides every batch among the processes, but "
+                f"batch_size={self.batch_size!r} is not a multiple of num_processes={self.num_processes!r}."
+            )
+
+    @property
+    def rows(self) -> int:
+        """Number of samples in a batch of one rank; 1 where it is not known."""
+        return (self.batch_size or 1) // (self.num_processes if self.split else 1)
+
+    @property
+    def stride(self) -> int:
+        """Number of samples in a complete round."""
+        return self.rows * self.num_processes
+
+    @property
+    def batches_per_round(self) -> int:
+        """Number of batches of the divided batch sampler in a complete round."""
+        return 1 if self.split else self.num_processes
+
+    @property
+    def pads(self) -> bool:
+        """Whether a last round that is not complete gets samples from the epoch's beginning."""
+        return self.even and self.num_processes > 1 and not self.drop_last
+
+    def count(self, total: int) -> int:
+        """Give how many batches this rank gets out of `total` samples."""
+        whole, rest = divmod(total, self.stride)
+        return whole + (
+            not self.drop_last and rest > 0 and (self.even or rest > self.rows * self.process_index)
+        )
+
+    def spans(self, total: int, start: int = 0) -> Iterator[tuple[int, int]]:
+        """Give this rank's batches as spans of positions in the order of the epoch.
+
+        Args:
+            total: Number of samples in the epoch.
+            start: Number of them that are already consumed.
+
+        Yields:
+            `(first, last)`: a batch has the samples `first … last - 1`. Positions from `total` on are
+            padding: sample `total + i` is sample `i % total` again.
+
+        Example:
+            >>> list(ShardPlan(num_processes=2, process_index=1, batch_size=3).spans(10))
+            [(3, 6), (9, 12)]
+        """
+        first = start + self.process_index * self.rows
+        for _ in range(self.count(max(0, total - start))):
+            last = first + self.rows
+            yield first, last if self.pads else min(last, total)
+            first += self.stride
+
+    def count_batches(self, batches: int) -> int:
+        """Give how many batches this rank gets out of `batches` whole ones."""
+        whole, rest = divmod(batches, self.batches_per_round)
+        return whole + (not self.drop_last and rest > 0 and (self.even or rest > self.process_index))
+
+    def deal(
+        self, batches: Iterable[Sequence[int]], head: Iterable[int] = ()
+    ) -> Iterator[tuple[list[int], int]]:
+        """Give this rank's batches out of a stream of batches of whatever length.
+
+        Args:
+            batches: The batches of the epoch, or of the rest of it.
+            head: The samples of the epoch before these batches, as far as they are needed to pad with.
+
+        Yields:
+            A batch, and how many of its samples (the first ones) are not padding.
+        """
+        stream = iter(batches)
+        seen = list(head)
+        turn = list(islice(stream, self.batches_per_round))
+        while turn and not (self.drop_last and len(turn) < self.batches_per_round):
+            following = list(islice(stream, self.batches_per_round))
+            if self.pads and len(seen) < self.stride:
+                seen.extend(chain.from_iterable(turn))
+            own = self._own(turn)
+            padding = self._padding(turn, own, seen) if self.split or not following else []
+            if own or padding:
+                yield own + padding, len(own)
+            turn = following
+
+    def _own(self, turn: list[Sequence[int]]) -> list[int]:
+        """This rank's part of a round, as far as there is one."""
+        if not self.split:
+            return list(turn[self.process_index]) if self.process_index < len(turn) else []
+        rows = self._rows_of(turn[0])
+        return list(turn[0][self.process_index * rows : (self.process_index + 1) * rows])
+
+    def _rows_of(self, batch: Sequence[int]) -> int:
+        """How many samples of a batch that is split each rank gets; custom samplers may exceed their size."""
+        return max(-(-len(batch) // self.num_processes), 0 if self.batch_size is None else self.rows)
+
+    def _padding(self, turn: list[Sequence[int]], own: list[int], seen: list[int]) -> list[int]:
+        if not self.pads:
+            return []
+        if self.split:
+            rows = self._rows_of(turn[0])
+            before = self.process_index * rows - len(turn[0])
+        else:
+            rows = self.rows if self.process_index >= len(turn) - 1 else len(own)
+            before = (self.process_index - len(turn) + 1) * rows - len(turn[-1])
+        before = max(0, before)
+        return [seen[i % len(seen)] for i in range(before, before + rows - len(own))]
+
+
+class BatchSamplerShard(BatchSampler):
+    """Yield this rank's part of the batches of a batch sampler.
+
+    Args:
+        batch_sampler: The batch sampler to divide; any iterable of lists of indices will do.
+        num_processes: The number of ranks.
+        process_index: This rank.
+        split_batches: Every batch is divided among the ranks; otherwise the ranks take turns in getting
+            whole batches.
+        even_batches: Where the samples run out before every rank has a whole batch, begin again with the
+            first ones, so that all ranks get equally many batches of the same size. Batch samplers without
+            a `batch_size` need `False`.
+
+    Raises:
+        ValueError: The arguments do not fit together.
+
+    Example:
+        >>> batches = BatchSampler(range(10), batch_size=3, drop_last=False)
+        >>> [list(BatchSamplerShard(batches, 2, rank)) for rank in (0, 1)]
+        [[[0, 1, 2], [6, 7, 8]], [[3, 4, 5], [9, 0, 1]]]
+    """
+
+    def __init__(
+        self,
+        batch_sampler: BatchSampler | Sampler[list[int]] | Iterable[list[int]],
+        num_processes: int = 1,
+        process_index: int = 0,
+        split_batches: bool = False,
+        even_batches: bool = True,
+    ) -> None:
+        self.batch_sampler: Any = batch_sampler
+        self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
+        self.drop_last: bool = getattr(batch_sampler, "drop_last", False)
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.plan = ShardPlan(
+            num_processes=num_processes,
+            process_index=process_index,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            split=split_batches,
+            even=even_batches,
+        )
+        self.padded: dict[int, int] = {}
+        """Of the iteration begun last: number of a padded batch -> how many of its samples are real."""
+        self.order: OrderState | None = None
+        """Of the iteration begun last: what replays its order."""
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of indices below."""
+        return innermost_sampler(self.batch_sampler)
+
+    @property
+    def total_length(self) -> int:
+        """Number of batches of the divided batch sampler."""
+        return len(self.batch_sampler)
+
+    @property
+    def counts_samples(self) -> bool:
+        """Whether positions in the epoch are numbers of samples; otherwise of whole batches."""
+        return is_plain_batch_sampler(self.batch_sampler)
+
+    @property
+    def stride(self) -> int:
+        """By how much one batch on every rank moves the position forward."""
+        return self.plan.stride if self.counts_samples else self.plan.batches_per_round
+
+    def __len__(self) -> int:
+        """Number of batches of this rank."""
+        return self.length_from(0)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield this rank's batches of indices."""
+        return self.iterate_from(0)
+
+    def length_from(self, position: int) -> int:
+        """Give how many batches this rank gets after a position.
+
+        Args:
+            position: Samples (or whole batches, see `counts_samples`) already consumed by all ranks together.
+        """
+        if self.counts_samples:
+            return self.plan.count(max(0, len(self.batch_sampler.sampler) - position))
+        return self.plan.count_batches(max(0, len(self.batch_sampler) - position))
+
+    def iterate_from(self, position: int, order: OrderState | None = None) -> Iterator[list[int]]:
+        """Yield this rank's batches after a position.
+
+        Args:
+            position: As for `length_from`.
+            order: What replays the order of the epoch, or None for whatever comes.
+        """
+        padded = self.padded = {}
+        sampler = self.sampler
+        with replay_order(sampler, order):
+            self.order = record_order(sampler) if order is None else order
+            batches = self._open(position)
+        for number, (batch, real) in enumerate(batches):
+            if real != len(batch):
+                padded[number] = real
+            yield batch
+
+    def _open(self, position: int) -> Iterator[tuple[list[int], int]]:
+        """Begin an iteration: whatever is random is drawn before this returns."""
+        if self.counts_samples:
+            sampler = self.batch_sampler.sampler
+            if (order := known_order(sampler)) is not None:
+                return self._cut(order, position)
+            indices = drawn(sampler)
+            head = list(islice(indices, min(position, self.plan.stride)))
+            rest = cast("Sampler[int]", islice(indices, position - len(head), None))
+            return self.plan.deal(BatchSampler(rest, self.batch_size, self.drop_last), head)
+        batches = drawn(self.batch_sampler)
+        head = []
+        for batch in islice(batches, position):
+            if self.plan.pads and len(head) < self.plan.stride:
+                head.extend(batch)
+        return self.plan.deal(batches, head)
+
+    def _cut(self, order: Sequence[int], position: int) -> Iterator[tuple[list[int], int]]:
+        total = len(order)
+        for first, last in self.plan.spans(total, position):
+            batch = list(order[first:last])
+            yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)

@@ -1,0 +1,193 @@
+"""The order of an epoch: a sampler whose order follows from seed and epoch, and how to replay any other's."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain, islice
+from typing import Any, TypeAlias, overload
+
+import torch
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+OrderState: TypeAlias = dict[str, Any]
+"""What replays the order of an epoch: `{"seed", "epoch"}`, `{"generator"}`, `{"torch"}` or nothing."""
+
+
+class SeedableRandomSampler(RandomSampler):
+    """Shuffle so that the order depends on a seed and the epoch, and on nothing else.
+
+    The order of epoch `e` is that of a `RandomSampler` with a generator seeded with `seed + e`: the same on
+    every rank, in every process, however often it is asked for.
+
+    Args:
+        *args: As for `torch.utils.data.RandomSampler`.
+        **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed`, the seed. Without it, the seed of
+            `generator` counts, or else that of torch's default generator.
+
+    Example:
+        >>> sampler = SeedableRandomSampler(range(5), data_seed=1)
+        >>> list(sampler) == list(sampler)
+        True
+        >>> sampler.set_epoch(1)
+        >>> sorted(sampler)
+        [0, 1, 2, 3, 4]
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        seed: int | None = kwargs.pop("data_seed", None)
+        super().__init__(*args, **kwargs)
+        if seed is None:
+            generator: torch.Generator | None = self.generator
+            seed = torch.initial_seed() if generator is None else generator.initial_seed()
+        self.initial_seed: int = seed
+        self.epoch: int = 0
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the indices of the current epoch."""
+        return self.order().iterate()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next.
+
+        Args:
+            epoch: Any number; loaders count from 0.
+        """
+        self.epoch = epoch
+
+    def order(self) -> TensorOrder:
+        """Give the whole order of the current epoch, for access by position."""
+        generator = torch.Generator().manual_seed(self.initial_seed + self.epoch)
+        size = len(self.data_source)
+        if self.replacement:  # in the chunks in which RandomSampler draws, to give the order that it gives
+            draws = [32] * (self.num_samples // 32) + [self.num_samples % 32]
+            return TensorOrder(torch.cat([torch.randint(size, (n,), generator=generator) for n in draws]))
+        rounds = -(-self.num_samples // size)
+        order = torch.cat([torch.randperm(size, generator=generator) for _ in range(rounds)])
+        return TensorOrder(order[: self.num_samples])
+
+
+class TensorOrder(Sequence[int]):
+    """A sequence of indices kept in a tensor: 8 bytes an index, slices are lists.
+
+    Args:
+        indices: int64, of shape `(number of samples,)`.
+    """
+
+    __slots__ = ("_indices",)
+
+    def __init__(self, indices: torch.Tensor) -> None:
+        self._indices = indices
+
+    def __len__(self) -> int:
+        return self._indices.numel()
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[int]: ...
+    def __getitem__(self, index: int | slice) -> int | list[int]:
+        return self._indices[index].tolist()
+
+    def iterate(self, chunk: int = 8192) -> Iterator[int]:
+        """Yield the indices, without ever making a list of all of them."""
+        return chain.from_iterable(part.tolist() for part in self._indices.split(chunk))
+
+
+def known_order(sampler: object) -> Sequence[int] | None:
+    """Give the order of the coming epoch where any position of it can be reached at once.
+
+    Args:
+        sampler: A sampler of indices.
+
+    Returns:
+        The order, or None if it can only be found out by iterating.
+    """
+    if type(sampler) is SeedableRandomSampler:
+        return sampler.order()
+    if type(sampler) is SequentialSampler:
+        return range(len(sampler))
+    return None
+
+
+def innermost_sampler(sampler: object) -> object:
+    """Find the sampler of indices below any number of batch samplers.
+
+    Args:
+        sampler: A sampler or a batch sampler, whose `sampler` or `batch_sampler` is the next one down.
+    """
+    while (below := getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))) is not None:
+        sampler = below
+    return sampler
+
+
+def is_plain_batch_sampler(batch_sampler: object) -> bool:
+    """Whether batches are just consecutive indices of a sampler, so that they can be cut anywhere."""
+    return isinstance(batch_sampler, BatchSampler) and type(batch_sampler).__iter__ is BatchSampler.__iter__
+
+
+def record_order(sampler: object) -> OrderState:
+    """Record what decides the order of the epoch that is about to begin.
+
+    Args:
+        sampler: A sampler of indices. Randomness that is not in its `generator`, nor a function of its epoch,
+            is taken to come from torch's default generator.
+    """
+    if isinstance(sampler, SeedableRandomSampler):
+        return {"seed": sampler.initial_seed, "epoch": sampler.epoch}
+    if isinstance(sampler, SequentialSampler):
+        return {}
+    generator = getattr(sampler, "generator", None)
+    if isinstance(generator, torch.Generator):
+        return {"generator": generator.get_state()}
+    return {"torch": torch.get_rng_state()}
+
+
+@contextmanager
+def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
+    """Within the context, the sampler draws the order that was recorded.
+
+    A sampler draws its order when its first index is asked for: ask for it inside. Torch's default generator
+    is put back afterwards; a generator of the sampler's own goes on from the replayed draw, as it did then.
+
+    Args:
+        sampler: The sampler of indices.
+        state: What `record_order` returned, or None to change nothing.
+
+    Raises:
+        ValueError: The state was recorded with another kind of sampler.
+    """
+    state = state or {}
+    if "seed" in state:
+        if not isinstance(sampler, SeedableRandomSampler):
+            raise ValueError(
+                f"The saved data position belongs to a SeedableRandomSampler; this loader has {sampler!r}. "
+                "Prepare it with use_seedable_sampler=True, as in the run that was saved."
+            )
+        sampler.initial_seed, sampler.epoch = state["seed"], state["epoch"]
+    if "generator" in state:
+        if not isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+            raise ValueError(
+                "The saved data position belongs to a sampler with a generator; this loader has "
+                f"{sampler!r}, which has none. Build the loader as in the run that was saved."
+            )
+        generator.set_state(state["generator"])
+    if "torch" not in state:
+        yield
+        return
+    before = torch.get_rng_state()
+    torch.set_rng_state(state["torch"])
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)
+
+
+def drawn(items: Iterable[Any]) -> Iterator[Any]:
+    """Iterate, with the first item already taken, so that an order which is drawn lazily is drawn now.
+
+    Args:
+        items: What to iterate over.
+    """
+    iterator = iter(items)
+    return chain(list(islice(iterator, 1)), iterator)
