@@ -1,0 +1,127 @@
+"""`Accelerator`: one training script, unchanged, on any number of devices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, final
+
+from accel_train.accelerator.collect import CollectFacet
+from accel_train.accelerator.prepare import PrepareFacet
+from accel_train.accelerator.process import ProcessFacet
+from accel_train.accelerator.project import ProjectFacet
+from accel_train.accelerator.stepping import SteppingFacet
+from accel_train.parts import UNSET, Arguments, build_parts, refuse_unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+    from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
+    from accel_plugins.kwargs.base import KwargsHandler
+    from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+    from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+
+__all__ = ["Accelerator"]
+
+
+@final
+class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, ProjectFacet):
+    """Everything that a training script needs to run on one device or many.
+
+    Args:
+        device_placement: Whether `prepare` moves models, and loaders their batches, to the device.
+        split_batches: The same as in `dataloader_config`, where it belongs.
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`; else `ACCELERATE_MIXED_PRECISION`, else `"no"`.
+        gradient_accumulation_steps: Micro-batches that make one optimizer step; else
+            `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, else 1.
+        cpu: Whether to stay on the CPU although there is an accelerator.
+        dataloader_config: How loaders are prepared.
+        deepspeed_plugin: Not available in this version.
+        fsdp_plugin: Not available in this version.
+        torch_tp_plugin: Not available in this version.
+        megatron_lm_plugin: Not available in this version.
+        rng_types: Which sources of randomness loaders synchronise between processes at their beginning;
+            `["generator"]` if `None`: that of the sampler.
+        log_with: Not available in this version.
+        project_dir: Directory of the project's files.
+        project_config: That and more about them.
+        gradient_accumulation_plugin: The number of micro-batches and more about them.
+        step_scheduler_with_optimizer: Whether schedulers step only when their optimizers have, and once for
+            every process; else they step whenever they are told.
+        kwargs_handlers: Options of what PyTorch does for us: one each of `AutocastKwargs`,
+            `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
+        dynamo_backend: With which compiler `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
+        dynamo_plugin: The compiler and its options.
+        deepspeed_plugins: Not available in this version.
+        parallelism_config: Not available in this version.
+
+    Raises:
+        SettingsError: An argument, or an environment variable that stands for it, cannot be used.
+        UnsupportedError: What was asked for is not available.
+
+    Example:
+        >>> import torch
+        >>> accelerator = Accelerator(cpu=True)
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=4)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for batch in loader:
+        ...     loss = model(batch).square().mean()
+        ...     accelerator.backward(loss)
+        ...     optimizer.step()
+        ...     optimizer.zero_grad()
+    """
+
+    def __init__(
+        self,
+        device_placement: bool = True,
+        split_batches: bool = UNSET,
+        mixed_precision: PrecisionType | str | None = None,
+        gradient_accumulation_steps: int = 1,
+        cpu: bool = False,
+        dataloader_config: DataLoaderConfiguration | None = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[str | RNGType] | None = None,
+        log_with: Any = None,
+        project_dir: str | Path | None = None,
+        project_config: ProjectConfiguration | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[KwargsHandler] | None = None,
+        dynamo_backend: DynamoBackend | str | None = None,
+        dynamo_plugin: TorchDynamoPlugin | None = None,
+        deepspeed_plugins: Any = None,
+        parallelism_config: Any = None,
+    ) -> None:
+        refuse_unavailable(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            log_with=log_with,
+            deepspeed_plugins=deepspeed_plugins,
+            parallelism_config=parallelism_config,
+        )
+        self._parts = build_parts(
+            Arguments(
+                device_placement=device_placement,
+                split_batches=split_batches,
+                mixed_precision=mixed_precision,
+                gradient_accumulation_steps=gradient_accumulation_steps,
+                cpu=cpu,
+                dataloader_config=dataloader_config,
+                rng_types=rng_types,
+                project_dir=project_dir,
+                project_config=project_config,
+                gradient_accumulation_plugin=gradient_accumulation_plugin,
+                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+                kwargs_handlers=kwargs_handlers,
+                dynamo_backend=dynamo_backend,
+                dynamo_plugin=dynamo_plugin,
+            )
+        )

@@ -1,0 +1,93 @@
+"""Bringing together what the processes have computed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_ops import collect, pad
+from accel_train.accelerator.facet import Facet
+from accel_train.metrics import gather_real
+
+if TYPE_CHECKING:
+    from typing import Literal
+
+
+class CollectFacet(Facet):
+    """Collectives over nested data."""
+
+    __slots__ = ()
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all processes along their first dimension, on every process.
+
+        Args:
+            tensor: A tensor, or nested lists, tuples and dicts of tensors; 0-d ones become one row each.
+                First dimensions may differ between processes.
+
+        Returns:
+            The same structure, rows in the order of the processes.
+        """
+        return collect.gather(tensor)
+
+    def gather_for_metrics(
+        self,
+        input_data: Any,
+        use_gather_object: bool = False,
+    ) -> Any:
+        """Gather what the processes computed for the batch that a prepared loader yielded last.
+
+        Loaders fill up the last batches so that all processes have equally many samples; these repeated
+        samples are cut off, so that over an epoch every sample of the data set comes exactly once.
+
+        Args:
+            input_data: Tensors as for `gather`, with one row per sample of the batch; 0-d ones are gathered
+                as they are. Or a list of one object per sample.
+            use_gather_object: Gather as objects even if there are only tensors.
+
+        Returns:
+            Tensors gathered as by `gather`; or the objects of all processes in one list.
+
+        Raises:
+            ValueError: There is padding in the batch, and `input_data` does not have one row per sample.
+            DistributedOperationException: That is so on another process, or the data does not fit together.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(range(5), batch_size=2))
+            >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
+            tensor([0, 1, 2, 3, 4])
+        """
+        return gather_real(
+            input_data, self._parts.gradient_state.active_dataloader, as_objects=use_gather_object
+        )
+
+    def reduce(
+        self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0
+    ) -> Any:
+        """Combine tensors of all processes, element by element, on every process.
+
+        Args:
+            tensor: A tensor or nested tensors, of the same shapes on all processes.
+            reduction: `"sum"`, `"mean"`, or `"none"` for none.
+            scale: What the result is multiplied with.
+        """
+        return collect.reduce(tensor, reduction, scale)
+
+    def pad_across_processes(
+        self,
+        tensor: Any,
+        dim: int = 0,
+        pad_index: int = 0,
+        pad_first: bool = False,
+    ) -> Any:
+        """Make tensors of all processes equally long along a dimension.
+
+        Args:
+            tensor: A tensor or nested tensors.
+            dim: Along which dimension.
+            pad_index: What to fill with.
+            pad_first: Whether to fill at the beginning instead of the end.
+        """
+        return pad.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)

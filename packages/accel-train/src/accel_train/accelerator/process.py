@@ -1,0 +1,154 @@
+"""Who this process is, and what only some of the processes do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_train.accelerator.facet import Facet
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from accel_state.accelerator_state import AcceleratorState
+    from accel_state.labels import DistributedType
+
+
+class ProcessFacet(Facet):
+    """The process and its place among the others."""
+
+    __slots__ = ()
+
+    @property
+    def state(self) -> AcceleratorState:
+        """The process-wide state."""
+        return self._parts.state
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._parts.process.device
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """The label of how the processes work together."""
+        return self._parts.state.distributed_type
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes of the run."""
+        return self._parts.process.num_processes
+
+    @property
+    def process_index(self) -> int:
+        """The rank of this process among all."""
+        return self._parts.process.process_index
+
+    @property
+    def local_process_index(self) -> int:
+        """The rank of this process on its host."""
+        return self._parts.process.local_process_index
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self._parts.process.use_distributed
+
+    @property
+    def multi_device(self) -> bool:
+        """Whether several processes each have an accelerator of their own."""
+        process = self._parts.process
+        return process.num_processes > 1 and process.device.type != "cpu"
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self._parts.process.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its host."""
+        return self._parts.process.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self._parts.process.is_last_process
+
+    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function that only the main process runs; elsewhere it returns `None`."""
+        return self._parts.process.on_main_process(function)
+
+    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+        """Decorate a function that only the first process of every host runs."""
+        return self._parts.process.on_local_main_process(function)
+
+    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Decorate a function that only the last process runs."""
+        return self._parts.process.on_last_process(function)
+
+    def on_process(
+        self, function: Callable[..., Any] | None = None, process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function that only the process of rank `process_index` runs."""
+        return self._parts.process.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
+    ) -> Callable[..., Any]:
+        """Decorate a function that only one process of every host runs, by its rank there."""
+        return self._parts.process.on_local_process(function, local_process_index)
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """A context that the main process passes through before all others enter it."""
+        return self._parts.process.main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """A context that the first process of every host passes through before the others there enter it."""
+        return self._parts.process.local_main_process_first()
+
+    def split_between_processes(
+        self,
+        inputs: Any,
+        apply_padding: bool = False,
+    ) -> AbstractContextManager[Any]:
+        """A context that gives this process its part of some inputs.
+
+        Args:
+            inputs: A list, tuple, dict of lists, tensor, numpy array or `datasets.Dataset`.
+            apply_padding: Whether the last element is repeated until all parts are equally long, for
+                results that will be gathered.
+
+        Example:
+            >>> from accel_train import Accelerator
+            >>> with Accelerator(cpu=True).split_between_processes([1, 2, 3]) as mine:
+            ...     mine
+            [1, 2, 3]
+        """
+        return self._parts.process.split_between_processes(inputs, apply_padding=apply_padding)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process is here."""
+        self._parts.process.wait_for_everyone()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on the first process of every host only; arguments as of the builtin `print`."""
+        self._parts.process.print(*args, **kwargs)
+
+    def set_trigger(self) -> None:
+        """Raise a flag on this process, which `check_trigger` shows to all.
+
+        Example:
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.set_trigger()
+            >>> accelerator.check_trigger(), accelerator.check_trigger()
+            (True, False)
+        """
+        self._parts.trigger.set()
+
+    def check_trigger(self) -> bool:
+        """Whether any process has called `set_trigger` since the last check; call it on every process."""
+        return self._parts.trigger.check()

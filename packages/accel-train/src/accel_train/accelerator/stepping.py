@@ -1,0 +1,259 @@
+"""Backward passes, accumulation, clipping, precision."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.strategy import Feature
+from accel_train.accelerator.facet import Facet
+from accel_train.data.evenness import evenness
+from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.prepare.compiled import without_compiler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+
+    from accel_state.gradient_state import GradientState
+    from accel_train.sync import Accumulation
+
+
+class SteppingFacet(Facet):
+    """What happens between the forward pass and the next one."""
+
+    __slots__ = ()
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Compute gradients, scaled for accumulation and, with float16, for precision.
+
+        Args:
+            loss: The loss of one micro-batch, 0-d: its mean over the samples of this process.
+            **kwargs: Passed to `Tensor.backward`.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> weight = torch.ones(1, requires_grad=True)
+            >>> Accelerator(cpu=True).backward(3 * weight.sum())
+            >>> weight.grad
+            tensor([3.])
+        """
+        parts = self._parts
+        state = parts.gradient_state
+        parts.strategy.stepper.backward(
+            loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs
+        )
+
+    def accumulate(self, *models: nn.Module) -> Accumulation:
+        """A context around one micro-batch, of `gradient_accumulation_steps` that make one optimizer step.
+
+        Within it, prepared optimizers and schedulers act only if the micro-batch completes the step, which
+        the last one of a loader always does; until then, gradients stay on their process.
+
+        Args:
+            *models: The models that are trained here.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            >>> weight = torch.nn.Parameter(torch.ones(1))
+            >>> optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+            >>> for _ in range(3):
+            ...     with accelerator.accumulate():
+            ...         accelerator.backward(weight.sum())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+            ...         weight.item()
+            1.0
+            0.5
+            0.5
+        """
+        return self._parts.synchronizer.accumulate(models)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """A context in which backward passes leave the gradients of a model on their process.
+
+        The next backward pass outside brings all of them together.
+
+        Args:
+            model: A prepared model.
+        """
+        return self._parts.synchronizer.local([model])
+
+    @contextmanager
+    def join_uneven_inputs(
+        self, joinables: Sequence[Any], even_batches: bool | None = None
+    ) -> Iterator[None]:
+        """Let processes run out of batches at different times, without waiting for each other in vain.
+
+        Args:
+            joinables: The prepared models, and optimizers that are `torch.distributed` joinables.
+            even_batches: What to use instead of the accelerator's `even_batches` within the context;
+                applies to prepared loaders of map-style datasets.
+
+        Raises:
+            UnsupportedError: The strategy has no such mode.
+        """
+        parts = self._parts
+        parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
+        inner = [
+            one.optimizer if isinstance(one, AcceleratedOptimizer) else without_compiler(one)
+            for one in joinables
+        ]
+        with evenness(parts.prepared.dataloaders, even_batches), parts.strategy.stepper.join(inner):
+            yield
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
+    ) -> Tensor | None:
+        """Scale gradients down to a total norm; use instead of `torch.nn.utils.clip_grad_norm_`.
+
+        Args:
+            parameters: Tensors with gradients.
+            max_norm: The largest norm allowed.
+            norm_type: The p of the norm; `float("inf")` for the largest absolute value.
+
+        Returns:
+            The norm before clipping, 0-d, the same on all processes.
+
+        Raises:
+            RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> weight = torch.nn.Parameter(torch.zeros(1))
+            >>> weight.grad = torch.tensor([4.0])
+            >>> Accelerator(cpu=True).clip_grad_norm_([weight], 1.0), weight.grad
+            (tensor(4.), tensor([1.0000]))
+        """
+        parts = self._parts
+        return parts.strategy.stepper.clip_grad_norm(
+            parameters, max_norm, norm_type, optimizers=self._scaled_optimizers("clip_grad_norm_()")
+        )
+
+    def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+        """Clamp gradients; use instead of `torch.nn.utils.clip_grad_value_`.
+
+        Args:
+            parameters: Tensors with gradients.
+            clip_value: The largest absolute value allowed.
+
+        Raises:
+            UnsupportedError: The strategy keeps gradients where they cannot be clamped.
+            RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
+        """
+        what = "clip_grad_value_()"
+        strategy = self._parts.strategy
+        strategy.require(Feature.CLIP_GRAD_VALUE, what)
+        strategy.stepper.clip_grad_value(parameters, clip_value, optimizers=self._scaled_optimizers(what))
+
+    def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
+        """Divide gradients by the loss scale; only float16 has one.
+
+        Args:
+            optimizer: The optimizer, or optimizers, of these gradients; all prepared ones if `None`.
+
+        Raises:
+            RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
+        """
+        known = self._scaled_optimizers("unscale_gradients()")
+        if optimizer is not None:
+            given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+            known = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in given]
+        self._parts.precision.unscale(known)
+
+    def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context in which operations run in the mixed precision of the run.
+
+        Args:
+            autocast_handler: Options for this context; those of the accelerator if `None`.
+        """
+        return self._parts.precision.autocast(autocast_handler)
+
+    @property
+    def mixed_precision(self) -> str:
+        """`"no"`, `"fp16"` or `"bf16"`."""
+        return self._parts.state.mixed_precision
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, with float16."""
+        return self._parts.precision.scaler
+
+    @property
+    def autocast_handler(self) -> AutocastKwargs | None:
+        """The `AutocastKwargs` that were given."""
+        return self._handler(AutocastKwargs)
+
+    @property
+    def scaler_handler(self) -> GradScalerKwargs | None:
+        """The `GradScalerKwargs` that were given."""
+        return self._handler(GradScalerKwargs)
+
+    @property
+    def ddp_handler(self) -> DistributedDataParallelKwargs | None:
+        """The `DistributedDataParallelKwargs` that were given."""
+        return self._handler(DistributedDataParallelKwargs)
+
+    @property
+    def gradient_state(self) -> GradientState:
+        """Whether gradients are synchronised, and which loader is active."""
+        return self._parts.gradient_state
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are synchronised now, so that optimizers step."""
+        return self._parts.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, sync_gradients: bool) -> None:
+        self._parts.gradient_state.sync_gradients = sync_gradients
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches that make one optimizer step."""
+        return self._parts.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        self._parts.gradient_state.plugin_kwargs.update({"num_steps": gradient_accumulation_steps})
+
+    @property
+    def step(self) -> int:
+        """Micro-batches since the last optimizer step."""
+        return self._parts.synchronizer.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._parts.synchronizer.step = step
+
+    @property
+    def step_scheduler_with_optimizer(self) -> bool:
+        """Whether schedulers follow their optimizers."""
+        return self._parts.step_scheduler_with_optimizer
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether a prepared optimizer skipped its last step because gradients were not finite."""
+        return any(optimizer.step_was_skipped for optimizer in self._parts.prepared.optimizers)
+
+    def _handler(self, kind: type[Any]) -> Any:
+        return self._parts.handlers.get(kind)
+
+    def _scaled_optimizers(self, what: str) -> list[Optimizer]:
+        parts = self._parts
+        if parts.precision.scaler is not None and not parts.gradient_state.sync_gradients:
+            raise RuntimeError(
+                f"{what} was called while gradients are accumulated: they are still scaled, and incomplete. "
+                "Call it only `if accelerator.sync_gradients:`."
+            )
+        return [optimizer.optimizer for optimizer in parts.prepared.optimizers]

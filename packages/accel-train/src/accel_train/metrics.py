@@ -1,0 +1,81 @@
+"""Cutting the padding off what a process computed for a batch, before it is gathered."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accel_ops.tree import recursively_apply
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def all_tensors(data: object) -> bool:
+    """Whether nested data consists of tensors only.
+
+    Example:
+        >>> all_tensors({"loss": torch.ones(())}), all_tensors([torch.ones(1), "text"])
+        (True, False)
+    """
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def trim_tensors(data: Any, *, rows: int | None, real: int) -> Any:
+    """Keep what belongs to real samples.
+
+    Args:
+        data: Nested tensors with one row per sample of the batch; 0-d ones belong to no sample and stay.
+        rows: Number of samples in the batch, padding included; not checked if `None`.
+        real: Number of samples at the batch's beginning that are not padding.
+
+    Raises:
+        ValueError: A tensor has another number of rows than the batch, so that nobody knows what to cut off.
+
+    Example:
+        >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, rows=3, real=2)
+        {'ids': tensor([7, 8])}
+    """
+
+    def trim(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() == 0:
+            return tensor
+        _check_rows(len(tensor), f"a tensor of shape {tuple(tensor.shape)}", rows, real)
+        return tensor[:real]
+
+    return recursively_apply(trim, data)
+
+
+def trim_objects(data: Any, *, rows: int | None, real: int) -> Any:
+    """The same for a list of one object per sample.
+
+    Raises:
+        ValueError: It is no list or tuple, or it has another length than the batch.
+
+    Example:
+        >>> trim_objects(["a", "b", "a"], rows=3, real=2)
+        ['a', 'b']
+    """
+    if isinstance(data, torch.Tensor):
+        return trim_tensors(data, rows=rows, real=real)
+    if not isinstance(data, list | tuple):
+        raise ValueError(
+            f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
+            "cannot cut the padding off; give a list with one object per sample."
+        )
+    objects: Sequence[Any] = data
+    _check_rows(len(objects), f"{len(objects)} objects", rows, real)
+    return objects[:real]
+
+
+def _check_rows(found: int, what: str, rows: int | None, real: int) -> None:
+    if rows is not None and rows not in {found, real}:
+        raise ValueError(
+            f"gather_for_metrics got {what} for a batch of {rows} samples, {rows - real} of them padding, "
+            f"and cannot tell what belongs to the padding. Give one row per sample, or cut it to the first "
+            f"{real} samples of the batch yourself and use gather()."
+        )

@@ -1,0 +1,311 @@
+"""The composition root: what an `Accelerator` is made of, and the one function that makes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.choose import choose
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
+from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
+from accel_plugins.kwargs.profile import ProfileKwargs
+from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.precision import build_precision
+from accel_plugins.registry import load
+from accel_state import environ
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.gradient_state import GradientState
+from accel_state.labels import DynamoBackend, RNGType
+from accel_state.partial_state import PartialState
+from accel_state.settings import from_environ
+from accel_train.sync import Synchronizer
+from accel_train.triggers import Trigger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from torch import nn
+
+    from accel_plugins.kwargs.base import KwargsHandler
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_plugins.strategy import Strategy
+    from accel_state.labels import PrecisionType
+    from accel_state.settings import Settings
+    from accel_train.optimizer import AcceleratedOptimizer
+    from accel_train.scheduler import AcceleratedScheduler
+
+HANDLERS: tuple[type[Any], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+"""What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
+
+# What launchers set for engines that are not part of this version.
+_ENGINE_SWITCHES = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
+
+
+class _Unset:
+    """What `split_batches` is when nobody gave it."""
+
+    def __repr__(self) -> str:
+        return "<unset>"
+
+
+UNSET: Any = _Unset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of `Accelerator`, as they were given; documented there."""
+
+    device_placement: bool = True
+    split_batches: bool = UNSET
+    mixed_precision: PrecisionType | str | None = None
+    gradient_accumulation_steps: int = 1
+    cpu: bool = False
+    dataloader_config: DataLoaderConfiguration | None = None
+    rng_types: Sequence[str | RNGType] | None = None
+    project_dir: str | Path | None = None
+    project_config: ProjectConfiguration | None = None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    step_scheduler_with_optimizer: bool = True
+    kwargs_handlers: Sequence[KwargsHandler] | None = None
+    dynamo_backend: DynamoBackend | str | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+
+
+@dataclass(slots=True)
+class Prepared:
+    """What one `Accelerator` has prepared, in that order."""
+
+    models: list[nn.Module] = field(default_factory=list["nn.Module"])
+    optimizers: list[AcceleratedOptimizer] = field(default_factory=list["AcceleratedOptimizer"])
+    schedulers: list[AcceleratedScheduler] = field(default_factory=list["AcceleratedScheduler"])
+    dataloaders: list[Any] = field(default_factory=list[Any])
+
+    def __contains__(self, something: object) -> bool:
+        kinds = (self.models, self.optimizers, self.schedulers, self.dataloaders)
+        return any(something is one for kind in kinds for one in kind)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders):
+            kind.clear()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """Everything that the facets of an `Accelerator` work with; only `prepared` and the states change.
+
+    Args:
+        process: The documented face of this process.
+        state: The same with precision and compiler.
+        gradient_state: Whether gradients are synchronised, and which loader is active.
+        strategy: How models are trained.
+        precision: In which number formats.
+        compiler: How models are compiled.
+        synchronizer: Counts micro-batches.
+        trigger: The flag that processes share.
+        handlers: Every given kwargs handler by its type.
+        dataloading: How loaders are prepared.
+        rng_types: Which sources of randomness loaders synchronise at their beginning.
+        project: Directories.
+        device_placement: Whether `prepare` moves things to the device unless told otherwise.
+        step_scheduler_with_optimizer: Whether schedulers follow their optimizers.
+        prepared: What `prepare` has prepared.
+    """
+
+    process: PartialState
+    state: AcceleratorState
+    gradient_state: GradientState
+    strategy: Strategy
+    precision: PrecisionPolicy
+    compiler: TorchDynamoPlugin
+    synchronizer: Synchronizer
+    trigger: Trigger
+    handlers: Mapping[type, KwargsHandler]
+    dataloading: DataLoaderConfiguration
+    rng_types: Sequence[str | RNGType]
+    project: ProjectConfiguration
+    device_placement: bool
+    step_scheduler_with_optimizer: bool
+    prepared: Prepared
+
+
+def build_parts(arguments: Arguments) -> Parts:
+    """Read the settings, start the process group if there is none yet, and put an `Accelerator` together.
+
+    Raises:
+        SettingsError: An argument, or an environment variable that stands for it, cannot be used.
+        UnsupportedError: What was asked for is not there on this device.
+    """
+    environment = environ.read()
+    _refuse_unavailable_engines(environment)
+    settings = from_environ(environment)
+    handlers = sort_handlers(arguments.kwargs_handlers or ())
+    accumulation = _accumulation(arguments, settings)
+    dataloading = _dataloading(arguments)
+    rng_types = _rng_types(arguments.rng_types)
+    project = _project(arguments)
+    compiler = _dynamo(arguments)
+    state = AcceleratorState(
+        mixed_precision=arguments.mixed_precision,
+        cpu=arguments.cpu,
+        dynamo_plugin=compiler,
+        _from_accelerator=True,
+        **_process_group(handlers),
+    )
+    process = PartialState()
+    runtime = process.runtime
+    autocast = handlers.get(AutocastKwargs)
+    precision = build_precision(
+        state.mixed_precision, runtime.device, autocast, handlers.get(GradScalerKwargs)
+    )
+    name = choose(settings, runtime.topology, runtime.device)
+    strategy = load(name)(settings, runtime, precision, handlers)
+    gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
+    several = runtime.topology.world_size > 1
+    return Parts(
+        process=process,
+        state=state,
+        gradient_state=gradient_state,
+        strategy=strategy,
+        precision=precision,
+        compiler=compiler,
+        synchronizer=Synchronizer(gradient_state, strategy.stepper.no_sync if several else None),
+        trigger=Trigger(runtime),
+        handlers=handlers,
+        dataloading=dataloading,
+        rng_types=rng_types,
+        project=project,
+        device_placement=arguments.device_placement,
+        step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
+        prepared=Prepared(),
+    )
+
+
+def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
+    """Every kwargs handler by its type.
+
+    Raises:
+        SettingsError: One is no kwargs handler that `Accelerator` knows, or there are two of a type.
+
+    Example:
+        >>> sort_handlers([AutocastKwargs(enabled=False)])
+        {<class 'accel_plugins.kwargs.amp.AutocastKwargs'>: AutocastKwargs(enabled=False, cache_enabled=None)}
+    """
+    found: dict[type, Any] = {}
+    for handler in given:
+        kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
+        if kind is None:
+            names = ", ".join(known.__name__ for known in HANDLERS)
+            raise SettingsError(f"kwargs_handlers contains {handler!r}; it takes one of each of {names}.")
+        if kind in found:
+            raise SettingsError(
+                f"kwargs_handlers contains two {kind.__name__}: {found[kind]!r} and {handler!r}; give one."
+            )
+        found[kind] = handler
+    return found
+
+
+def refuse_unavailable(**given: object) -> None:
+    """Raise if an argument was given whose feature is not part of this version.
+
+    Args:
+        **given: The arguments of `Accelerator` by name.
+
+    Raises:
+        UnsupportedError: One of them is not `None`.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"Accelerator({name}={value!r}): this version of accel trains on one process or with data "
+                f"parallelism, and has no use for {name}; leave it out."
+            )
+
+
+def _refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
+    for name in _ENGINE_SWITCHES:
+        if environ.str_to_bool(environment.get(name, "false")):
+            raise UnsupportedError(
+                f"{name}={environment[name]!r} is set in the environment, but this version of accel trains "
+                "on one process or with data parallelism only; unset it, or choose another configuration."
+            )
+
+
+def _accumulation(arguments: Arguments, settings: Settings) -> GradientAccumulationPlugin:
+    steps, plugin = arguments.gradient_accumulation_steps, arguments.gradient_accumulation_plugin
+    if plugin is not None:
+        if steps != 1:
+            raise SettingsError(
+                f"Accelerator(gradient_accumulation_steps={steps!r}, "
+                f"gradient_accumulation_plugin={plugin!r}): give one of the two."
+            )
+        return plugin
+    return GradientAccumulationPlugin(
+        num_steps=steps if steps != 1 else settings.training.gradient_accumulation_steps
+    )
+
+
+def _dataloading(arguments: Arguments) -> DataLoaderConfiguration:
+    config, split = arguments.dataloader_config, arguments.split_batches
+    if split is UNSET:
+        return DataLoaderConfiguration() if config is None else config
+    if config is None:
+        return DataLoaderConfiguration(split_batches=split)
+    if config.split_batches != split:
+        raise SettingsError(
+            f"Accelerator(split_batches={split!r}, dataloader_config={config!r}): the two contradict each "
+            "other; say it in dataloader_config alone."
+        )
+    return config
+
+
+def _rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGType]:
+    types: list[str | RNGType] = ["generator"] if given is None else [*given]
+    for one in types:
+        if one not in RNGType:
+            raise SettingsError(
+                f"rng_types contains {one!r}; it takes {', '.join(map(repr, RNGType.list()))}."
+            )
+    return types
+
+
+def _project(arguments: Arguments) -> ProjectConfiguration:
+    config = arguments.project_config
+    if config is None:
+        return ProjectConfiguration(project_dir=arguments.project_dir)
+    if arguments.project_dir is not None and config.project_dir is None:
+        config.set_directories(arguments.project_dir)
+    return config
+
+
+def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
+    backend, plugin = arguments.dynamo_backend, arguments.dynamo_plugin
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if backend is not None:
+        raise SettingsError(
+            f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): give one of the two."
+        )
+    return plugin
+
+
+def _process_group(handlers: Mapping[type, Any]) -> dict[str, Any]:
+    handler = handlers.get(InitProcessGroupKwargs)
+    return {} if handler is None else handler.to_kwargs()

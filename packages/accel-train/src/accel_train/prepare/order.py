@@ -1,0 +1,19 @@
+"""The order in which `prepare` does its work."""
+
+from __future__ import annotations
+
+STAGE_NAMES: tuple[str, ...] = (
+    "check",
+    "precision",
+    "wrap",
+    "compile",
+    "optimizers",
+    "dataloaders",
+    "schedulers",
+)
+"""Every stage sees the bundle that the stages before it have changed.
+
+Precision comes before the strategy wraps, so that the strategy's own communication stays outside autocast;
+compiling comes after, so that the compiler sees where gradients are brought together; optimizers, loaders and
+schedulers come last, in the order in which they depend on each other.
+"""

@@ -1,0 +1,139 @@
+"""The arguments of `prepare`, sorted by kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from accel_plugins.bundle import Bundle
+from accel_train.data.adapter import DataLoaderAdapter
+from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.scheduler import AcceleratedScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Sequence
+
+# The first row whose types fit says what kind an argument is; what fits no row is passed through.
+_KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("models", (nn.Module,)),
+    ("optimizers", (Optimizer,)),
+    ("schedulers", (LRScheduler, AcceleratedScheduler)),
+    ("dataloaders", (DataLoader, DataLoaderAdapter)),
+)
+_OTHERS = "others"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placements:
+    """Which objects may be moved to the device, or move what they hold there; one per object of a kind.
+
+    Args:
+        models: For every model.
+        optimizers: For every optimizer's state.
+        dataloaders: For every loader's batches.
+    """
+
+    models: tuple[bool, ...] = ()
+    optimizers: tuple[bool, ...] = ()
+    dataloaders: tuple[bool, ...] = ()
+
+
+def kind_of(argument: object) -> str:
+    """Name the field of `Bundle` that an argument of `prepare` belongs to.
+
+    Example:
+        >>> kind_of(nn.Linear(1, 1)), kind_of("neither")
+        ('models', 'others')
+    """
+    return next((kind for kind, types in _KINDS if isinstance(argument, types)), _OTHERS)
+
+
+def sort_arguments(
+    arguments: Sequence[Any],
+    *,
+    device_placement: Sequence[bool | None] | None,
+    default: bool,
+    prepared: Container[object] = (),
+) -> tuple[Bundle, Placements]:
+    """Sort the arguments of `prepare` by kind.
+
+    Args:
+        arguments: Anything, in any order and number.
+        device_placement: For every argument whether it may be placed; `None` in it means `default`. What is
+            said about arguments that have no device (schedulers) has no effect.
+        default: What holds where nothing is said.
+        prepared: What has been prepared before; passed through.
+
+    Raises:
+        ValueError: `device_placement` has another length than `arguments`.
+
+    Example:
+        >>> bundle, placements = sort_arguments(
+        ...     [nn.Linear(1, 1), "other"], device_placement=None, default=True
+        ... )
+        >>> bundle.order, placements.models
+        ((('models', 0), ('others', 0)), (True,))
+    """
+    wishes = _wishes(arguments, device_placement)
+    found: dict[str, list[Any]] = {kind: [] for kind in (*(kind for kind, _ in _KINDS), _OTHERS)}
+    placed: dict[str, list[bool]] = {kind: [] for kind in found}
+    order: list[tuple[str, int]] = []
+    for argument, wish in zip(arguments, wishes, strict=True):
+        again = argument in prepared
+        kind = _OTHERS if again else kind_of(argument)
+        order.append((kind, len(found[kind])))
+        found[kind].append(argument if again else _without_wrapper(argument))
+        placed[kind].append(default if wish is None else wish)
+    placements = Placements(
+        models=tuple(placed["models"]),
+        optimizers=tuple(placed["optimizers"]),
+        dataloaders=tuple(placed["dataloaders"]),
+    )
+    sorted_ = {kind: tuple(values) for kind, values in found.items()}
+    return Bundle(**sorted_, order=tuple(order), placements=placements.models), placements
+
+
+def sort_one(kind: str, argument: Any, *, place: bool) -> tuple[Bundle, Placements]:
+    """The same for one argument whose kind is known.
+
+    Args:
+        kind: The field of `Bundle` that it belongs to.
+        argument: The model, optimizer, scheduler or loader. Any object may be a scheduler.
+        place: Whether it may be moved to the device.
+
+    Raises:
+        TypeError: The argument is of another kind.
+    """
+    types = dict(_KINDS)[kind]
+    if kind != "schedulers" and not isinstance(argument, types):
+        names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in types)
+        raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is no {names}.")
+    fields = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
+    placed = {kind: (place,)} if kind in Placements.__dataclass_fields__ else {}
+    placements = Placements(**placed)
+    return Bundle(**fields, placements=placements.models), placements
+
+
+def _without_wrapper(argument: Any) -> Any:
+    # What another Accelerator has prepared steps through the strategy of that one.
+    if isinstance(argument, AcceleratedOptimizer):
+        return argument.optimizer
+    return argument.scheduler if isinstance(argument, AcceleratedScheduler) else argument
+
+
+def _wishes(
+    arguments: Sequence[Any], device_placement: Sequence[bool | None] | None
+) -> Sequence[bool | None]:
+    if device_placement is None:
+        return [None] * len(arguments)
+    if len(device_placement) != len(arguments):
+        raise ValueError(
+            f"device_placement={device_placement!r} has {len(device_placement)} entries for the "
+            f"{len(arguments)} arguments of prepare(); give one for each, None for the default."
+        )
+    return device_placement

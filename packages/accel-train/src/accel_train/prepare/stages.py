@@ -1,0 +1,131 @@
+"""The stages of `prepare`, each a function from bundle to bundle, and the loop over them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_train.data.prepare import prepare_data_loader
+from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.prepare.compiled import compile_model
+from accel_train.prepare.order import STAGE_NAMES
+from accel_train.scheduler import AcceleratedScheduler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from accel_plugins.bundle import Bundle
+    from accel_train.parts import Parts
+    from accel_train.prepare.sort import Placements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the stages of one call of `prepare` need to know besides the bundle.
+
+    Args:
+        parts: Of the `Accelerator`.
+        placements: What may be moved to the device.
+        evaluation: The models will never be trained.
+        slice_fn: How a dispatching loader cuts a batch for the processes; its own way if `None`.
+    """
+
+    parts: Parts
+    placements: Placements
+    evaluation: bool = False
+    slice_fn: Callable[..., Any] | None = None
+
+
+def run_stages(bundle: Bundle, request: Request) -> Bundle:
+    """Run every stage in order, and remember what was prepared."""
+    for name in STAGE_NAMES:
+        bundle = STAGES[name](bundle, request)
+    prepared = request.parts.prepared
+    prepared.models.extend(bundle.models)
+    prepared.optimizers.extend(bundle.optimizers)  # pyright: ignore[reportArgumentType] - wrapped by now
+    prepared.schedulers.extend(bundle.schedulers)
+    prepared.dataloaders.extend(bundle.dataloaders)
+    return bundle
+
+
+def _check(bundle: Bundle, request: Request) -> Bundle:
+    request.parts.strategy.wrapper.check(bundle)
+    return bundle
+
+
+def _precision(bundle: Bundle, request: Request) -> Bundle:
+    return request.parts.precision.convert(bundle)
+
+
+def _wrap(bundle: Bundle, request: Request) -> Bundle:
+    return request.parts.strategy.wrapper.wrap(bundle, evaluation=request.evaluation)
+
+
+def _compile(bundle: Bundle, request: Request) -> Bundle:
+    return replace(bundle, models=tuple(compile_model(m, request.parts.compiler) for m in bundle.models))
+
+
+def _optimizers(bundle: Bundle, request: Request) -> Bundle:
+    parts = request.parts
+    wrapped = tuple(
+        AcceleratedOptimizer(optimizer, place, parts.precision.scaler, step=parts.strategy.stepper.step)
+        for optimizer, place in zip(bundle.optimizers, request.placements.optimizers, strict=True)
+    )
+    return replace(bundle, optimizers=wrapped)
+
+
+def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
+    parts = request.parts
+    config, sharding = parts.dataloading, parts.strategy.sharding
+    loaders = tuple(
+        prepare_data_loader(
+            loader,
+            parts.process.device,
+            num_processes=sharding.num_shards,
+            process_index=sharding.shard_index,
+            split_batches=config.split_batches,
+            put_on_device=place and sharding.place_on_device,
+            rng_types=[*parts.rng_types],
+            dispatch_batches=config.dispatch_batches,
+            even_batches=config.even_batches,
+            slice_fn_for_dispatch=request.slice_fn,
+            use_seedable_sampler=config.use_seedable_sampler,
+            data_seed=config.data_seed,
+            non_blocking=config.non_blocking,
+            use_stateful_dataloader=config.use_stateful_dataloader,
+        )
+        for loader, place in zip(bundle.dataloaders, request.placements.dataloaders, strict=True)
+    )
+    return replace(bundle, dataloaders=loaders)
+
+
+def _schedulers(bundle: Bundle, request: Request) -> Bundle:
+    parts = request.parts
+    known = [*parts.prepared.optimizers, *bundle.optimizers]
+    wrapped = tuple(
+        AcceleratedScheduler(
+            scheduler,
+            _optimizers_of(scheduler, known),
+            step_with_optimizer=parts.step_scheduler_with_optimizer,
+            split_batches=parts.dataloading.split_batches,
+        )
+        for scheduler in bundle.schedulers
+    )
+    return replace(bundle, schedulers=wrapped)
+
+
+def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
+    own = getattr(scheduler, "optimizer", None)  # a scheduler that is not PyTorch's may keep it elsewhere
+    return [one for one in known if own is not None and (own is one or own is one.optimizer)] or known
+
+
+STAGES: Mapping[str, Callable[[Bundle, Request], Bundle]] = {
+    "check": _check,
+    "precision": _precision,
+    "wrap": _wrap,
+    "compile": _compile,
+    "optimizers": _optimizers,
+    "dataloaders": _dataloaders,
+    "schedulers": _schedulers,
+}
+"""What each of `STAGE_NAMES` does."""
