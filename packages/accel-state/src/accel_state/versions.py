@@ -1,0 +1,98 @@
+"""Comparisons of library versions, from the metadata of what is installed. Imports none of it."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from packaging.version import InvalidVersion, Version
+
+from accel_state.errors import MissingDependencyError, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Version, Version], bool]] = {
+    ">": operator.gt,
+    ">=": operator.ge,
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    "<": operator.lt,
+}
+"""What the texts of comparisons mean."""
+
+
+def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
+    """Compare a version with another.
+
+    Args:
+        library_or_version: The distribution name of an installed library, or a parsed version.
+        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
+        requirement_version: The version on the other side.
+
+    Raises:
+        SettingsError: The operation or the version cannot be read.
+        MissingDependencyError: The library is not installed.
+
+    Example:
+        >>> compare_versions("packaging", ">=", "1.0")
+        True
+        >>> compare_versions(Version("2.6.0+cu124"), "<", "2.6")
+        False
+    """
+    if operation not in STR_OPERATION_TO_FUNC:
+        raise SettingsError(
+            f"operation {operation!r} is unknown: use one of {', '.join(STR_OPERATION_TO_FUNC)}"
+        )
+    found = (
+        installed_version(library_or_version) if isinstance(library_or_version, str) else library_or_version
+    )
+    return STR_OPERATION_TO_FUNC[operation](found, _parsed(requirement_version))
+
+
+def is_torch_version(operation: str, version: str) -> bool:
+    """Compare the version of the installed torch with another.
+
+    A pre-release or nightly counts as the release that it leads to.
+
+    Args:
+        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
+        version: The version on the other side.
+
+    Example:
+        >>> is_torch_version(">=", "2.6")
+        True
+    """
+    return compare_versions(Version(installed_version("torch").base_version), operation, version)
+
+
+@functools.cache
+def installed_version(distribution: str) -> Version:
+    """The version of an installed distribution.
+
+    Args:
+        distribution: Its name, as on the package index.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+
+    Example:
+        >>> installed_version("packaging") > Version("1.0")
+        True
+    """
+    try:
+        return Version(version(distribution))
+    except PackageNotFoundError:
+        raise MissingDependencyError(
+            f"the version of {distribution!r} was asked for, but no distribution of this name is installed"
+        ) from None
+
+
+def _parsed(text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion:
+        raise SettingsError(f"{text!r} is not a version: expected something like '2.6.0'") from None
