@@ -8,8 +8,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
-    from accel_state.settings.model import Settings
 
+    from accel_state.settings.model import Settings
     from accel_state.topology import Topology
 
 _Applies: TypeAlias = "Callable[[Settings, Topology, torch.device], bool]"

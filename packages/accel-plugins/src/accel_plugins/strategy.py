@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -10,7 +9,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from accel_plugins.roles import ModelWrapper, Persister, Stepper
+    from collections.abc import Callable, Mapping
+
+    from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
 
 
 class Feature(Enum):
@@ -93,5 +96,5 @@ class Strategy:
             )
 
 
-StrategyFactory: TypeAlias = Callable[[Any, Any, Any, Mapping[type, Any]], Strategy]
+StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapping[type, Any]], Strategy]"
 """`build(settings, runtime, precision, handlers)`; `handlers` maps the type of a kwargs handler to it."""

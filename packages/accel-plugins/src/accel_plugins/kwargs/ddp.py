@@ -14,7 +14,6 @@ from accel_state.labels import DDPCommunicationHookType
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from torch.distributed import ProcessGroup
     from torch.nn.parallel import DistributedDataParallel
 
 _Hook = DDPCommunicationHookType
@@ -107,18 +106,19 @@ class DistributedDataParallelKwargs(KwargsHandler):
         hook = _HOOKS[self.comm_hook]
         if self.comm_wrapper is not _Hook.NO:
             hook = _WRAPPERS[self.comm_wrapper](hook)
-        model.register_comm_hook(self._state(model.process_group), hook)
+        model.register_comm_hook(self._state(model), hook)
 
     def _hook(self, name: str, choices: Iterable[DDPCommunicationHookType]) -> DDPCommunicationHookType:
         values = [choice.value for choice in choices]
         expect(self, name, f"one of {values}", lambda value: getattr(value, "value", value) in values)
         return _Hook(getattr(self, name))
 
-    def _state(self, group: ProcessGroup) -> Any:
+    def _state(self, model: DistributedDataParallel) -> Any:
         if self.comm_hook not in _WITH_STATE:
-            return group
+            return model.process_group
+        options: dict[str, Any] = {"process_group": model.process_group, **self.comm_state_option}
         try:
-            return powerSGD_hook.PowerSGDState(**{"process_group": group, **self.comm_state_option})
+            return powerSGD_hook.PowerSGDState(**options)
         except TypeError as error:
             raise SettingsError(
                 f"{type(self).__name__}(comm_state_option={self.comm_state_option!r}): {error}."

@@ -10,7 +10,8 @@ from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
 from accel_state import environ
 from accel_state.errors import SettingsError
 from accel_state.labels import DynamoBackend
-from accel_state.settings import from_environ
+from accel_state.settings import given_by_environ, merge
+from accel_state.settings.merge import DEFAULT
 
 _DEFAULTS = {
     "backend": DynamoBackend.NO.value.lower(),
@@ -52,11 +53,13 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        given = from_environ(environ.read()).dynamo
+        environment = merge(given_by_environ(environ.read()))
+        given = environment.settings.dynamo
         self.backend = _backend(given.backend if self.backend is None else self.backend)
         self.mode = given.mode if self.mode is None else self.mode
         self.fullgraph = given.use_fullgraph if self.fullgraph is None else self.fullgraph
-        self.dynamic = given.use_dynamic if self.dynamic is None else self.dynamic
+        if self.dynamic is None and environment.who("dynamo.use_dynamic") is not DEFAULT:
+            self.dynamic = given.use_dynamic
         if self.use_regional_compilation is None:
             self.use_regional_compilation = given.use_regional_compilation
         expect(self, "mode", "a text", lambda value: isinstance(value, str))

@@ -1,0 +1,177 @@
+"""What lies around a model, and how to peel it off: wrappers, compilers, changed forward methods."""
+
+from __future__ import annotations
+
+import sys
+from functools import singledispatch
+from types import MethodType
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+_ORIGINAL = "_original_forward"
+
+
+def extract_model_from_parallel(
+    model: nn.Module,
+    keep_fp32_wrapper: bool = True,
+    keep_torch_compile: bool = True,
+    recursive: bool = False,
+) -> nn.Module:
+    """Take a model out of its distributed wrappers.
+
+    Args:
+        model: The model, wrapped or not; it stays usable as it is.
+        keep_fp32_wrapper: Keep the mixed precision that was put around its `forward`. Without it the
+            model itself, the wrapped one included, computes as it did before.
+        keep_torch_compile: Return a compiled model compiled again, else the model inside.
+        recursive: Also replace, in place, every module that has a child `module` by that child, at any
+            depth.
+
+    Example:
+        >>> import torch
+        >>> inner = torch.nn.Linear(1, 1)
+        >>> extract_model_from_parallel(torch.nn.DataParallel(inner)) is inner
+        True
+    """
+    innermost, compiled = model, None
+    while (inside := _inside(innermost)) is not None:
+        if is_compiled_module(innermost):
+            compiled = innermost
+        innermost = inside
+    core = _unwrap_children(innermost) if recursive else innermost
+    if not keep_fp32_wrapper:
+        restore_forward(core)
+    if compiled is None or not keep_torch_compile:
+        return core
+    return compiled if _inside(compiled) is core else _compiled_like(compiled, core)
+
+
+@singledispatch
+def unwrap_once(model: nn.Module) -> nn.Module | None:
+    """Return the module that a distributed wrapper holds, `None` if a module is no such wrapper.
+
+    A strategy that wraps models registers the type of its wrapper: `unwrap_once.register(Wrapper, …)`.
+    """
+    del model
+    return None
+
+
+@unwrap_once.register(DataParallel)
+@unwrap_once.register(DistributedDataParallel)
+def _(model: Any) -> nn.Module:
+    return model.module
+
+
+def is_compiled_module(module: nn.Module) -> bool:
+    """Whether a module is what `torch.compile` returned.
+
+    Example:
+        >>> import torch
+        >>> is_compiled_module(torch.nn.Linear(1, 1))
+        False
+    """
+    # Where nobody has imported torch's compiler nothing is compiled; importing it takes seconds.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """The module inside what `torch.compile` returned; any other module is returned as it is."""
+    while is_compiled_module(model):
+        model = _compiled_module(model)
+    return model
+
+
+def has_compiled_regions(module: nn.Module) -> bool:
+    """Whether a module, or any module in it, is what `torch.compile` returned."""
+    return any(is_compiled_module(one) for one in module.modules())
+
+
+def model_has_dtensor(model: nn.Module) -> bool:
+    """Whether any parameter of a model is a `DTensor`, that is, divided among processes or copied to them."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # nobody has made one without importing this
+    return tensors is not None and any(isinstance(one, tensors.DTensor) for one in model.parameters())
+
+
+def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a model's `forward`, so that `restore_forward` can bring it back; only once per model.
+
+    A deep copy of the model has a `forward` of its own; a pickled copy has that of its class.
+
+    Args:
+        model: The model, of which an attribute `forward` is set. Compiled models are changed inside.
+        around: Gets the present function, returns the new one; both take the model as first argument.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Identity()
+        >>> wrap_forward(model, lambda forward: lambda self, x: forward(self, x) + 1)
+        >>> model(1)
+        2
+        >>> restore_forward(model)
+        >>> model(1)
+        1
+    """
+    target = without_compiler(model)
+    if has_wrapped_forward(target):
+        return
+    forward = target.forward
+    if isinstance(forward, MethodType) and forward.__self__ is target:
+        function = forward.__func__
+    else:  # an attribute that somebody has set, such as a hook's
+
+        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            del self
+            return forward(*args, **kwargs)
+
+    vars(target)[_ORIGINAL] = forward
+    changed = around(function)
+    changed.__name__ = "forward"  # a method is pickled by its name
+    vars(target)["forward"] = MethodType(changed, target)
+
+
+def has_wrapped_forward(model: nn.Module) -> bool:
+    """Whether `wrap_forward` is in force."""
+    inside = vars(without_compiler(model))
+    forward = getattr(inside.get("forward"), "__func__", None)
+    return _ORIGINAL in inside and forward is not type(without_compiler(model)).forward
+
+
+def restore_forward(model: nn.Module) -> None:
+    """Undo `wrap_forward`; any other model is left as it is."""
+    target = without_compiler(model)
+    original = vars(target).pop(_ORIGINAL, None)
+    if original is None:
+        return
+    if getattr(original, "__func__", None) is type(target).forward:
+        del vars(target)["forward"]
+    else:
+        vars(target)["forward"] = original
+
+
+def _inside(model: nn.Module) -> nn.Module | None:
+    return _compiled_module(model) if is_compiled_module(model) else unwrap_once(model)
+
+
+def _compiled_module(model: Any) -> nn.Module:
+    return model._orig_mod
+
+
+def _compiled_like(compiled: Any, model: nn.Module) -> nn.Module:
+    # The compiled wrapper that was given must stay around what it is around.
+    return cast("nn.Module", type(compiled)(model, compiled.dynamo_ctx))
+
+
+def _unwrap_children(model: nn.Module) -> nn.Module:
+    inside = model._modules.get("module")
+    if inside is not None:
+        return _unwrap_children(inside)
+    for name, child in model.named_children():
+        setattr(model, name, _unwrap_children(child))
+    return model

@@ -1,0 +1,96 @@
+"""Automatic mixed precision: bfloat16, and float16 with loss scaling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_ops.modules import wrap_forward
+from accel_ops.precision import convert_to_fp32
+from accel_plugins.precision.scaling import LossScaling, refuse_state, step_plainly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor
+    from torch.amp.grad_scaler import GradScaler
+    from torch.optim import Optimizer
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.kwargs.amp import AutocastKwargs
+    from accel_plugins.roles import StateDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedPrecision:
+    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`.
+
+    Args:
+        name: The name of the policy.
+        dtype: The format of operations that gain by it.
+        device_type: The type of the device on which models compute.
+        options: Further arguments of `torch.autocast`.
+        scaling: The loss scaling that float16 needs.
+    """
+
+    name: str
+    dtype: torch.dtype
+    device_type: str
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    scaling: LossScaling | None = None
+
+    @property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler, if there is one."""
+        return None if self.scaling is None else self.scaling.scaler
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> torch.autocast:
+        """A fresh autocast context; `kwargs` replace the policy's own options."""
+        options = self.options if kwargs is None else kwargs.to_kwargs()
+        return torch.autocast(self.device_type, self.dtype, **options)
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Put autocast, and the conversion of its results to float32, around every model's `forward`."""
+        for model in bundle.models:
+            wrap_forward(model, self._around)
+        if self.scaling is not None:
+            self.scaling.expect(bundle.optimizers)
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss times the scale, if there is one."""
+        return loss if self.scaling is None else self.scaling.scale(loss)
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Divide the gradients of optimizers by the scale, once per step."""
+        if self.scaling is not None:
+            self.scaling.unscale(optimizers)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        """Step; return False if gradients were not finite and nothing was done."""
+        if self.scaling is None:
+            return step_plainly(optimizer, closure)
+        return self.scaling.step(optimizer, closure)
+
+    def state_dict(self) -> StateDict:
+        """The loss scaler's state; empty without one."""
+        return {} if self.scaling is None else self.scaling.state_dict()
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Resume from a state."""
+        if self.scaling is None:
+            refuse_state(state, self.name)
+        else:
+            self.scaling.load_state_dict(state)
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(forward)
+        def mixed(*args: Any, **kwargs: Any) -> Any:
+            with self.autocast():
+                result = forward(*args, **kwargs)
+            return convert_to_fp32(result)
+
+        return mixed

@@ -1,0 +1,66 @@
+"""The one place where the name of a precision becomes a policy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_plugins.precision.amp import MixedPrecision
+from accel_plugins.precision.none import FullPrecision
+from accel_plugins.precision.scaling import LossScaling
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from accel_plugins.roles import PrecisionPolicy
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_SCALED = frozenset({"fp16"})
+
+
+def build_precision(
+    name: str,
+    device: torch.device,
+    autocast_kwargs: AutocastKwargs | None = None,
+    scaler_kwargs: GradScalerKwargs | None = None,
+) -> PrecisionPolicy:
+    """Make the policy of a run.
+
+    Args:
+        name: `"no"`, `"bf16"` or `"fp16"`.
+        device: Where models compute.
+        autocast_kwargs: Options of autocast; not used by `"no"`.
+        scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
+
+    Raises:
+        SettingsError: There is no such precision.
+        UnsupportedError: The device has no autocast, or the precision is not available.
+
+    Example:
+        >>> policy = build_precision("bf16", torch.device("cpu"))
+        >>> with policy.autocast():
+        ...     (torch.ones(2, 2) @ torch.ones(2, 2)).dtype
+        torch.bfloat16
+    """
+    if name == "no":
+        return FullPrecision(device_type=device.type)
+    if name == "fp8":
+        raise UnsupportedError("mixed_precision='fp8' is not available in this version; use 'bf16'.")
+    if name not in _DTYPES:
+        raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *_DTYPES]}.")
+    if not torch.amp.is_autocast_available(device.type):
+        raise UnsupportedError(
+            f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}; use 'no'."
+        )
+    scaling = None
+    if name in _SCALED:
+        scaling = LossScaling(GradScaler(device.type, **(scaler_kwargs or GradScalerKwargs()).to_kwargs()))
+    return MixedPrecision(
+        name=name,
+        dtype=_DTYPES[name],
+        device_type=device.type,
+        options=(autocast_kwargs or AutocastKwargs()).to_kwargs(),
+        scaling=scaling,
+    )

@@ -1,0 +1,1 @@
+"""The strategies that come with accel, each a factory `build(settings, runtime, precision, handlers)`."""

@@ -1,0 +1,127 @@
+"""Data parallel: every process has the whole model, gradients are averaged during the backward pass."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms.join import Join, Joinable
+from torch.nn.parallel import DistributedDataParallel
+
+from accel_ops.modules import without_compiler
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
+from accel_plugins.strategies.torch_step import TorchStepper
+from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_state import watch
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DdpWrapper:
+    """Puts models into `DistributedDataParallel`.
+
+    Args:
+        device: Where models are placed.
+        options: How they are wrapped.
+    """
+
+    device: torch.device
+    options: DistributedDataParallelKwargs
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models without values."""
+        check_materialised(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Place the models, and wrap those with something to train; all ranks get the values of rank 0."""
+        models = place(bundle, self.device)
+        if not evaluation:
+            models = [self._wrap(model) if _is_to_wrap(model) else model for model in models]
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside."""
+        return model.module if isinstance(model, DistributedDataParallel) else model
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        with watch.region("prepare"), warnings.catch_warnings():
+            # The documented option, with the documented meaning, is deprecated by newer versions of torch.
+            warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
+            wrapped = DistributedDataParallel(
+                model, device_ids=_device_ids(model), **self.options.to_kwargs()
+            )
+        self.options.register_comm_hook(wrapped)
+        return wrapped
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run with several processes.
+
+    Args:
+        settings: Nothing in them concerns this strategy.
+        runtime: Device and topology; the default process group is there.
+        precision: Scales losses and steps optimizers.
+        handlers: A `DistributedDataParallelKwargs` among them says how models are wrapped.
+    """
+    del settings
+    topology = runtime.topology
+    options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
+    return Strategy(
+        name="ddp",
+        wrapper=DdpWrapper(device=runtime.device, options=options),
+        stepper=TorchStepper(
+            precision=precision,
+            no_sync_of=_no_sync,
+            join_of=_join,
+            around_backward=partial(watch.region, "backward"),
+        ),
+        persister=ReplicatedPersister(is_main=topology.is_main),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=frozenset(Feature),
+    )
+
+
+def _is_to_wrap(model: nn.Module) -> bool:
+    if isinstance(without_compiler(model), DistributedDataParallel):
+        return False
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _device_ids(model: nn.Module) -> list[torch.device] | None:
+    """The one accelerator of a model; `None` on the CPU and for a model that spans several devices."""
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
+    only = devices.pop()
+    return None if devices or only.type == "cpu" else [only]
+
+
+def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
+    inner = without_compiler(model)
+    return inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
+
+
+def _join(joinables: Sequence[Any], divide_by_initial_world_size: bool) -> AbstractContextManager[None]:
+    inside = [without_compiler(one) for one in joinables]
+    members: list[Joinable] = [one for one in inside if isinstance(one, Joinable)]
+    if not members:
+        raise SettingsError(
+            f"join_uneven_inputs({[type(one).__name__ for one in joinables]}): none of these takes part in "
+            "joining; give prepared models that have something to train."
+        )
+    return Join(members, divide_by_initial_world_size=divide_by_initial_world_size)  # pyright: ignore[reportReturnType] - a context manager without annotations

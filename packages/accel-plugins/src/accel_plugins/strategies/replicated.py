@@ -1,0 +1,97 @@
+"""Placing, saving and loading models of which every process has the whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.roles import StateDict
+
+
+def check_materialised(bundle: Bundle) -> None:
+    """Refuse models with parameters that have no values yet.
+
+    Raises:
+        SettingsError: A parameter is on the meta device, or is a lazy module's and has no shape.
+    """
+    for model in bundle.models:
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} of a lazy module has no shape yet; "
+                    "run one batch through the model before prepare()."
+                )
+            if parameter.is_meta:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} is on the meta device, without values; "
+                    "load the weights before prepare()."
+                )
+
+
+def place(bundle: Bundle, device: torch.device) -> list[nn.Module]:
+    """Move the models that may be moved.
+
+    Returns:
+        The models, in order; parameters stay the same objects, so that optimizers keep pointing at them.
+    """
+    return [
+        model.to(device) if bundle.may_place(index) else model for index, model in enumerate(bundle.models)
+    ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicatedPersister:
+    """Writes on the main process, reads on all.
+
+    Args:
+        is_main: Whether this process writes.
+    """
+
+    is_main: bool
+
+    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Write `pytorch_model.bin`, with `_<index>` before the ending from the second model on."""
+        if self.is_main:
+            torch.save(self.full_state_dict(model), directory / _file("pytorch_model", index))
+
+    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
+        state = torch.load(directory / _file("pytorch_model", index), map_location="cpu", weights_only=True)
+        _core(model).load_state_dict(state)
+
+    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Write `optimizer.bin`, with `_<index>` before the ending from the second optimizer on."""
+        del model
+        if self.is_main:
+            torch.save(optimizer.state_dict(), directory / _file("optimizer", index))
+
+    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
+        del model
+        state = torch.load(directory / _file("optimizer", index), map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(state)
+
+    def full_state_dict(self, model: nn.Module) -> StateDict:
+        """The state dict of the model itself."""
+        return _core(model).state_dict()
+
+
+def _core(model: nn.Module) -> nn.Module:
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def _file(stem: str, index: int) -> str:
+    return f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin"
