@@ -1,0 +1,279 @@
+"""`AcceleratorState`: `PartialState` and how the model computes, shared by all its instances."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any, ClassVar, get_args
+
+from accel_state import environ
+from accel_state.devices.probes import is_bf16_available
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.partial_state import PartialState
+from accel_state.settings.environ import from_environ
+from accel_state.settings.model import Precision
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from accel_state.labels import DistributedType
+    from accel_state.runtime import Runtime
+
+
+class AcceleratorState:
+    """What `Accelerator` shares between its instances: the place of the process, and the precision.
+
+    Everything that `PartialState` has, it has too.
+
+    Args:
+        mixed_precision: `"no"`, `"fp16"` or `"bf16"`; `None` for what the environment says.
+        cpu: Compute on the CPU, whatever else there is.
+        dynamo_plugin: How `torch.compile` is used.
+        deepspeed_plugin: Not available yet.
+        fsdp_plugin: Not available yet.
+        torch_tp_plugin: Not available yet.
+        megatron_lm_plugin: Not available yet.
+        parallelism_config: Not available yet.
+        _from_accelerator: Whether an `Accelerator` asks, which may choose a precision of its own.
+        **kwargs: As of `PartialState`.
+
+    Raises:
+        SettingsError: The precision is none of these or the device does not offer it, or another
+            precision is in use.
+        UnsupportedError: A plugin is not available yet.
+
+    Example:
+        >>> AcceleratorState(mixed_precision="bf16", cpu=True).mixed_precision
+        'bf16'
+        >>> AcceleratorState._reset_state()
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    backend: str | None
+    debug: bool
+    runtime: Runtime
+
+    def __init__(
+        self,
+        mixed_precision: str | None = None,
+        cpu: bool = False,
+        dynamo_plugin: Any = None,
+        deepspeed_plugin: Any = None,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        parallelism_config: Any = None,
+        _from_accelerator: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        self.__dict__ = self._shared_state
+        _refuse(
+            deepspeed_plugin=deepspeed_plugin,
+            fsdp_plugin=fsdp_plugin,
+            torch_tp_plugin=torch_tp_plugin,
+            megatron_lm_plugin=megatron_lm_plugin,
+            parallelism_config=parallelism_config,
+        )
+        partial = PartialState(cpu, **kwargs)
+        wanted = _precision(mixed_precision, partial)
+        known = self.__dict__.get("_mixed_precision")
+        if known is not None and not _from_accelerator:
+            if mixed_precision is not None and wanted != known:
+                raise SettingsError(
+                    f"mixed_precision={mixed_precision!r} was asked for, but this process uses {known!r} "
+                    "already. Pass it to `Accelerator(mixed_precision=...)`, which may change it."
+                )
+            return
+        self.__dict__.update(partial.__dict__)
+        self.__dict__.update(
+            _mixed_precision=wanted,
+            dynamo_plugin=dynamo_plugin,
+            deepspeed_plugins=None,
+            fsdp_plugin=None,
+            torch_tp_plugin=None,
+            megatron_lm_plugin=None,
+            parallelism_config=None,
+            device_mesh=None,
+        )
+
+    def __repr__(self) -> str:
+        return f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._shared_state:
+            raise AttributeError(f"`AcceleratorState` has no attribute `{name}`.", name=name, obj=self)
+        raise AttributeError(
+            f"`AcceleratorState` has no attribute `{name}`: it was reset with `_reset_state()` and no "
+            "`AcceleratorState()` or `Accelerator()` was made since.",
+            name=name,
+            obj=self,
+        )
+
+    @classmethod
+    def _reset_state(cls, reset_partial_state: bool = False) -> None:
+        """Forget everything, for tests and sweeps.
+
+        Args:
+            reset_partial_state: Also forget the place of this process.
+        """
+        cls._shared_state.clear()
+        if reset_partial_state:
+            PartialState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the precision is decided."""
+        return bool(self._shared_state)
+
+    @property
+    def mixed_precision(self) -> str:
+        """`"no"`, `"fp16"` or `"bf16"`."""
+        return self._mixed_precision
+
+    @property
+    def fork_launched(self) -> bool:
+        """Whether a notebook's launcher forked this process."""
+        return self.runtime.fork_launched
+
+    @property
+    def deepspeed_plugin(self) -> None:
+        """The active DeepSpeed plugin; there is none yet."""
+        return
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by FSDP2."""
+        return False
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return PartialState().use_distributed
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return PartialState().is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return PartialState().is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return PartialState().is_last_process
+
+    def get_deepspeed_plugin(self, name: str) -> Any:
+        """The DeepSpeed plugin of a name.
+
+        Raises:
+            UnsupportedError: There are none yet.
+        """
+        raise UnsupportedError(f"There is no DeepSpeed plugin {name!r}: DeepSpeed is not available yet.")
+
+    def select_deepspeed_plugin(self, name: str | None = None) -> None:
+        """Make the DeepSpeed plugin of a name the active one.
+
+        Raises:
+            UnsupportedError: There are none yet.
+        """
+        raise UnsupportedError(f"There is no DeepSpeed plugin {name!r}: DeepSpeed is not available yet.")
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here."""
+        PartialState().wait_for_everyone()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run a block on the main process first, then on the others."""
+        return PartialState().main_process_first()
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run a block on the first process of each machine first, then on the others."""
+        return PartialState().local_main_process_first()
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Give each process its share of some data; see `PartialState.split_between_processes`."""
+        return PartialState().split_between_processes(inputs, apply_padding=apply_padding)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine."""
+        PartialState().print(*args, **kwargs)
+
+    def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        """Leave a process group; see `PartialState.destroy_process_group`."""
+        PartialState().destroy_process_group(group)
+
+
+class ThreadLocalSharedDict(threading.local):
+    """A class attribute whose value is one dict for all instances; if asked, one in each thread.
+
+    Args:
+        thread_local: Whether every thread has a dict of its own.
+
+    Example:
+        >>> class State:
+        ...     shared = ThreadLocalSharedDict()
+        >>> State().shared["a"] = 1
+        >>> State().shared
+        {'a': 1}
+    """
+
+    __slots__ = ("_everywhere",)  # unlike attributes in its dict, these are shared between threads
+
+    def __init__(self, thread_local: bool = False) -> None:
+        if thread_local:
+            self._here: dict[str, Any] = {}
+        elif not hasattr(self, "_everywhere"):  # runs again in each thread
+            self._everywhere: dict[str, Any] = {}
+
+    def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
+        return self._here if "_here" in self.__dict__ else self._everywhere
+
+    def __set__(self, instance: object, value: dict[str, Any]) -> None:
+        if "_here" in self.__dict__:
+            self._here = value
+        else:
+            self._everywhere = value
+
+
+def is_initialized() -> bool:
+    """Whether an `AcceleratorState` has been made, as every `Accelerator` does."""
+    return AcceleratorState.__new__(AcceleratorState).initialized
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Accept anything and return `None`."""
+    del args, kwargs
+
+
+def _precision(asked: str | None, state: PartialState) -> str:
+    wanted = from_environ(environ.read()).precision.mixed_precision if asked is None else str(asked).lower()
+    if wanted not in get_args(Precision):
+        raise SettingsError(
+            f"mixed_precision={asked!r} is not one of {', '.join(map(repr, get_args(Precision)))}."
+        )
+    if wanted == "fp8":
+        raise UnsupportedError("mixed_precision='fp8' is not available yet; use 'bf16', 'fp16' or 'no'.")
+    if wanted == "bf16" and not is_bf16_available(device=state.device):
+        raise SettingsError(
+            f"mixed_precision='bf16' was asked for, but {state.device} does not compute in bfloat16; "
+            "use 'fp16' or 'no'."
+        )
+    return wanted
+
+
+def _refuse(**plugins: Any) -> None:
+    given = [name for name, value in plugins.items() if value is not None]
+    if given:
+        raise UnsupportedError(f"{', '.join(given)}: this way of training is not available yet.")

@@ -1,0 +1,55 @@
+"""The seam of communication: what the processes of a run can do to one tensor together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Collectives(Protocol):
+    """Collectives on single tensors; nested data is taken apart above, once.
+
+    Every method is called by all ranks in the same order. Tensors are contiguous and live on the CPU or on
+    the device of the run. Any element type travels; an operation that fails raises on the ranks that see it.
+    """
+
+    @property
+    def rank(self) -> int:
+        """Index of this process, from 0."""
+        ...
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        ...
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        """Fill `out` with the tensors of all ranks, in rank order.
+
+        Args:
+            out: `world_size * tensor.numel()` elements of the type of `tensor`, any shape.
+            tensor: The same number of elements on every rank, possibly 0.
+        """
+        ...
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor` with that of rank `src`, which has the same size and type."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with the sum over all ranks, if need be computed in a wider type."""
+        ...
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The picklable objects of all ranks, in rank order."""
+        ...
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Replace the items of `objects` by those of rank `src`, whose list is as long."""
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        ...

@@ -1,0 +1,51 @@
+"""Collectives of a process that is alone: everything is the identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SingleCollectives:
+    """The collectives of a world of one; see `Collectives` for what each promises.
+
+    Example:
+        >>> SingleCollectives().all_gather_object("me")
+        ['me']
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        """Copy `tensor` into `out`."""
+        out.view(-1).copy_(tensor.view(-1))
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Do nothing, if `src` is this process."""
+        del tensor
+        self._check(src)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Do nothing: the sum of one."""
+        del tensor
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The object alone."""
+        return [obj]
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Do nothing, if `src` is this process."""
+        del objects
+        self._check(src)
+
+    def barrier(self) -> None:
+        """Do nothing."""
+
+    def _check(self, src: int) -> None:
+        if src != 0:
+            raise ValueError(f"There is no rank {src!r} to broadcast from: this process is alone.")

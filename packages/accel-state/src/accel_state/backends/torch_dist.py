@@ -1,0 +1,181 @@
+"""Collectives of `torch.distributed`: any element type, on gloo, NCCL and their kin."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from accel_state.watch import region
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from datetime import timedelta
+
+    from torch import Tensor
+
+# Every backend moves these as they are; all others travel as bytes. bfloat16: since torch 2.2.
+_MOVED = frozenset(
+    {
+        torch.float32,
+        torch.float64,
+        torch.float16,
+        torch.bfloat16,
+        torch.int64,
+        torch.int32,
+        torch.int8,
+        torch.uint8,
+    }
+)
+# What is added in another type, which holds the sums of the first.
+_WIDER = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    **{
+        getattr(torch, name): torch.float32
+        for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+    },
+}
+
+
+class TorchCollectives:
+    """The collectives of a process group; see `Collectives` for what each promises.
+
+    Args:
+        device: The device of this process.
+        group: The process group; the default one when `None`.
+    """
+
+    __slots__ = ("_carried", "_device", "_group", "rank", "world_size")
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+        self._device = device
+        self._carried = _carried_types(group)
+        self.rank: int = dist.get_rank(group)
+        self.world_size: int = dist.get_world_size(group)
+
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
+        """Fill `out` with the tensors of all ranks, in rank order."""
+        if tensor.numel() == 0:
+            return
+        with region("all_gather"), self._carry(out) as target, self._carry(tensor) as source:
+            moved = _as_moved(source.resolve_conj() if source.is_complex() else source)
+            dist.all_gather_into_tensor(_as_moved(target), moved, group=self._group)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor` with that of rank `src`."""
+        if tensor.numel() == 0:
+            return
+        with region("broadcast"), self._carry(tensor) as carried:
+            dist.broadcast(_as_moved(carried), src=src, group=self._group)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Overwrite `tensor` with the sum over all ranks."""
+        if tensor.numel() == 0:
+            return
+        with region("all_reduce"), self._carry(tensor) as carried:
+            wider = _WIDER.get(carried.dtype)
+            if wider is None:
+                dist.all_reduce(_as_summed(carried), group=self._group)
+                return
+            total = carried.to(wider)
+            dist.all_reduce(total, group=self._group)
+            carried.copy_(total)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The picklable objects of all ranks, in rank order."""
+        gathered: list[Any] = [None] * self.world_size
+        with region("all_gather_object"):
+            dist.all_gather_object(gathered, obj, group=self._group)
+        return gathered
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Replace the items of `objects` by those of rank `src`."""
+        with region("broadcast_object_list"):
+            device = None if "cpu" in self._carried else self._device
+            dist.broadcast_object_list(objects, src=src, group=self._group, device=device)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        with region("barrier"):
+            # Without the CPU's backend the barrier runs on the device, which is named lest one be guessed.
+            indices = None if "cpu" in self._carried or self._device.index is None else [self._device.index]
+            dist.barrier(group=self._group, device_ids=indices)
+
+    @contextmanager
+    def _staged(self, tensor: Tensor) -> Generator[Tensor]:
+        """A copy on the device of the run, for a tensor where the group has no backend; copied back after."""
+        staged = tensor.to(self._device)
+        yield staged
+        tensor.copy_(staged)
+
+    def _carry(self, tensor: Tensor) -> Any:
+        return _Same(tensor) if tensor.device.type in self._carried else self._staged(tensor)
+
+
+class _Same:
+    """A context around a tensor that can travel from where it is."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+
+    def __enter__(self) -> Tensor:
+        return self._tensor
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
+    """After how long the backend that serves a device gives up on a collective.
+
+    Args:
+        device: The device whose tensors are meant.
+        group: The process group; the default one when `None`.
+    """
+    group = group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+    try:
+        return group._get_backend(device).options._timeout
+    except (AttributeError, RuntimeError):  # backends of third parties have no such option
+        return dist.default_pg_timeout
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Change after how long the backends of the default group give up on a collective."""
+    change = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage, reportDeprecated] - what older torch has
+    change(timeout)
+
+
+def default_store() -> Any:
+    """The store through which the processes of the default group met."""
+    return c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no public way to it
+
+
+def _carried_types(group: dist.ProcessGroup | None) -> frozenset[str]:
+    """The types of devices whose tensors the group can move."""
+    found = group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+    return frozenset(device.type for device in found._device_types)
+
+
+def _as_moved(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor in a type that every backend moves."""
+    if tensor.dtype in _MOVED:
+        return tensor
+    flat = tensor.reshape(-1)
+    return torch.view_as_real(flat) if flat.is_complex() else flat.view(torch.uint8)
+
+
+def _as_summed(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor in a type that every backend adds."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    # Two's complement: the sum is the same, signed or not.
+    return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor

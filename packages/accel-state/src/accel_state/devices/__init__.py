@@ -1,0 +1,1 @@
+"""The families of devices: how they are found, named and asked about themselves."""

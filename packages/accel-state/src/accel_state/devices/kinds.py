@@ -1,0 +1,208 @@
+"""The table of device families: one row each, in the order in which they are looked for."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.environ import patch_environment
+from accel_state.labels import DistributedType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceKind:
+    """One family of devices.
+
+    Args:
+        name: What the family is called; unique.
+        type: The `type` of its `torch.device`.
+        backend: The process-group backend that moves its tensors; `None` where there is none.
+        distributed_type: What users call several processes on such devices.
+        visible_devices_env: The variable that restricts which devices a process sees.
+        rng_key: The `RNGType` of its random number generator, if it has one of its own.
+        plugin: The package that teaches torch the device type, if torch does not know it by itself.
+        probe: Whether a device of this family can be used by this process.
+    """
+
+    name: str
+    type: str
+    backend: str | None
+    distributed_type: DistributedType
+    visible_devices_env: str | None
+    rng_key: str | None
+    probe: Callable[[], bool]
+    plugin: str | None = None
+
+    @property
+    def module(self) -> Any:
+        """The namespace of torch for the device type, such as `torch.cuda`; `None` if it has none."""
+        return getattr(torch, self.type, None)
+
+    @property
+    def group_backend(self) -> str | None:
+        """What `init_process_group` is asked for: tensors of the device, and those of the CPU beside them."""
+        if self.backend is None or self.type == "cpu":
+            return self.backend
+        return f"cpu:gloo,{self.type}:{self.backend}"
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether torch can use an NVIDIA or AMD GPU; creates no CUDA context, so that one may still fork."""
+    with patch_environment(pytorch_nvml_based_cuda_check="1"):
+        return torch.cuda.is_available()
+
+
+def _is_nvidia() -> bool:
+    return torch.version.hip is None and has_cuda()
+
+
+def _is_amd() -> bool:
+    return torch.version.hip is not None and has_cuda()
+
+
+def _is_mps() -> bool:
+    return torch.backends.mps.is_available()
+
+
+def _is_xla() -> bool:
+    return find_spec("torch_xla") is not None
+
+
+def _always() -> bool:
+    return True
+
+
+@functools.cache
+def has_device(device_type: str, plugin: str | None = None) -> bool:
+    """Whether torch can use a device of a type that answers `torch.<type>.is_available()`.
+
+    Args:
+        device_type: Such as `"xpu"` or `"npu"`.
+        plugin: The package to import first where torch does not know the type by itself.
+    """
+    if plugin is not None and not hasattr(torch, device_type):
+        if find_spec(plugin.partition(".")[0]) is None:
+            return False
+        import_module(plugin)
+    namespace = getattr(torch, device_type, None)
+    return namespace is not None and bool(namespace.is_available())
+
+
+def _asking(device_type: str, plugin: str | None = None) -> Callable[[], bool]:
+    return functools.partial(has_device, device_type, plugin)
+
+
+def _extra(
+    name: str, backend: str, label: DistributedType, visible_devices_env: str, plugin: str | None
+) -> DeviceKind:
+    """A family whose name is also the type of its devices, its namespace in torch and its RNG key."""
+    return DeviceKind(
+        name=name,
+        type=name,
+        backend=backend,
+        distributed_type=label,
+        visible_devices_env=visible_devices_env,
+        rng_key=name,
+        plugin=plugin,
+        probe=_asking(name, plugin),
+    )
+
+
+KINDS: tuple[DeviceKind, ...] = (
+    DeviceKind(
+        name="cuda",
+        type="cuda",
+        backend="nccl",
+        distributed_type=DistributedType.MULTI_GPU,
+        visible_devices_env="CUDA_VISIBLE_DEVICES",
+        rng_key="cuda",
+        probe=_is_nvidia,
+    ),
+    DeviceKind(
+        name="rocm",
+        type="cuda",
+        backend="nccl",  # RCCL answers to NCCL's name
+        distributed_type=DistributedType.MULTI_GPU,
+        visible_devices_env="HIP_VISIBLE_DEVICES",
+        rng_key="cuda",
+        probe=_is_amd,
+    ),
+    _extra("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", None),
+    DeviceKind(
+        name="mps",
+        type="mps",
+        backend=None,
+        distributed_type=DistributedType.NO,
+        visible_devices_env=None,
+        rng_key=None,
+        probe=_is_mps,
+    ),
+    _extra("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
+    _extra("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
+    _extra("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES", "torch_musa"),
+    _extra("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
+    _extra("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch"),
+    _extra("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
+    DeviceKind(
+        name="xla",
+        type="xla",
+        backend="xla",
+        distributed_type=DistributedType.XLA,
+        visible_devices_env="TPU_VISIBLE_CHIPS",
+        rng_key="xla",
+        plugin="torch_xla",
+        probe=_is_xla,
+    ),
+    DeviceKind(
+        name="cpu",
+        type="cpu",
+        backend="gloo",
+        distributed_type=DistributedType.MULTI_CPU,
+        visible_devices_env=None,
+        rng_key=None,
+        probe=_always,
+    ),
+)
+"""In probe order; the CPU, which is always there, comes last."""
+
+BY_NAME = {kind.name: kind for kind in KINDS}
+CPU = BY_NAME["cpu"]
+
+
+def available_kind() -> DeviceKind:
+    """The first family of `KINDS` of which this process can use a device.
+
+    Example:
+        >>> available_kind().probe()
+        True
+    """
+    return next(kind for kind in KINDS if kind.probe())
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """The family that a device belongs to.
+
+    Args:
+        device: Any device; its index does not matter.
+
+    Raises:
+        ValueError: No family has devices of this type.
+
+    Example:
+        >>> kind_of(torch.device("cpu")).backend
+        'gloo'
+    """
+    rows = [kind for kind in KINDS if kind.type == device.type]
+    if not rows:
+        known = ", ".join(dict.fromkeys(kind.type for kind in KINDS))
+        raise ValueError(f"There is no device family for {str(device)!r}: known types are {known}.")
+    return next((kind for kind in rows if kind.probe()), rows[0])

@@ -1,0 +1,154 @@
+"""Which devices this process can use, and in which number formats they compute."""
+
+from __future__ import annotations
+
+import functools
+from importlib.util import find_spec
+
+import torch
+import torch.distributed as dist
+from packaging.version import Version
+
+from accel_state.devices.kinds import BY_NAME, available_kind, has_cuda
+
+_CUDA_FP8 = (8, 9)  # Ada; https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html
+_CUDA_MXFP8 = (10, 0)  # Blackwell; the same page
+
+
+def is_cuda_available() -> bool:
+    """Whether torch can use an NVIDIA or AMD GPU; leaves CUDA uninitialised, so that one may still fork."""
+    return has_cuda()
+
+
+def is_rocm_available() -> bool:
+    """Whether torch can use an AMD GPU."""
+    return BY_NAME["rocm"].probe()
+
+
+@functools.cache
+def is_xpu_available() -> bool:
+    """Whether torch can use an Intel GPU."""
+    return BY_NAME["xpu"].probe()
+
+
+def is_xccl_available() -> bool:
+    """Whether torch has the backend with which Intel GPUs talk to each other."""
+    return dist.is_available() and getattr(dist, "is_xccl_available", bool)()
+
+
+def is_mps_available(min_version: str = "1.12") -> bool:
+    """Whether torch can use an Apple GPU.
+
+    Args:
+        min_version: The oldest torch that will do.
+
+    Example:
+        >>> is_mps_available("999")
+        False
+    """
+    return Version(Version(torch.__version__).base_version) >= Version(min_version) and BY_NAME["mps"].probe()
+
+
+@functools.cache
+def is_npu_available() -> bool:
+    """Whether torch can use a Huawei Ascend NPU."""
+    return BY_NAME["npu"].probe()
+
+
+@functools.cache
+def is_mlu_available() -> bool:
+    """Whether torch can use a Cambricon MLU."""
+    return BY_NAME["mlu"].probe()
+
+
+@functools.cache
+def is_musa_available() -> bool:
+    """Whether torch can use a Moore Threads GPU."""
+    return BY_NAME["musa"].probe()
+
+
+@functools.cache
+def is_sdaa_available() -> bool:
+    """Whether torch can use a Tecorigin SDAA device."""
+    return BY_NAME["sdaa"].probe()
+
+
+@functools.cache
+def is_hpu_available() -> bool:
+    """Whether torch can use an Intel Gaudi."""
+    return BY_NAME["hpu"].probe()
+
+
+def is_habana_gaudi1() -> bool:
+    """Whether this machine's Gaudi is of the first generation."""
+    kind = BY_NAME["hpu"]
+    return kind.probe() and kind.module.get_device_name().upper() == "GAUDI"
+
+
+@functools.cache
+def is_neuron_available() -> bool:
+    """Whether torch can use an AWS Neuron device."""
+    return BY_NAME["neuron"].probe()
+
+
+@functools.cache
+def is_torch_xla_available() -> bool:
+    """Whether torch_xla is installed; it is not imported."""
+    return find_spec("torch_xla") is not None
+
+
+def is_bf16_available(ignore_tpu: bool = False, *, device: torch.device | None = None) -> bool:
+    """Whether a device computes in bfloat16.
+
+    Args:
+        ignore_tpu: Answer no for XLA devices.
+        device: The device; the best that is there when `None`.
+
+    Example:
+        >>> is_bf16_available(device=torch.device("cpu"))
+        True
+    """
+    device_type = available_kind().type if device is None else device.type
+    if device_type == "xla":
+        return not ignore_tpu
+    if device_type == "cuda":
+        return torch.cuda.is_bf16_supported()
+    if device_type == "mps":
+        return torch.backends.mps.is_macos_or_newer(14, 0)
+    return True
+
+
+def is_fp16_available() -> bool:
+    """Whether the best device that is there computes in float16; the first Gaudi alone does not."""
+    return not is_habana_gaudi1()
+
+
+@functools.cache
+def check_cuda_fp8_capability() -> bool:
+    """Whether the current CUDA device computes in float8 (compute capability 8.9 or newer).
+
+    Returns:
+        False where there is no CUDA device.
+    """
+    return _has_capability(_CUDA_FP8)
+
+
+def is_transformer_engine_mxfp8_available() -> bool:
+    """Whether Transformer Engine is there, and a device that scales float8 in blocks (MXFP8)."""
+    return find_spec("transformer_engine") is not None and _has_capability(_CUDA_MXFP8)
+
+
+def get_current_device_type() -> tuple[str, str]:
+    """The best device type that is there, and what several processes on it are called.
+
+    Example:
+        >>> device_type, label = get_current_device_type()
+        >>> torch.device(device_type).type == device_type
+        True
+    """
+    kind = available_kind()
+    return kind.type, kind.distributed_type.value
+
+
+def _has_capability(least: tuple[int, int]) -> bool:
+    return BY_NAME["cuda"].probe() and torch.cuda.get_device_capability() >= least

@@ -1,0 +1,317 @@
+"""`PartialState`: the documented face of the runtime, shared by all its instances."""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import logging
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+
+from accel_state import environ, runtime
+from accel_state.devices.kinds import available_kind
+from accel_state.devices.select import default_device, make_current
+from accel_state.errors import SettingsError
+from accel_state.labels import distributed_type_of
+from accel_state.process import goes_first, only_if, share_of
+from accel_state.settings.environ import from_environ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+    from typing import ParamSpec
+
+    import torch
+
+    from accel_state.labels import DistributedType
+    from accel_state.runtime import Runtime
+
+    P = ParamSpec("P")
+    R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+class PartialState:
+    """Which process this is, on which device, and how to act with the others. All instances are one.
+
+    The first one joins the process group, if a launcher started several processes; a group that exists
+    already is used as it is.
+
+    Args:
+        cpu: Compute on the CPU, whatever else there is.
+        **kwargs: Options of `torch.distributed.init_process_group`: `backend`, `init_method`, `timeout`
+            (a `datetime.timedelta`: how long a collective may wait for a rank), `store`, `rank`,
+            `world_size` …
+
+    Attributes:
+        device (torch.device): Where this process computes.
+        distributed_type (DistributedType): What the run is called.
+        num_processes (int): Number of processes.
+        process_index (int): Index of this process, from 0.
+        local_process_index (int): Index of this process on its machine, from 0.
+        backend (str | None): The backend that moves tensors between processes; `None` for one process.
+        debug (bool): Whether collectives check first that all ranks agree.
+        fork_launched (bool): Whether a notebook's launcher forked this process.
+        runtime (Runtime): The record behind this face.
+
+    Raises:
+        SettingsError: The environment or `kwargs` ask for what cannot be done, or for something else
+            than what was started before.
+
+    Example:
+        >>> state = PartialState(cpu=True)
+        >>> state.is_main_process, state.device
+        (True, device(type='cpu'))
+    """
+
+    _shared_state: ClassVar[dict[str, Any]] = {}
+
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    backend: str | None
+    debug: bool
+    fork_launched: bool
+    runtime: Runtime
+
+    def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+        self.__dict__ = self._shared_state
+        if self.initialized:
+            self._agree(cpu, kwargs)
+            return
+        variables = environ.read()
+        settings = from_environ(variables)
+        started = runtime.start(settings, variables, cpu=cpu, **kwargs)
+        topology = started.topology
+        self.__dict__.update(
+            _cpu=started.device.type == "cpu",
+            _options=dict(kwargs),
+            runtime=started,
+            backend=started.backend,
+            device=started.device,
+            debug=started.debug,
+            distributed_type=distributed_type_of(
+                "ddp" if topology.world_size > 1 else "single",
+                started.kind.distributed_type,
+                topology.world_size,
+            ),
+            num_processes=topology.world_size,
+            process_index=topology.rank,
+            local_process_index=topology.local_rank,
+            fork_launched=started.fork_launched,
+        )
+
+    def __repr__(self) -> str:
+        backend = f"  Backend: {self.backend}" if self.backend else ""
+        return (
+            f"Distributed environment: {self.distributed_type}{backend}\n"
+            f"Num processes: {self.num_processes}\n"
+            f"Process index: {self.process_index}\n"
+            f"Local process index: {self.local_process_index}\n"
+            f"Device: {self.device}\n"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or self._shared_state:
+            raise AttributeError(f"`PartialState` has no attribute `{name}`.", name=name, obj=self)
+        raise AttributeError(
+            f"`PartialState` has no attribute `{name}`: it was reset with `_reset_state()` and no "
+            "`PartialState()` or `Accelerator()` was made since.",
+            name=name,
+            obj=self,
+        )
+
+    @classmethod
+    def _reset_state(cls) -> None:
+        """Forget everything, for tests. The process group stays as it is."""
+        cls._shared_state.clear()
+        runtime.reset()
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the place of this process is known."""
+        return bool(self._shared_state)
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there are several processes."""
+        return self.num_processes > 1
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is the first of all processes."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first process of its machine."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def default_device(self) -> torch.device:
+        """The best device that is there, whether or not this run uses it."""
+        return default_device(available_kind(), self.local_process_index)
+
+    def set_device(self) -> None:
+        """Make `device` the current one of its family."""
+        make_current(self.device)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until every process has come here.
+
+        Example:
+            >>> PartialState(cpu=True).wait_for_everyone()
+        """
+        self.runtime.collectives.barrier()
+
+    def main_process_first(self) -> AbstractContextManager[None]:
+        """Run a block on the main process first, then on the others.
+
+        Example:
+            >>> with PartialState(cpu=True).main_process_first():
+            ...     _ = "download on one process, find it in the cache on the others"
+        """
+        return goes_first(self.is_main_process, self.wait_for_everyone)
+
+    def local_main_process_first(self) -> AbstractContextManager[None]:
+        """Run a block on the first process of each machine first, then on the others."""
+        return goes_first(self.is_local_main_process, self.wait_for_everyone)
+
+    @overload
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_main_process(self, function: Any = None) -> Any:
+        """Decorate a function so that only the main process runs it; the others get `None`.
+
+        Example:
+            >>> @PartialState(cpu=True).on_main_process
+            ... def answer():
+            ...     return 42
+            >>> answer()
+            42
+        """
+        run = functools.partial(only_if, self.is_main_process)
+        return run if function is None else run(function)
+
+    @overload
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_main_process(
+        self, function: None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_main_process(self, function: Any = None) -> Any:
+        """Decorate a function so that only the first process of each machine runs it."""
+        run = functools.partial(only_if, self.is_local_main_process)
+        return run if function is None else run(function)
+
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Decorate a function so that only the last process runs it."""
+        return only_if(self.is_last_process, function)
+
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
+        """Decorate a function so that only one process runs it.
+
+        Args:
+            function: The function; leave it out to decorate with arguments.
+            process_index: Which process. A run of one process is every process.
+
+        Raises:
+            ValueError: `process_index` is missing.
+
+        Example:
+            >>> @PartialState(cpu=True).on_process(process_index=0)
+            ... def answer():
+            ...     return 42
+            >>> answer()
+            42
+        """
+        return self._on(function, "process_index", self.process_index, process_index)
+
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
+        """Decorate a function so that only one process of each machine runs it.
+
+        Args:
+            function: The function; leave it out to decorate with arguments.
+            local_process_index: Which process of a machine. A run of one process is every process.
+
+        Raises:
+            ValueError: `local_process_index` is missing.
+        """
+        return self._on(function, "local_process_index", self.local_process_index, local_process_index)
+
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Give each process its share of some data, for the length of a block.
+
+        Args:
+            inputs: A list, tuple, tensor, numpy array or `datasets.Dataset`, or a dict of such, equally long.
+            apply_padding: Repeat the last item of `inputs` so that all shares are equally long, as a
+                following `gather` of tensors may need.
+
+        Raises:
+            ValueError: The values of a dict are not equally long.
+            TypeError: `inputs` is something else.
+
+        Example:
+            >>> with PartialState(cpu=True).split_between_processes(["a", "b"]) as share:
+            ...     share
+            ['a', 'b']
+        """
+        share = share_of(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
+        return nullcontext(share)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print once per machine, as the built-in `print` does.
+
+        Args:
+            *args: What to print.
+            **kwargs: As of `print`.
+        """
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)  # noqa: T201 - it is what was asked for
+
+    def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        """Leave a process group.
+
+        Args:
+            group: Which one; the default one, and all others with it, if `None`. A process that was forked
+                by a notebook's launcher leaves that to the launcher.
+        """
+        if self.fork_launched and group is None:
+            return
+        runtime.leave(group)
+
+    def _on(self, function: Any, name: str, mine: int, wanted: int | None) -> Any:
+        if wanted is None:
+            raise ValueError(f"Say which process shall run the function: {name}=0, for example.")
+        run = functools.partial(only_if, mine == wanted or not self.use_distributed)
+        return run if function is None else run(function)
+
+    def _agree(self, cpu: bool, options: dict[str, Any]) -> None:
+        """Check that a later construction asks for nothing else than what was started."""
+        if cpu and not self._cpu:
+            raise SettingsError(
+                f"cpu=True was asked for, but this process computes on {self.device} already. Pass cpu=True "
+                "to the first `Accelerator()` or `PartialState()` of the process."
+            )
+        changed = {name: value for name, value in options.items() if self._options.get(name) != value}
+        timeout = changed.pop("timeout", None)
+        if timeout is not None and self.use_distributed:
+            runtime.limit_waiting(timeout)
+            self._options["timeout"] = timeout
+        if changed:
+            logger.warning(
+                "The process group exists already; %s come too late. Pass them to the first `Accelerator()` "
+                "or `PartialState()` of the process.",
+                ", ".join(f"{name}={value!r}" for name, value in sorted(changed.items())),
+            )

@@ -1,0 +1,132 @@
+"""Who does what: functions for one process only, blocks for one process first, a share for each."""
+
+from __future__ import annotations
+
+import functools
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
+    """The function itself, or one of the same name that does nothing.
+
+    Args:
+        condition: Whether this process is one that shall run it.
+        function: Any callable.
+
+    Example:
+        >>> only_if(False, len)([1, 2]) is None
+        True
+    """
+    if condition:
+        return function
+
+    @functools.wraps(function)
+    def elsewhere(*args: P.args, **kwargs: P.kwargs) -> None:
+        del args, kwargs
+
+    return elsewhere
+
+
+@contextmanager
+def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
+    """Run the block on some processes first, then on the others.
+
+    Args:
+        first: Whether this process is one of the first.
+        barrier: Waits for all processes. Called exactly once on each, also when the block raises, so that
+            an error in the first does not leave the others waiting.
+    """
+    if not first:
+        barrier()
+    try:
+        yield
+    finally:
+        if first:
+            barrier()
+
+
+def share_bounds(length: int, num_shares: int, index: int) -> tuple[int, int]:
+    """Where one share of a sequence begins and ends; the first shares are one longer if they must differ.
+
+    Args:
+        length: Number of items.
+        num_shares: In how many shares they are divided.
+        index: Which share is meant, from 0.
+
+    Example:
+        >>> [share_bounds(5, 3, i) for i in range(3)]
+        [(0, 2), (2, 4), (4, 5)]
+    """
+    size, longer = divmod(length, num_shares)
+    begin = index * size + min(index, longer)
+    return begin, begin + size + (index < longer)
+
+
+def share_of(inputs: Any, num_shares: int, index: int, *, apply_padding: bool = False) -> Any:
+    """One process's share of some data.
+
+    Args:
+        inputs: A list, tuple, tensor, numpy array, `datasets.Dataset`, or a dict of such, all equally long.
+        num_shares: Number of processes.
+        index: Which process's share.
+        apply_padding: Repeat the last item of `inputs` so that all shares are equally long.
+
+    Raises:
+        ValueError: The values of a dict are not equally long.
+        TypeError: `inputs` is something else.
+
+    Example:
+        >>> share_of({"a": [1, 2, 3], "b": (4, 5, 6)}, 2, 1, apply_padding=True)
+        {'a': [3, 3], 'b': (6, 6)}
+    """
+    if isinstance(inputs, dict):
+        lengths = {key: len(value) for key, value in inputs.items()}
+        if len(set(lengths.values())) > 1:
+            raise ValueError(
+                f"The values of a dict that is split between processes must be equally long; found {lengths}."
+            )
+        return {
+            key: share_of(value, num_shares, index, apply_padding=apply_padding)
+            for key, value in inputs.items()
+        }
+    if not isinstance(inputs, (list, tuple, torch.Tensor, np.ndarray)) and not _is_dataset(inputs):
+        raise TypeError(
+            f"Cannot split a {type(inputs).__name__} between processes: give a list, a tuple, a tensor, a "
+            "numpy array, a datasets.Dataset, or a dict of these."
+        )
+    length = len(inputs)
+    begin, end = share_bounds(length, num_shares, index)
+    missing = -(-length // num_shares) - (end - begin) if apply_padding and length else 0
+    return _take(inputs, begin, end, missing)
+
+
+def _take(inputs: Any, begin: int, end: int, missing: int) -> Any:
+    """Items `begin` to `end`, and the last item of all as often as it is `missing`."""
+    if _is_dataset(inputs):
+        return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
+    share, last = inputs[begin:end], inputs[-1:]
+    if missing == 0:
+        return share
+    if isinstance(inputs, torch.Tensor):
+        return torch.cat([share, *[last] * missing])
+    if isinstance(inputs, np.ndarray):
+        return np.concatenate([share, *[last] * missing])
+    return share + last * missing
+
+
+def _is_dataset(inputs: Any) -> bool:
+    """Whether this is a `datasets.Dataset`, told without importing that package."""
+    return any(
+        base.__name__ == "Dataset" and base.__module__.partition(".")[0] == "datasets"
+        for base in type(inputs).__mro__
+    )

@@ -1,0 +1,265 @@
+"""What runs where: this process's place, its device, and how it talks to the others. Made once."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_state import environ as process_environment
+from accel_state import topology as places
+from accel_state import watch
+from accel_state.backends.single import SingleCollectives
+from accel_state.backends.torch_dist import TorchCollectives, default_store, group_timeout, set_group_timeout
+from accel_state.devices.kinds import CPU, KINDS, DeviceKind
+from accel_state.devices.select import choose_device, make_current
+from accel_state.errors import AccelError, SettingsError, UnsupportedError
+from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from datetime import timedelta
+
+    from accel_state.backends.base import Collectives
+    from accel_state.settings.model import Settings
+
+
+class NotStartedError(AccelError, RuntimeError):
+    """Something needs to know this process's place before `PartialState()` or `Accelerator()` was made."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runtime:
+    """This process in its run.
+
+    Args:
+        topology: Which process this is among how many.
+        device: Where it computes.
+        kind: The family of that device.
+        collectives: How tensors travel between the processes.
+        backend: The process-group backend that moves the device's tensors; `None` for a process alone.
+        debug: Whether every collective first checks that all ranks make the same call.
+        fork_launched: Whether this process was forked by a launcher that outlives it.
+    """
+
+    topology: Topology = field(default_factory=Topology)
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    kind: DeviceKind = CPU
+    collectives: Collectives = field(default_factory=SingleCollectives)
+    backend: str | None = None
+    debug: bool = False
+    fork_launched: bool = False
+
+
+_SINGLE = Runtime()
+_current: Runtime | None = None
+
+GROUP_OPTIONS = frozenset(
+    {
+        "backend",
+        "init_method",
+        "timeout",
+        "world_size",
+        "rank",
+        "store",
+        "group_name",
+        "pg_options",
+        "device_id",
+    }
+)
+"""What `start` passes on to `torch.distributed.init_process_group`."""
+
+
+def start(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any) -> Runtime:
+    """Find this process's place and device, and join the process group if there are several processes.
+
+    A default process group that exists already is used as it is.
+
+    Args:
+        settings: What was asked for from outside.
+        variables: The environment, in which launchers leave the place of a process.
+        cpu: Compute on the CPU whatever else is there.
+        **group: Options of `torch.distributed.init_process_group`.
+
+    Raises:
+        SettingsError: The launcher's variables contradict each other, there are fewer devices than
+            processes, or the backend cannot serve the device.
+        TypeError: `group` holds something that is no such option.
+
+    Returns:
+        The runtime, which `current` returns from now on.
+    """
+    global _current  # noqa: PLW0603 - the one runtime of a process
+    unknown = sorted(set(group) - GROUP_OPTIONS)
+    if unknown:
+        raise TypeError(
+            f"unexpected arguments {', '.join(map(repr, unknown))}: a process group takes "
+            f"{', '.join(sorted(GROUP_OPTIONS))}."
+        )
+    topology = _topology(variables, group)
+    kind, device = choose_device(
+        settings.process.torch_device, cpu=cpu or settings.process.use_cpu, local_rank=topology.local_rank
+    )
+    if kind.type == "xla":
+        raise UnsupportedError(
+            "torch_xla is installed and no other accelerator was found, but this release does not run on XLA "
+            "devices yet. Pass cpu=True (or set ACCELERATE_USE_CPU=1) to compute on the CPU."
+        )
+    make_current(device)
+    runtime = Runtime(
+        topology=topology,
+        device=device,
+        kind=kind,
+        debug=settings.process.debug,
+        fork_launched=variables.get("FORK_LAUNCHED", "0") not in {"", "0"},
+    )
+    if topology.world_size > 1:
+        runtime = _join(runtime, variables, group)
+    _current = runtime
+    return runtime
+
+
+def current() -> Runtime:
+    """The runtime of this process.
+
+    Raises:
+        NotStartedError: There is none yet.
+    """
+    if _current is None:
+        raise NotStartedError(
+            "This process does not know its place yet. Make an `Accelerator()` or a `PartialState()` first."
+        )
+    return _current
+
+
+def current_or_single() -> Runtime:
+    """The runtime of this process, or that of a process alone on the CPU while none was started."""
+    return _current or _SINGLE
+
+
+def place() -> Topology:
+    """This process's place, also before a runtime was started: then as the launcher's variables tell it."""
+    if _current is not None:
+        return _current.topology
+    return _topology(process_environment.read(), {})
+
+
+def reset() -> None:
+    """Forget the runtime. The process group stays as it is."""
+    global _current  # noqa: PLW0603 - see `start`
+    watch.end()
+    _current = None
+
+
+def limit_waiting(timeout: timedelta) -> None:
+    """Change after how long the backends of the default group give up on a collective.
+
+    Args:
+        timeout: The new limit.
+    """
+    set_group_timeout(timeout)
+    _watch(current(), timeout)
+
+
+def leave(group: Any = None) -> None:
+    """Destroy a process group, the default one and all others if `None`; harmless where there is none."""
+    if dist.is_available() and dist.is_initialized():
+        if group is None:
+            watch.end()
+        dist.destroy_process_group(group)
+
+
+def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topology:
+    found = places.detect(variables)
+    if dist.is_available() and dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+    elif "rank" in group and "world_size" in group:
+        rank, world_size = group["rank"], group["world_size"]
+    else:
+        return found
+    if (rank, world_size) == (found.rank, found.world_size):
+        return found
+    # A group made by hand, as after `torch.multiprocessing.spawn`: one machine unless told otherwise.
+    local = int(variables.get("LOCAL_WORLD_SIZE") or world_size)
+    local_rank = int(variables.get("LOCAL_RANK") or rank % local)
+    return Topology(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local,
+        launcher="torch.distributed",
+    )
+
+
+def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]) -> Runtime:
+    """The runtime with a process group behind it."""
+    if not dist.is_available():
+        raise UnsupportedError("This build of torch has no torch.distributed, which several processes need.")
+    _share_cores(runtime, variables)
+    timeout = options.get("timeout")
+    if not dist.is_initialized():
+        dist.init_process_group(**_group_options(runtime, variables, options))
+    elif timeout is not None:
+        set_group_timeout(timeout)
+    joined = replace(
+        runtime, collectives=TorchCollectives(runtime.device), backend=_backend_of(runtime.device)
+    )
+    _watch(joined, timeout or group_timeout(runtime.device))
+    return joined
+
+
+def _watch(runtime: Runtime, limit: timedelta) -> None:
+    topology = runtime.topology
+    watch.begin(default_store(), rank=topology.rank, world_size=topology.world_size, limit=limit)
+
+
+def _group_options(
+    runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The arguments of `init_process_group`, complete."""
+    topology, kind = runtime.topology, runtime.kind
+    chosen = {name: value for name, value in options.items() if value is not None}
+    chosen["backend"] = _check_backend(kind, options.get("backend"))
+    if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
+        meeting = places.rendezvous(variables, topology)
+        chosen["init_method"] = f"tcp://{meeting.address}:{meeting.port}"
+    if "init_method" in chosen or "store" in chosen:
+        chosen |= {"rank": topology.rank, "world_size": topology.world_size}
+    if kind.backend == "nccl" and runtime.device.index is not None and "device_id" not in chosen:
+        chosen["device_id"] = runtime.device  # NCCL connects at once, and never has to guess the device
+    return chosen
+
+
+def _check_backend(kind: DeviceKind, asked: str | None) -> str:
+    """What to give to `init_process_group` as its backend."""
+    if asked is None:
+        if kind.group_backend is None:
+            raise SettingsError(
+                f"There is no backend with which several processes could work on {kind.name!r} devices. "
+                "Start one process, or pass cpu=True (or set ACCELERATE_USE_CPU=1)."
+            )
+        return kind.group_backend
+    owners = [other for other in KINDS if other.backend == asked]
+    if owners and asked != "gloo" and kind.type not in {other.type for other in owners}:
+        raise SettingsError(
+            f"backend={asked!r} moves tensors of {owners[0].name!r} devices, but this process computes on "
+            f"{kind.name!r}. Leave the backend out to get {kind.backend!r}."
+        )
+    return asked
+
+
+def _backend_of(device: torch.device) -> str:
+    """The name of the backend that serves a device in the default group."""
+    pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
+    return pairs.get(device.type) or dist.get_backend()
+
+
+def _share_cores(runtime: Runtime, variables: Mapping[str, str]) -> None:
+    """Divide the cores among the processes of a machine, where the launcher has not; torchrun has."""
+    if runtime.topology.launcher in {"torchrun", "torch.distributed"} or "OMP_NUM_THREADS" in variables:
+        return
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(max(1, cores // runtime.topology.local_world_size))

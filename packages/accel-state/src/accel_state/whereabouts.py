@@ -1,0 +1,164 @@
+"""Where a process is in the user's program, and how to say where all of them are."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import sys
+import threading
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from types import CodeType, FrameType
+
+_SOURCE_WIDTH = 80  # characters of a source line that are shown
+_INTERNAL = frozenset(
+    {"accel", "accel_cli", "accel_train", "accel_plugins", "accel_ops", "accel_state", "torch"}
+    | sys.stdlib_module_names
+)
+_internal_files: dict[str, bool] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Whereabouts:
+    """What one rank last said about itself.
+
+    Args:
+        rank: Index of the process.
+        tick: How often it has said something; it stands still when the process is gone.
+        where: File and line of the user's program, such as `train.py:88`.
+        source: The source line there, or what is done there.
+        collective: How many collectives it has begun.
+        inside: Whether it is inside the last of these.
+        left: Whether it has closed its process group or ended.
+    """
+
+    rank: int
+    tick: int = 0
+    where: str = ""
+    source: str = ""
+    collective: int = 0
+    inside: bool = False
+    left: bool = False
+
+    def to_text(self) -> str:
+        """Write for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, data: bytes | str) -> Whereabouts:
+        """Read what `to_text` wrote."""
+        return cls(**json.loads(data))
+
+
+def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
+    """The innermost point of the user's program among the callers of a frame.
+
+    Frames of accel, torch and the standard library are passed over. Costs about a tenth of a microsecond
+    per frame; `place_of` turns the answer into text when it is needed.
+
+    Args:
+        frame: Where to begin.
+
+    Returns:
+        The code and the offset of the instruction in it, or `None` without a frame.
+    """
+    known = _internal_files
+    innermost = frame
+    while frame is not None:
+        code = frame.f_code
+        internal = known.get(code.co_filename)
+        if internal is None:
+            internal = _classify(frame)
+        if not internal:
+            return code, frame.f_lasti
+        frame = frame.f_back
+    return (innermost.f_code, innermost.f_lasti) if innermost is not None else None
+
+
+def main_thread_site() -> tuple[CodeType, int] | None:
+    """Where the main thread of this process is now, as `call_site` says it."""
+    return call_site(sys._current_frames().get(threading.main_thread().ident or 0))  # pyright: ignore[reportPrivateUsage] - public in all but name
+
+
+def place_of(site: tuple[CodeType, int] | None) -> tuple[str, str]:
+    """File with line, and the text of the line, of a `call_site`.
+
+    Returns:
+        Such as `("eval.py:41", "preds = gather(preds)")`. The path is relative to the current directory
+        where it lies below it.
+    """
+    if site is None:
+        return "", ""
+    code, offset = site
+    line = next((line for start, end, line in code.co_lines() if start <= offset < end), None)
+    line = line or code.co_firstlineno
+    path = Path(code.co_filename)
+    if path.is_absolute() and path.is_relative_to(Path.cwd()):
+        path = path.relative_to(Path.cwd())
+    source = linecache.getline(code.co_filename, line).strip() or f"{code.co_name}()"
+    return f"{path}:{line}", source[:_SOURCE_WIDTH]
+
+
+def explain(everyone: Sequence[Whereabouts | None], *, silent: Iterable[int] = ()) -> str:
+    """Say in one line where every rank is, those in the minority first.
+
+    Args:
+        everyone: What each rank last said, in rank order; `None` for one that never said anything.
+        silent: Ranks that have stopped answering.
+
+    Example:
+        >>> places = [Whereabouts(rank=r, where="a.py:8", source="f()", inside=True, collective=4)
+        ...           for r in range(3)]
+        >>> explain([*places, Whereabouts(rank=3, where="b.py:4", source="g()", collective=3)])
+        'rank 3 is at b.py:4 `g()` (in no collective, after 3); ranks 0-2 are at a.py:8 `f()` (collective 4)'
+    """
+    groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    gone = frozenset(silent)
+    for rank, place in enumerate(everyone):
+        groups[_story(place, silent=rank in gone)].append(rank)
+    return "; ".join(
+        f"{_ranks(ranks)} {_VERBS[verb][len(ranks) > 1]} {story}"
+        for (verb, story), ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
+    )
+
+
+_VERBS = {
+    "be": ("is", "are"),
+    "leave": ("has left", "have left"),
+    "die": ("no longer answers,", "no longer answer,"),
+}
+
+
+def _story(place: Whereabouts | None, *, silent: bool) -> tuple[str, str]:
+    """A key of `_VERBS`, and what follows the verb."""
+    if place is None:
+        return "be", "nowhere to be seen"
+    if place.left:
+        return "leave", f"after {place.collective} collectives"
+    done = f"collective {place.collective}" if place.inside else f"in no collective, after {place.collective}"
+    where = f"at {place.where} `{place.source}` ({done})"
+    return ("die", f"last seen {where}") if silent else ("be", where)
+
+
+def _ranks(ranks: list[int]) -> str:
+    """Such as `rank 3` or `ranks 0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _classify(frame: FrameType) -> bool:
+    name = str(frame.f_globals.get("__name__", ""))
+    internal = name.partition(".")[0] in _INTERNAL
+    _internal_files[frame.f_code.co_filename] = internal
+    return internal
