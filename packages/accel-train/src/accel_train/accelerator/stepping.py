@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.strategy import Feature
 from accel_train.accelerator.facet import Facet
 from accel_train.data.evenness import evenness
 from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.prepare.compiled import without_compiler
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -104,10 +104,7 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
-        inner = [
-            one.optimizer if isinstance(one, AcceleratedOptimizer) else without_compiler(one)
-            for one in joinables
-        ]
+        inner = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in joinables]
         with evenness(parts.prepared.dataloaders, even_batches), parts.strategy.stepper.join(inner):
             yield
 
@@ -182,7 +179,7 @@ class SteppingFacet(Facet):
     @property
     def mixed_precision(self) -> str:
         """`"no"`, `"fp16"` or `"bf16"`."""
-        return self._parts.state.mixed_precision
+        return self._parts.precision.name
 
     @property
     def scaler(self) -> GradScaler | None:
@@ -225,7 +222,10 @@ class SteppingFacet(Facet):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
-        self._parts.gradient_state.plugin_kwargs.update({"num_steps": gradient_accumulation_steps})
+        state = self._parts.gradient_state
+        plugin = GradientAccumulationPlugin(num_steps=gradient_accumulation_steps)  # refuses what is no count
+        state.plugin_kwargs = {**state.plugin_kwargs, **plugin.to_kwargs()}
+        state.num_steps = gradient_accumulation_steps
 
     @property
     def step(self) -> int:

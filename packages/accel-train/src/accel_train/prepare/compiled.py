@@ -1,8 +1,8 @@
-"""Compiling models, and looking inside compiled ones."""
+"""Compiling models as the plugin says."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -30,10 +30,3 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
             "use_regional_compilation to compile the whole model."
         )
     return cast("nn.Module", torch.compile(model, **plugin.to_kwargs()))
-
-
-def without_compiler(model: Any) -> Any:
-    """The module inside what `torch.compile` returned; anything else is returned as it is."""
-    while is_compiled_module(model):
-        model = model._orig_mod
-    return model

@@ -1,0 +1,61 @@
+"""What importing accel costs, beside `import torch`.
+
+    uv run python tools/benchmarks/import_time.py [--reference-python PATH]
+
+Every statement runs in fresh interpreters, and the statements take turns. Printed is the median wall time of
+the statement itself (the interpreter's own start is not in it) and the median of its ratios to the `import
+torch` of the same turn and interpreter. Claim: `import accel` at most 1.03 of `import torch`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+CLAIM = 1.03
+BASELINE = "import torch"
+OURS = (BASELINE, "import accel", "from accel import Accelerator")
+THEIRS = (BASELINE, "import accelerate", "from accelerate import Accelerator")
+
+
+def seconds(python: str, statement: str) -> float:
+    """Wall time of one statement in a fresh interpreter."""
+    code = f"import time; start = time.perf_counter(); {statement}; print(time.perf_counter() - start)"
+    answer = subprocess.run([python, "-c", code], check=True, stdout=subprocess.PIPE, text=True)
+    return float(answer.stdout)
+
+
+def compare(python: str, statements: tuple[str, ...], rounds: int) -> dict[str, float]:
+    """Let the statements take turns, print a line for each, return the ratios to the first."""
+    for statement in statements:
+        seconds(python, statement)  # files into the page cache, modules compiled
+    turns = [{statement: seconds(python, statement) for statement in statements} for _ in range(rounds)]
+    ratios: dict[str, float] = {}
+    for statement in statements:
+        ratios[statement] = statistics.median(turn[statement] / turn[BASELINE] for turn in turns)
+        median = statistics.median(turn[statement] for turn in turns)
+        print(f"{statement:>36}: {median:6.3f} s, {ratios[statement]:.3f} of `{BASELINE}`")
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="how often each statement runs")
+    parser.add_argument(
+        "--reference-python", type=Path, help="interpreter of an environment with the reference"
+    )
+    arguments = parser.parse_args()
+    ratios = compare(sys.executable, OURS, arguments.rounds)
+    if arguments.reference_python:
+        compare(str(arguments.reference_python), THEIRS, arguments.rounds)
+    if ratios["import accel"] > CLAIM:
+        sys.exit(f"more than the claimed {CLAIM}")
+
+
+if __name__ == "__main__":
+    main()
