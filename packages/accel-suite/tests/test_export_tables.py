@@ -1,4 +1,4 @@
-"""The export tables of `accel`: every entry resolves, is documented and typed, and costs nothing until asked for."""
+"""The export tables of `accel`: every entry resolves, is documented and typed, and waits until asked for."""
 
 from __future__ import annotations
 
