@@ -11,7 +11,7 @@ from accel_state import settings as exported
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings.environ import from_environ, given_by_environ, to_environ, worker_environ
 from accel_state.settings.file import default_config_file, given_by_file
-from accel_state.settings.merge import Given, Layer, merge
+from accel_state.settings.merge import Given, Layer, combine
 from accel_state.settings.model import (
     DynamoSettings,
     LaunchSettings,
@@ -124,14 +124,14 @@ def test_argument_beats_environment_beats_file_beats_default_in_whatever_order_t
     sources = [
         {path: Given(value=int(y) + 2, layer=y, origin=y.name)} if y in speaking else {} for y in order
     ]
-    merged = merge(*sources)
+    merged = combine(*sources)
     winner = min(speaking, default=Layer.DEFAULT)
     assert merged.who(path).layer == winner
     assert merged.settings.training.gradient_accumulation_steps == (int(winner) + 2 if speaking else 1)
 
 
 def test_the_origin_of_a_value_is_told_in_words():
-    merged = merge(
+    merged = combine(
         given_by_file({"mixed_precision": "fp16", "debug": True}, "run.yaml"),
         given_by_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}),
     )
@@ -165,7 +165,7 @@ DOCUMENTED_FILE = {
 
 
 def test_a_documented_config_file_is_read_as_it_is():
-    settings = merge(given_by_file(DOCUMENTED_FILE, "default_config.yaml")).settings
+    settings = combine(given_by_file(DOCUMENTED_FILE, "default_config.yaml")).settings
     assert settings == Settings(
         precision=PrecisionSettings(mixed_precision="bf16"),
         dynamo=DynamoSettings(backend="INDUCTOR", use_fullgraph=True),
@@ -176,7 +176,7 @@ def test_a_documented_config_file_is_read_as_it_is():
 
 
 def test_a_bare_no_in_yaml_is_a_word_where_a_word_is_expected():
-    merged = merge(given_by_file({"mixed_precision": False, "distributed_type": False}, "run.yaml"))
+    merged = combine(given_by_file({"mixed_precision": False, "distributed_type": False}, "run.yaml"))
     assert merged.settings.precision.mixed_precision == "no"
     assert merged.settings.launch.distributed_type == "NO"
 

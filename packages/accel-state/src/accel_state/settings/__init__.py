@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from accel_state.settings.merge import Given as Given
     from accel_state.settings.merge import Layer as Layer
     from accel_state.settings.merge import Merged as Merged
-    from accel_state.settings.merge import merge as merge
+    from accel_state.settings.merge import combine as combine
     from accel_state.settings.model import DynamoSettings as DynamoSettings
     from accel_state.settings.model import LaunchSettings as LaunchSettings
     from accel_state.settings.model import PrecisionSettings as PrecisionSettings
@@ -38,11 +38,11 @@ __all__ = [
     "ProcessSettings",
     "Settings",
     "TrainingSettings",
+    "combine",
     "default_config_file",
     "from_environ",
     "given_by_environ",
     "given_by_file",
-    "merge",
     "to_environ",
     "worker_environ",
 ]
@@ -50,7 +50,7 @@ __all__ = [
 _MODULES = {
     "environ": ("from_environ", "given_by_environ", "to_environ", "worker_environ"),
     "file": ("default_config_file", "given_by_file"),
-    "merge": ("Given", "Layer", "Merged", "merge"),
+    "merge": ("Given", "Layer", "Merged", "combine"),
     "model": (
         "DynamoSettings",
         "LaunchSettings",

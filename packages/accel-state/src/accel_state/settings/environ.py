@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from accel_state.environ import str_to_bool
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.settings.merge import Given, Layer, merge, parse
+from accel_state.settings.merge import Given, Layer, combine, parse
 from accel_state.settings.model import Settings
 from accel_state.settings.options import BY_VARIABLE
 
@@ -61,7 +61,7 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
         >>> from_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}).precision.mixed_precision
         'bf16'
     """
-    return merge(given_by_environ(environ)).settings
+    return combine(given_by_environ(environ)).settings
 
 
 def to_environ(settings: Settings) -> dict[str, str]:

@@ -88,7 +88,7 @@ def parse(option: Option, text: str, layer: Layer, origin: str) -> Given | None:
     return None if value is None else Given(value=value, layer=layer, origin=origin)
 
 
-def merge(*sources: Mapping[str, Given]) -> Merged:
+def combine(*sources: Mapping[str, Given]) -> Merged:
     """Let the strongest source of each setting win.
 
     Args:
@@ -97,7 +97,7 @@ def merge(*sources: Mapping[str, Given]) -> Merged:
     Example:
         >>> low = {"launch.num_machines": Given(value=2, layer=Layer.FILE, origin="key num_machines")}
         >>> high = {"launch.num_machines": Given(value=4, layer=Layer.ARGUMENT, origin="--num_machines")}
-        >>> merge(low, high).settings.launch.num_machines
+        >>> combine(low, high).settings.launch.num_machines
         4
     """
     given: dict[str, Given] = {}

@@ -1,0 +1,1 @@
+"""`accel launch`: read the command line, decide what to run, and become it."""

@@ -1,0 +1,171 @@
+"""The command line of `accel launch`: flags up to the script, which has everything after it."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.later import later
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.settings import OPTIONS, Given, Layer, Option
+from accel_state.settings.merge import parse
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+USAGE = "usage: accel launch [options] script [arguments of the script]"
+
+_TOPICS: Mapping[str, str] = {
+    "launch": "processes and machines",
+    "process": "each process",
+    "precision": "training",
+    "training": "training",
+    "dynamo": "compilation",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """A command line, read.
+
+    Args:
+        given: Path to value and origin, of every setting that has a flag there.
+        config_file: The config file that is named; None for the default one.
+        script: What to run; None if help was asked for.
+        script_arguments: What follows it, untouched.
+    """
+
+    given: Mapping[str, Given]
+    config_file: str | None
+    script: str | None
+    script_arguments: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Flag:
+    """A flag; `const` is what it stands for if it takes no value, `option` is None for `--config_file`."""
+
+    option: Option | None
+    const: str | None
+
+
+def _flags() -> dict[str, _Flag]:
+    flags = {"--config_file": _Flag(option=None, const=None)}
+    for option in OPTIONS:
+        flags |= {name: _Flag(option=option, const=option.const) for name in option.flags}
+        if option.const == "true" and option.key:  # so that an argument can overrule a file
+            flags |= {f"--no_{name[2:]}": _Flag(option=option, const="false") for name in option.flags}
+    return flags
+
+
+FLAGS = _flags()
+"""Every flag, spelled with underscores."""
+
+
+def read_arguments(arguments: Sequence[str]) -> Arguments:
+    """Read a command line.
+
+    Args:
+        arguments: What follows `accel launch`. Flags may be spelled with dashes or underscores, their
+            values follow or are joined with `=`; the first word that is neither is the script.
+
+    Raises:
+        SettingsError: A flag is unknown, lacks its value, or has one that cannot be used.
+        UnsupportedError: A flag asks for something that this release does not run.
+
+    Example:
+        >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
+        >>> read.given["launch.num_processes"].value, read.script, read.script_arguments
+        (2, 'train.py', ('--num-processes', '3'))
+    """
+    given: dict[str, Given] = {}
+    config_file: str | None = None
+    rest = list(arguments)
+    while rest and rest[0].startswith("-") and rest[0] != "-":
+        word = rest.pop(0)
+        if word == "--":
+            break
+        if word in {"-h", "--help"}:
+            return Arguments(given={}, config_file=None, script=None, script_arguments=())
+        name, flag, text = _split(word)
+        if flag.const is not None:
+            if text is not None:
+                raise SettingsError(f"argument {name} takes no value, but got {text!r}.")
+            text = flag.const
+        elif text is None:
+            if not rest:
+                raise SettingsError(f"argument {name} needs a value.")
+            text = rest.pop(0)
+        if flag.option is None:
+            config_file = text
+        elif (value := parse(flag.option, text, Layer.ARGUMENT, f"argument {name}")) is not None:
+            given[flag.option.path] = value
+    if not rest:
+        raise SettingsError(f"no script to run.\n{USAGE}")
+    return Arguments(given=given, config_file=config_file, script=rest[0], script_arguments=tuple(rest[1:]))
+
+
+def _split(word: str) -> tuple[str, _Flag, str | None]:
+    """The flag that a word holds, as it is written there, and the value joined to it."""
+    name, equals, text = word.partition("=")
+    if name.startswith("--"):
+        key = "--" + name[2:].replace("-", "_")
+    else:
+        name, text, equals = (word[:2], word[2:], word[2:]) if len(word) > 2 else (word, "", "")
+        key = name
+    if key in FLAGS:
+        return name, FLAGS[key], text if equals else None
+    what = later(key)
+    if what is not None:
+        raise UnsupportedError(f"argument {name}: {what} is not available yet.")
+    near = get_close_matches(key, [flag for flag in FLAGS if flag.startswith("--")], n=1)
+    raise SettingsError(
+        f"argument {name} is unknown{f'; did you mean {near[0]}?' if near else '.'}"
+        " Flags of the script come after the script."
+    )
+
+
+def help_text() -> str:
+    """What `accel launch --help` tells."""
+    sections: dict[str, list[str]] = {title: [] for title in _TOPICS.values()}
+    sections["processes and machines"].append(
+        _entry("--config_file FILE", "Settings in YAML or JSON; without it the default config file.")
+    )
+    for option in OPTIONS:
+        if option.flags:
+            section, _, name = option.path.partition(".")
+            sections[_TOPICS[section]].append(_entry(_spelled(option, name), _details(option)))
+    body = [line for title, entries in sections.items() for line in ("", f"{title}:", *entries)]
+    return "\n".join((USAGE, "", *_INTRODUCTION, *body, ""))
+
+
+_INTRODUCTION = textwrap.wrap(
+    "Run a Python script in one process, with the semantics of `python script`, or in several. A setting is"
+    " taken from its flag, else from its environment variable, else from the config file, else from its"
+    " default. Flags may be spelled with dashes, too; a switch of a config file is turned off with"
+    " `--no_` before its name. What follows the script is the script's.",
+    width=100,
+)
+
+
+def _spelled(option: Option, name: str) -> str:
+    names = ", ".join(option.flags)
+    if option.const is not None:
+        return names
+    few = 0 < len(option.choices) < 5
+    return f"{names} {{{','.join(option.choices)}}}" if few else f"{names} {name.upper()}"
+
+
+def _details(option: Option) -> str:
+    choices = (
+        f" One of {', '.join(option.choices)}." if len(option.choices) > 4 and option.const is None else ""
+    )
+    where = "; ".join(place for place in (option.variable, option.key and f"key {option.key}") if place)
+    return f"{option.help}{choices}{f' [{where}]' if where else ''}"
+
+
+def _entry(names: str, text: str) -> str:
+    lines = textwrap.wrap(text, width=76, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join((f"  {names}", *lines))

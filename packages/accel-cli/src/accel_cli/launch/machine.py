@@ -1,0 +1,133 @@
+"""What the command knows about this machine without torch: its accelerators, its cores, its ports."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+VISIBLE_DEVICES: Mapping[str, str] = {
+    "MULTI_GPU": "CUDA_VISIBLE_DEVICES",
+    "MULTI_XPU": "ZE_AFFINITY_MASK",
+    "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
+    "MULTI_MLU": "MLU_VISIBLE_DEVICES",
+    "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
+    "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
+    "MULTI_HPU": "HABANA_VISIBLE_MODULES",
+    "MULTI_NEURON": "NEURON_RT_VISIBLE_CORES",
+}
+"""By label of a device family, the variable that restricts which of its devices a process sees."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What matters about this machine for starting processes.
+
+    Args:
+        gpus: How many NVIDIA or AMD GPUs a process may see.
+        cores: How many CPU cores it may use.
+    """
+
+    gpus: int
+    cores: int
+
+
+def this_machine(environ: Mapping[str, str]) -> Machine:
+    """Look at this machine.
+
+    Args:
+        environ: The environment, which may hide GPUs.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return Machine(gpus=count_gpus(environ, _present), cores=cores)
+
+
+def count_gpus(environ: Mapping[str, str], present: Callable[[], int]) -> int:
+    """How many GPUs torch would see.
+
+    Args:
+        environ: The environment: each of CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and
+            ROCR_VISIBLE_DEVICES may narrow the choice.
+        present: Counts those of the machine; asked only where no variable answers.
+
+    Example:
+        >>> count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, lambda: 8)
+        2
+        >>> count_gpus({}, lambda: 8)
+        8
+    """
+    chosen = [
+        _visible(environ[name])
+        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+        if name in environ
+    ]
+    if 0 in chosen:
+        return 0
+    there = present()
+    return min([there, *chosen])
+
+
+def _visible(text: str) -> int:
+    """The length of a list of devices; like the driver, stop at the first entry that is no device."""
+    count = 0
+    for entry in text.split(","):
+        if not entry.strip() or entry.strip().startswith("-"):
+            break
+        count += 1
+    return count
+
+
+def _nvidia() -> int:
+    """The driver lists its GPUs in /proc; where that is missing (Windows, WSL), its tool does."""
+    folder = Path("/proc/driver/nvidia/gpus")
+    if folder.is_dir():
+        return len(list(folder.iterdir()))
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return 0
+    result = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
+    return sum(line.startswith("GPU ") for line in result.stdout.splitlines())
+
+
+def _amd() -> int:
+    """The nodes of the kernel driver's topology that have SIMD units; the others are CPUs."""
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
+    return sum(any(_is_gpu(line) for line in node.read_text().splitlines()) for node in nodes)
+
+
+def _is_gpu(line: str) -> bool:
+    name, _, value = line.partition(" ")
+    return name == "simd_count" and value.strip() != "0"
+
+
+def _present() -> int:
+    return _nvidia() or _amd()
+
+
+def is_free(port: int) -> bool:
+    """Whether a server on this machine could listen on a TCP port.
+
+    Args:
+        port: From 1 to 65535.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on at the moment."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.bind(("", 0))
+        return server.getsockname()[1]

@@ -1,0 +1,114 @@
+"""Several processes: the command of `torch.distributed.run`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.machine import free_port, is_free
+from accel_cli.launch.run_simple import program
+from accel_state.errors import SettingsError
+from accel_state.settings import LaunchSettings
+from accel_state.topology import DEFAULT_PORT
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accel_cli.launch.plan import LaunchPlan
+
+_LOOPBACK = "127.0.0.1"
+# Passed on where they differ from the default, which is torchrun's own.
+_PASSED_ON = ("max_restarts", "monitor_interval", "tee", "log_dir", "role")
+
+
+def command(plan: LaunchPlan) -> list[str]:
+    """The program to become and its arguments.
+
+    Args:
+        plan: What to run.
+
+    Raises:
+        SettingsError: The script is not there, or the port where rank 0 shall listen is taken.
+    """
+    if plan.launch.no_python:
+        plan = replace(plan, script=program(plan))
+    elif not plan.launch.module and not Path(plan.script).exists():
+        raise SettingsError(f"there is no script {plan.script!r} to run.")
+    port = choose_port(plan.launch)
+    quiet = ["--quiet"] if plan.launch.quiet else []
+    return [sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *torchrun_arguments(plan, port)]
+
+
+def choose_port(
+    launch: LaunchSettings, is_free: Callable[[int], bool] = is_free, free_port: Callable[[], int] = free_port
+) -> int:
+    """The port where rank 0 shall listen.
+
+    Args:
+        launch: Says which; nothing asks for the usual one, or another if that is taken; 0 for any.
+        is_free: Tells whether a port of this machine is free.
+        free_port: Finds one that is.
+
+    Raises:
+        SettingsError: The port that was asked for is taken.
+    """
+    port = launch.main_process_port
+    if port is None:
+        return DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port()
+    if port == 0:
+        return free_port()
+    if launch.machine_rank == 0 and not is_free(port):
+        raise SettingsError(
+            f"main_process_port {port} of this machine is taken by another process. Choose another, or 0 "
+            "for any free port (on one machine)."
+        )
+    return port
+
+
+def torchrun_arguments(plan: LaunchPlan, port: int) -> list[str]:
+    """The arguments of `torch.distributed.run`.
+
+    Args:
+        plan: What to run.
+        port: Where rank 0 listens.
+    """
+    launch, defaults = plan.launch, LaunchSettings()
+    arguments = {
+        "nproc_per_node": plan.processes_here,
+        "nnodes": launch.num_machines,
+        "node_rank": launch.machine_rank,
+        **_meeting(launch, port),
+        **{
+            name: getattr(launch, name)
+            for name in _PASSED_ON
+            if getattr(launch, name) != getattr(defaults, name)
+        },
+    }
+    switches = [f"--{name}" for name in ("module", "no_python") if getattr(launch, name)]
+    return [
+        *(f"--{name}={value}" for name, value in arguments.items()),
+        *switches,
+        plan.script,
+        *plan.script_arguments,
+    ]
+
+
+def _meeting(launch: LaunchSettings, port: int) -> dict[str, object]:
+    """How the machines find each other."""
+    address = launch.main_process_ip or _LOOPBACK
+    conf = {"rdzv_conf": launch.rdzv_conf} if launch.rdzv_conf else {}
+    if launch.rdzv_backend == "static":
+        return {"master_addr": address, "master_port": port, **conf}
+    if launch.rdzv_backend == "c10d" and "is_host" not in (launch.rdzv_conf or ""):
+        # Otherwise a machine takes itself for the host if its own name resolves to the address, which it
+        # need not in a container or behind a second network card.
+        is_host = f"is_host={int(launch.machine_rank == 0)}"
+        conf = {"rdzv_conf": f"{launch.rdzv_conf},{is_host}" if launch.rdzv_conf else is_host}
+    return {
+        "rdzv_backend": launch.rdzv_backend,
+        "rdzv_endpoint": f"{address}:{port}",
+        "rdzv_id": "accel",
+        **conf,
+    }
