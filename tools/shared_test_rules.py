@@ -15,6 +15,22 @@ if TYPE_CHECKING:
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 
+STATES = {
+    "accel_state.gradient_state": "GradientState",
+    "accel_state.accelerator_state": "AcceleratorState",
+    "accel_state.partial_state": "PartialState",
+}
+
+
+def reset_states() -> None:
+    """Make this process forget its accel state; the process group stays. Imports nothing."""
+    for module, name in STATES.items():
+        if module in sys.modules:
+            getattr(sys.modules[module], name)._reset_state()
+    if "accel_state.runtime" in sys.modules:
+        sys.modules["accel_state.runtime"].reset()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no accelerator; torch is asked only if there are any."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
@@ -30,9 +46,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that leaves an environment variable or a process group behind."""
+    """Start without accel state; fail a test that leaves a variable or a process group behind."""
     before = dict(os.environ)
+    reset_states()
     yield
+    reset_states()
     after = dict(os.environ)
     for name in SET_BY_OTHERS:
         before.pop(name, None)

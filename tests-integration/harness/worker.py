@@ -24,16 +24,12 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
 from harness.pool import Answer, Job, bodies
+from shared_test_rules import reset_states
 
 if TYPE_CHECKING:
     from types import ModuleType
 
 LOCALS = 300  # characters of each local variable shown with a failure
-STATES = {
-    "accel_state.gradient_state": "GradientState",
-    "accel_state.accelerator_state": "AcceleratorState",
-    "accel_state.partial_state": "PartialState",
-}
 
 
 def main(address: str) -> None:
@@ -155,9 +151,7 @@ def _load(job: Job) -> ModuleType:
 
 def _reset() -> None:
     """Forget what a body did to the process, without touching the pool's process group."""
-    for module, name in STATES.items():
-        if module in sys.modules:
-            getattr(sys.modules[module], name)._reset_state()
+    reset_states()
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
