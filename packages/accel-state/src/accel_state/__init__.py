@@ -8,6 +8,12 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel_state.accelerator_state import (
+        AcceleratorState,
+        ThreadLocalSharedDict,
+        do_nothing,
+        is_initialized,
+    )
     from accel_state.available import (
         is_4bit_bnb_available,
         is_8bit_bnb_available,
@@ -51,6 +57,48 @@ if TYPE_CHECKING:
         is_weights_only_available,
         require,
     )
+    from accel_state.backends.base import (
+        Collectives,
+    )
+    from accel_state.batch_size import (
+        find_executable_batch_size,
+        should_reduce_batch_size,
+    )
+    from accel_state.devices.affinity import (
+        override_numa_affinity,
+        set_numa_affinity,
+    )
+    from accel_state.devices.info import (
+        check_cuda_p2p_ib_support,
+        check_os_kernel,
+        get_driver_version,
+        get_gpu_info,
+    )
+    from accel_state.devices.kinds import (
+        DeviceKind,
+        available_kind,
+        kind_of,
+    )
+    from accel_state.devices.probes import (
+        check_cuda_fp8_capability,
+        get_current_device_type,
+        is_bf16_available,
+        is_cuda_available,
+        is_fp16_available,
+        is_habana_gaudi1,
+        is_hpu_available,
+        is_mlu_available,
+        is_mps_available,
+        is_musa_available,
+        is_neuron_available,
+        is_npu_available,
+        is_rocm_available,
+        is_sdaa_available,
+        is_torch_xla_available,
+        is_transformer_engine_mxfp8_available,
+        is_xccl_available,
+        is_xpu_available,
+    )
     from accel_state.environ import (
         are_libraries_initialized,
         clear_environment,
@@ -70,6 +118,9 @@ if TYPE_CHECKING:
         StalledCollectiveError,
         UnsupportedError,
     )
+    from accel_state.gradient_state import (
+        GradientState,
+    )
     from accel_state.labels import (
         BaseEnum,
         ComputeEnvironment,
@@ -83,6 +134,30 @@ if TYPE_CHECKING:
         SageMakerDistributedType,
         distributed_type_of,
     )
+    from accel_state.logging import (
+        MultiProcessAdapter,
+        get_logger,
+    )
+    from accel_state.memory import (
+        clear_device_cache,
+        release_memory,
+    )
+    from accel_state.partial_state import (
+        PartialState,
+        wait_for_everyone,
+    )
+    from accel_state.progress import (
+        tqdm,
+    )
+    from accel_state.rng import (
+        set_seed,
+        synchronize_rng_state,
+        synchronize_rng_states,
+    )
+    from accel_state.runtime import (
+        NotStartedError,
+        Runtime,
+    )
     from accel_state.settings import (
         Settings,
         from_environ,
@@ -93,6 +168,7 @@ if TYPE_CHECKING:
         Rendezvous,
         Topology,
         detect,
+        get_cpu_distributed_information,
         rendezvous,
     )
     from accel_state.versions import (
@@ -102,47 +178,198 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
-    "AccelError", "BaseEnum", "CPUInformation", "ComputeEnvironment", "CustomDtype",
-    "DDPCommunicationHookType", "DistributedOperationException", "DistributedType", "DynamoBackend",
-    "LoggerType", "MissingDependencyError", "PrecisionType", "RNGType", "Rendezvous",
-    "SageMakerDistributedType", "Settings", "SettingsError", "StalledCollectiveError", "Topology",
-    "UnsupportedError", "are_libraries_initialized", "clear_environment", "compare_versions",
-    "convert_dict_to_env_variables", "detect", "distributed_type_of", "from_environ",
-    "get_int_from_env", "installed_version", "is_4bit_bnb_available", "is_8bit_bnb_available",
-    "is_aim_available", "is_amdsmi_available", "is_bitsandbytes_multi_backend_available",
-    "is_bnb_available", "is_boto3_available", "is_clearml_available", "is_comet_ml_available",
-    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp8_available",
-    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available",
-    "is_megatron_lm_available", "is_mlflow_available", "is_msamp_available", "is_pandas_available",
-    "is_peft_available", "is_pippy_available", "is_pynvml_available", "is_pytest_available",
-    "is_rich_available", "is_sagemaker_available", "is_schedulefree_available", "is_swanlab_available",
-    "is_tensorboard_available", "is_timm_available", "is_torch_version", "is_torchao_available",
-    "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
-    "is_trackio_available", "is_transformer_engine_available", "is_transformers_available",
-    "is_triton_available", "is_wandb_available", "is_weights_only_available", "parse_choice_from_env",
-    "parse_flag_from_env", "patch_environment", "purge_accelerate_environment", "rendezvous", "require",
-    "str_to_bool", "to_environ",
+    "AccelError",
+    "AcceleratorState",
+    "BaseEnum",
+    "CPUInformation",
+    "Collectives",
+    "ComputeEnvironment",
+    "CustomDtype",
+    "DDPCommunicationHookType",
+    "DeviceKind",
+    "DistributedOperationException",
+    "DistributedType",
+    "DynamoBackend",
+    "GradientState",
+    "LoggerType",
+    "MissingDependencyError",
+    "MultiProcessAdapter",
+    "NotStartedError",
+    "PartialState",
+    "PrecisionType",
+    "RNGType",
+    "Rendezvous",
+    "Runtime",
+    "SageMakerDistributedType",
+    "Settings",
+    "SettingsError",
+    "StalledCollectiveError",
+    "ThreadLocalSharedDict",
+    "Topology",
+    "UnsupportedError",
+    "are_libraries_initialized",
+    "available_kind",
+    "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support",
+    "check_os_kernel",
+    "clear_device_cache",
+    "clear_environment",
+    "compare_versions",
+    "convert_dict_to_env_variables",
+    "detect",
+    "distributed_type_of",
+    "do_nothing",
+    "find_executable_batch_size",
+    "from_environ",
+    "get_cpu_distributed_information",
+    "get_current_device_type",
+    "get_driver_version",
+    "get_gpu_info",
+    "get_int_from_env",
+    "get_logger",
+    "installed_version",
+    "is_4bit_bnb_available",
+    "is_8bit_bnb_available",
+    "is_aim_available",
+    "is_amdsmi_available",
+    "is_bf16_available",
+    "is_bitsandbytes_multi_backend_available",
+    "is_bnb_available",
+    "is_boto3_available",
+    "is_clearml_available",
+    "is_comet_ml_available",
+    "is_cuda_available",
+    "is_datasets_available",
+    "is_deepspeed_available",
+    "is_dvclive_available",
+    "is_fp8_available",
+    "is_fp16_available",
+    "is_habana_gaudi1",
+    "is_hpu_available",
+    "is_import_timer_available",
+    "is_initialized",
+    "is_lomo_available",
+    "is_matplotlib_available",
+    "is_megatron_lm_available",
+    "is_mlflow_available",
+    "is_mlu_available",
+    "is_mps_available",
+    "is_msamp_available",
+    "is_musa_available",
+    "is_neuron_available",
+    "is_npu_available",
+    "is_pandas_available",
+    "is_peft_available",
+    "is_pippy_available",
+    "is_pynvml_available",
+    "is_pytest_available",
+    "is_rich_available",
+    "is_rocm_available",
+    "is_sagemaker_available",
+    "is_schedulefree_available",
+    "is_sdaa_available",
+    "is_swanlab_available",
+    "is_tensorboard_available",
+    "is_timm_available",
+    "is_torch_version",
+    "is_torch_xla_available",
+    "is_torchao_available",
+    "is_torchdata_available",
+    "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available",
+    "is_trackio_available",
+    "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available",
+    "is_transformers_available",
+    "is_triton_available",
+    "is_wandb_available",
+    "is_weights_only_available",
+    "is_xccl_available",
+    "is_xpu_available",
+    "kind_of",
+    "override_numa_affinity",
+    "parse_choice_from_env",
+    "parse_flag_from_env",
+    "patch_environment",
+    "purge_accelerate_environment",
+    "release_memory",
+    "rendezvous",
+    "require",
+    "set_numa_affinity",
+    "set_seed",
+    "should_reduce_batch_size",
+    "str_to_bool",
+    "synchronize_rng_state",
+    "synchronize_rng_states",
+    "to_environ",
+    "tqdm",
+    "wait_for_everyone",
 ]
 
 _EXPORTS = {
     **dict.fromkeys(
         (
-            "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
-            "is_amdsmi_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
-            "is_boto3_available", "is_clearml_available", "is_comet_ml_available",
-            "is_datasets_available", "is_deepspeed_available", "is_dvclive_available",
-            "is_fp8_available", "is_import_timer_available", "is_lomo_available",
-            "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
-            "is_msamp_available", "is_pandas_available", "is_peft_available", "is_pippy_available",
-            "is_pynvml_available", "is_pytest_available", "is_rich_available",
-            "is_sagemaker_available", "is_schedulefree_available", "is_swanlab_available",
-            "is_tensorboard_available", "is_timm_available", "is_torchao_available",
-            "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
-            "is_torchvision_available", "is_trackio_available", "is_transformer_engine_available",
-            "is_transformers_available", "is_triton_available", "is_wandb_available",
-            "is_weights_only_available", "require",
+            "AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized",
+        ),
+        "accel_state.accelerator_state",
+    ),
+    **dict.fromkeys(
+        (
+            "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
+            "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
+            "is_clearml_available", "is_comet_ml_available", "is_datasets_available",
+            "is_deepspeed_available", "is_dvclive_available", "is_fp8_available",
+            "is_import_timer_available", "is_lomo_available", "is_matplotlib_available",
+            "is_megatron_lm_available", "is_mlflow_available", "is_msamp_available",
+            "is_pandas_available", "is_peft_available", "is_pippy_available", "is_pynvml_available",
+            "is_pytest_available", "is_rich_available", "is_sagemaker_available",
+            "is_schedulefree_available", "is_swanlab_available", "is_tensorboard_available",
+            "is_timm_available", "is_torchao_available", "is_torchdata_available",
+            "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
+            "is_trackio_available", "is_transformer_engine_available", "is_transformers_available",
+            "is_triton_available", "is_wandb_available", "is_weights_only_available", "require",
         ),
         "accel_state.available",
+    ),
+    **dict.fromkeys(
+        (
+            "Collectives",
+        ),
+        "accel_state.backends.base",
+    ),
+    **dict.fromkeys(
+        (
+            "find_executable_batch_size", "should_reduce_batch_size",
+        ),
+        "accel_state.batch_size",
+    ),
+    **dict.fromkeys(
+        (
+            "override_numa_affinity", "set_numa_affinity",
+        ),
+        "accel_state.devices.affinity",
+    ),
+    **dict.fromkeys(
+        (
+            "check_cuda_p2p_ib_support", "check_os_kernel", "get_driver_version", "get_gpu_info",
+        ),
+        "accel_state.devices.info",
+    ),
+    **dict.fromkeys(
+        (
+            "DeviceKind", "available_kind", "kind_of",
+        ),
+        "accel_state.devices.kinds",
+    ),
+    **dict.fromkeys(
+        (
+            "check_cuda_fp8_capability", "get_current_device_type", "is_bf16_available",
+            "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available",
+            "is_mlu_available", "is_mps_available", "is_musa_available", "is_neuron_available",
+            "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available",
+            "is_transformer_engine_mxfp8_available", "is_xccl_available", "is_xpu_available",
+        ),
+        "accel_state.devices.probes",
     ),
     **dict.fromkeys(
         (
@@ -154,10 +381,16 @@ _EXPORTS = {
     ),
     **dict.fromkeys(
         (
-            "AccelError", "DistributedOperationException", "MissingDependencyError",
-            "SettingsError", "StalledCollectiveError", "UnsupportedError",
+            "AccelError", "DistributedOperationException", "MissingDependencyError", "SettingsError",
+            "StalledCollectiveError", "UnsupportedError",
         ),
         "accel_state.errors",
+    ),
+    **dict.fromkeys(
+        (
+            "GradientState",
+        ),
+        "accel_state.gradient_state",
     ),
     **dict.fromkeys(
         (
@@ -169,13 +402,50 @@ _EXPORTS = {
     ),
     **dict.fromkeys(
         (
+            "MultiProcessAdapter", "get_logger",
+        ),
+        "accel_state.logging",
+    ),
+    **dict.fromkeys(
+        (
+            "clear_device_cache", "release_memory",
+        ),
+        "accel_state.memory",
+    ),
+    **dict.fromkeys(
+        (
+            "PartialState", "wait_for_everyone",
+        ),
+        "accel_state.partial_state",
+    ),
+    **dict.fromkeys(
+        (
+            "tqdm",
+        ),
+        "accel_state.progress",
+    ),
+    **dict.fromkeys(
+        (
+            "set_seed", "synchronize_rng_state", "synchronize_rng_states",
+        ),
+        "accel_state.rng",
+    ),
+    **dict.fromkeys(
+        (
+            "NotStartedError", "Runtime",
+        ),
+        "accel_state.runtime",
+    ),
+    **dict.fromkeys(
+        (
             "Settings", "from_environ", "to_environ",
         ),
         "accel_state.settings",
     ),
     **dict.fromkeys(
         (
-            "CPUInformation", "Rendezvous", "Topology", "detect", "rendezvous",
+            "CPUInformation", "Rendezvous", "Topology", "detect", "get_cpu_distributed_information",
+            "rendezvous",
         ),
         "accel_state.topology",
     ),

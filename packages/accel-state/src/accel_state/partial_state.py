@@ -315,3 +315,12 @@ class PartialState:
                 "or `PartialState()` of the process.",
                 ", ".join(f"{name}={value!r}" for name, value in sorted(changed.items())),
             )
+
+
+def wait_for_everyone() -> None:
+    """Wait until every process has come here; makes the `PartialState` if there is none.
+
+    Example:
+        >>> wait_for_everyone()
+    """
+    PartialState().wait_for_everyone()

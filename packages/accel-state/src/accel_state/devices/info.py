@@ -1,0 +1,90 @@
+"""What the driver and the kernel say about themselves, asked without initialising CUDA."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import subprocess
+
+from packaging.version import InvalidVersion, Version
+
+from accel_state.errors import MissingDependencyError
+
+# GeForce cards of this generation were sold without peer access, which drivers pretended to offer until then:
+# https://docs.nvidia.com/datacenter/tesla/tesla-release-notes-550-54-14/index.html
+_NO_PEER_ACCESS = ("RTX 40",)
+_PEER_ACCESS_DRIVER = Version("550.40.07")
+_KERNEL = Version("5.5.0")
+
+logger = logging.getLogger(__name__)
+
+
+def get_gpu_info() -> tuple[list[str], int]:
+    """The names of the NVIDIA GPUs of this machine, and how many there are.
+
+    Returns:
+        No names and 0 where there is no NVIDIA driver.
+    """
+    try:
+        names = _nvidia_smi("name")
+    except MissingDependencyError:
+        return [], 0
+    return names, len(names)
+
+
+def get_driver_version() -> str:
+    """The version of the NVIDIA driver, such as `"550.54.14"`.
+
+    Raises:
+        MissingDependencyError: There is no NVIDIA driver.
+    """
+    return _nvidia_smi("driver_version")[0]
+
+
+def check_cuda_p2p_ib_support() -> bool:
+    """Whether the GPUs of this machine can talk to each other directly and through InfiniBand.
+
+    Returns:
+        False for cards that cannot (`NCCL_P2P_DISABLE=1` and `NCCL_IB_DISABLE=1` help); True otherwise, and
+        where there is no GPU to ask.
+    """
+    names, count = get_gpu_info()
+    if count < 2 or not any(card in name for name in names for card in _NO_PEER_ACCESS):
+        return True
+    try:
+        return Version(get_driver_version()) >= _PEER_ACCESS_DRIVER
+    except InvalidVersion:
+        return False
+
+
+def check_os_kernel() -> None:
+    """Log a warning if the Linux kernel is older than 5.5, with which processes may hang."""
+    release = platform.release().split("-")[0]
+    if platform.system() != "Linux":
+        return
+    try:
+        old = Version(release) < _KERNEL
+    except InvalidVersion:
+        return
+    if old:
+        logger.warning(
+            "The kernel of this machine is %s. Processes may hang with kernels before %s: upgrade it.",
+            release,
+            _KERNEL,
+        )
+
+
+def _nvidia_smi(field: str) -> list[str]:
+    """One field of every GPU."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise MissingDependencyError(
+            f"nvidia-smi does not answer ({error}): install the NVIDIA driver, or ask where there is a GPU."
+        ) from None
+    return [line.strip() for line in answer.stdout.splitlines() if line.strip()]

@@ -1,0 +1,102 @@
+"""Loggers that know which process they are in."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, cast
+
+from accel_state import runtime
+from accel_state.environ import parse_choice_from_env
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Mapping, MutableMapping
+
+_VARIABLE = "ACCELERATE_LOG_LEVEL"
+
+
+class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
+    """A logger that speaks once for all processes, unless told otherwise.
+
+    Every method of a logger takes two more arguments: `main_process_only` (default `True`) and, with
+    `main_process_only=False`, `in_order` (default `False`), which lets one process speak after the other;
+    then all processes must make the call. It works before any state exists, too.
+
+    Args:
+        logger: The logger behind it.
+        extra: As of `logging.LoggerAdapter`.
+    """
+
+    def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
+        super().__init__(logger, extra)
+        self._said: set[Hashable] = set()
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        """Log a message.
+
+        Args:
+            level: Such as `logging.INFO`.
+            msg: The message, with `%` places for `args`.
+            *args: What goes there.
+            **kwargs: As of `logging.Logger.log`, and `main_process_only` and `in_order`.
+
+        Example:
+            >>> get_logger("example").log(logging.DEBUG, "loaded %d rows", 3, main_process_only=False)
+        """
+        main_process_only = kwargs.pop("main_process_only", True)
+        in_order = kwargs.pop("in_order", False)
+        kwargs.setdefault("stacklevel", 2)  # the line of the caller, not this one
+        if not self.isEnabledFor(level):
+            return
+        place = runtime.place()
+        message, options = self.process(msg, cast("MutableMapping[str, Any]", kwargs))
+        if main_process_only:
+            if place.is_main:
+                self.logger.log(level, message, *args, **options)
+        elif in_order:
+            for rank in range(place.world_size):
+                if rank == place.rank:
+                    self.logger.log(level, message, *args, **options)
+                runtime.current_or_single().collectives.barrier()
+        else:
+            self.logger.log(level, message, *args, **options)
+
+    def warning_once(self, *args: Any, **kwargs: Any) -> None:
+        """Log a warning, unless this logger has said the same before.
+
+        Args:
+            *args: As of `warning`.
+            **kwargs: As of `warning`.
+        """
+        said: Hashable = (args, tuple(sorted(kwargs.items())))
+        if said not in self._said:
+            self._said.add(said)
+            kwargs.setdefault("stacklevel", 3)
+            self.warning(*args, **kwargs)
+
+
+def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
+    """Get a logger that speaks once for all processes.
+
+    Args:
+        name: As of `logging.getLogger`, such as `__name__`.
+        log_level: The lowest level that is logged, such as `"INFO"`. Without it the variable
+            `ACCELERATE_LOG_LEVEL`, and without that as `logging` was told.
+
+    Raises:
+        SettingsError: There is no such level.
+
+    Example:
+        >>> logger = get_logger("my_script")
+        >>> logger.info("said by the main process")
+        >>> logger.debug("said by each", main_process_only=False)
+    """
+    logger = logging.getLogger(name)
+    source = "log_level" if log_level is not None else _VARIABLE
+    level = log_level if log_level is not None else parse_choice_from_env(_VARIABLE, "")
+    if level:
+        known = logging.getLevelNamesMapping()
+        if level.upper() not in known:
+            raise SettingsError(f"{source}={level!r} is not a level; use one of {', '.join(known)}.")
+        logger.setLevel(level.upper())
+    return MultiProcessAdapter(logger, {})

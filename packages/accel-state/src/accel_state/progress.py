@@ -1,0 +1,29 @@
+"""Progress bars that one process shows for all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tqdm.auto import tqdm as progress_bar
+
+from accel_state import runtime
+
+
+def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
+    """A `tqdm` progress bar that only the first process of each machine shows.
+
+    Args:
+        *args: As of `tqdm.auto.tqdm`, which wraps any iterable.
+        main_process_only: Set to `False` to show a bar on every process.
+        **kwargs: As of `tqdm.auto.tqdm`.
+
+    Returns:
+        The bar, which iterates as what it wraps does.
+
+    Example:
+        >>> list(tqdm(range(3), disable=True))
+        [0, 1, 2]
+    """
+    if main_process_only and not runtime.place().is_local_main:
+        kwargs["disable"] = True
+    return progress_bar(*args, **kwargs)

@@ -1,0 +1,147 @@
+"""Randomness: seeds, and the same random numbers on every process."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from accel_state import runtime
+from accel_state.devices.kinds import KINDS, DeviceKind, available_kind
+from accel_state.errors import SettingsError
+from accel_state.labels import RNGType
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RngSource:
+    """One stream of random numbers whose position can be read and set.
+
+    Args:
+        read: The state, a uint8 tensor on the CPU.
+        write: Takes such a state.
+    """
+
+    read: Callable[[], Tensor]
+    write: Callable[[Tensor], None]
+
+
+def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
+    """Seed `random`, numpy and torch on all devices.
+
+    Args:
+        seed: Any whole number from 0 to 2**32 - 1.
+        device_specific: Add the index of the process, so that every process draws other numbers.
+        deterministic: Make torch use deterministic algorithms, or fail where it has none.
+
+    Raises:
+        SettingsError: The seed is out of range.
+
+    Example:
+        >>> set_seed(7)
+        >>> first = torch.rand(())
+        >>> set_seed(7)
+        >>> bool(torch.rand(()) == first)
+        True
+    """
+    if device_specific:
+        seed += runtime.place().rank
+    if not 0 <= seed < 2**32:
+        raise SettingsError(f"seed={seed!r} is out of range: numpy takes whole numbers from 0 to 2**32 - 1.")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # of every device that torch itself knows
+    seed_plugin = getattr(available_kind().module, "manual_seed_all", None)
+    if seed_plugin is not None:
+        seed_plugin(seed)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)  # noqa: FBT003 - no keyword in older torch
+
+
+def synchronize_rng_state(
+    rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
+) -> None:
+    """Let all processes draw the random numbers that process 0 draws, from one source.
+
+    Args:
+        rng_type: Which source. `None` for the generator if there is one, else torch's own on the CPU.
+        generator: The generator, for `"generator"`.
+
+    Raises:
+        SettingsError: There is no such source, or no device for it, or no generator.
+
+    Example:
+        >>> synchronize_rng_state("torch")
+    """
+    default = RNGType.TORCH if generator is None else RNGType.GENERATOR
+    synchronize_rng_states([default if rng_type is None else rng_type], generator)
+
+
+def synchronize_rng_states(
+    rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
+) -> None:
+    """Let all processes draw the random numbers that process 0 draws, from several sources in one broadcast.
+
+    Args:
+        rng_types: Which sources, such as `["torch", "cuda", "generator"]`; the same on all processes.
+        generator: The generator, for `"generator"`.
+
+    Raises:
+        SettingsError: There is no such source, or no device for it, or no generator.
+    """
+    sources = [rng_source(rng_type, generator) for rng_type in rng_types]
+    collectives = runtime.current_or_single().collectives
+    if collectives.world_size == 1 or not sources:
+        return
+    states = [source.read() for source in sources]
+    together = torch.cat(states)
+    collectives.broadcast(together, 0)
+    for source, state in zip(sources, together.split([len(state) for state in states]), strict=True):
+        source.write(state.clone())
+
+
+def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None) -> RngSource:
+    """The source of a type.
+
+    Args:
+        rng_type: A value of `RNGType`.
+        generator: The generator, for `"generator"`.
+
+    Raises:
+        SettingsError: There is no such source, or no device for it, or no generator.
+
+    Example:
+        >>> rng_source("torch").read().dtype
+        torch.uint8
+    """
+    try:
+        key = RNGType(rng_type)
+    except ValueError:
+        raise SettingsError(
+            f"rng_type={rng_type!r} is not one of {', '.join(map(repr, RNGType.list()))}."
+        ) from None
+    if key is RNGType.TORCH:
+        return RngSource(read=torch.get_rng_state, write=torch.set_rng_state)
+    if key is RNGType.GENERATOR:
+        if generator is None:
+            raise SettingsError("rng_type='generator' needs the generator; pass it as `generator`.")
+        return RngSource(read=generator.get_state, write=lambda state: _set(generator, state))
+    return _of_device(next(kind for kind in KINDS if kind.rng_key == key.value))
+
+
+def _of_device(kind: DeviceKind) -> RngSource:
+    rows = [row for row in KINDS if row.rng_key == kind.rng_key]
+    if not any(row.probe() for row in rows) or kind.type == "xla":
+        raise SettingsError(f"rng_type={kind.rng_key!r} was asked for, but there is no such device here.")
+    return RngSource(read=kind.module.get_rng_state, write=kind.module.set_rng_state)
+
+
+def _set(generator: torch.Generator, state: Tensor) -> None:
+    generator.set_state(state)
