@@ -3,6 +3,7 @@
 AccelError
 ├── SettingsError                   (ValueError)           an argument, variable or file key is unusable
 ├── MissingDependencyError          (ImportError)          an optional library is not installed
+├── CheckpointError                 (ValueError)           weights are damaged, unsafe or do not fit
 ├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
 └── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
     └── StalledCollectiveError      (TimeoutError)         the ranks waited for each other in vain
@@ -21,6 +22,10 @@ class SettingsError(AccelError, ValueError):
 
 class MissingDependencyError(AccelError, ImportError):
     """An optional library is needed and absent. The message names the extra that brings it."""
+
+
+class CheckpointError(AccelError, ValueError):
+    """A checkpoint is damaged, unsafe or does not fit the model. The message names file and tensor."""
 
 
 class UnsupportedError(AccelError, NotImplementedError):

@@ -1,0 +1,1 @@
+"""Weight files: their names, sizes, shards and aliases; reading and writing them."""

@@ -1,0 +1,194 @@
+"""Read checkpoints: find their files, refuse unsafe ones, map what can be mapped."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from accel_ops.weights.names import (
+    INDEX_SUFFIX,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFETENSORS_SUFFIX,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+_WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+_INDEXED = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFiles:
+    """The files of a checkpoint.
+
+    Attributes:
+        files: The weight files, in the order of the index.
+        weight_map: Tensor name to its file, when there is an index.
+    """
+
+    files: tuple[Path, ...]
+    weight_map: dict[str, Path] | None = None
+
+
+def find_checkpoint_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles:
+    """Find the files of a checkpoint.
+
+    Args:
+        checkpoint: A weight file; an index file (`*.json`); or a folder with one of them. In a folder,
+            safetensors before `.bin`, whole before shards.
+
+    Raises:
+        CheckpointError: The folder has no weights or several indexes, or an index names a file that is
+            absent, absolute, or outside its folder.
+        FileNotFoundError: Nothing is at that path.
+    """
+    path = Path(checkpoint)
+    if path.is_file():
+        return _indexed(path) if path.suffix == ".json" else CheckpointFiles(files=(path,))
+    if not path.is_dir():
+        raise FileNotFoundError(f"no checkpoint at {str(path)!r}: neither a file nor a folder")
+    for name in _WHOLE:
+        if (path / name).is_file():
+            return CheckpointFiles(files=(path / name,))
+    for name in _INDEXED:
+        if (path / name).is_file():
+            return _indexed(path / name)
+    return _only_index(path)
+
+
+def load_state_dict(
+    checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, int | str | torch.device] | None = None
+) -> dict[str, Tensor]:
+    """Read one weight file.
+
+    safetensors are mapped, not read; so are zip-format `.bin` files. What stays on the CPU costs no memory
+    until it is used.
+
+    Args:
+        checkpoint_file: A `.safetensors` file, or one that `torch.save` wrote.
+        device_map: Module name to device. Tensors of modules on an accelerator are moved there; `"cpu"`,
+            `"disk"` and names that the map lacks stay on the CPU.
+
+    Raises:
+        CheckpointError: The file is damaged, or holds more than plain tensors.
+    """
+    path = Path(checkpoint_file)
+    if path.suffix == SAFETENSORS_SUFFIX:
+        file = SafetensorsFile(path)
+        tensors = {name: file.tensor(name) for name in file.entries}
+    else:
+        tensors = _load_bin(path)
+    if device_map is None:
+        return tensors
+    return {name: _moved(tensor, device_of(name, device_map)) for name, tensor in tensors.items()}
+
+
+def load(
+    f: str | os.PathLike[str] | IO[bytes],
+    map_location: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Read what `torch.save` wrote, tensors and plain containers only, unless told otherwise.
+
+    Args:
+        f: A path or an open binary file.
+        map_location: Where tensors go, as `torch.load` takes it.
+        **kwargs: More of `torch.load`'s arguments; `weights_only` is True unless given.
+
+    Raises:
+        pickle.UnpicklingError: The file holds other objects. `weights_only=False` loads them, and runs
+            whatever code its author put in it.
+    """
+    return torch.load(f, map_location=map_location, **{"weights_only": True, **kwargs})
+
+
+def device_of(
+    name: str, device_map: Mapping[str, int | str | torch.device]
+) -> int | str | torch.device | None:
+    """Say where a map sends a tensor: the entry with the longest name that contains it, else `None`.
+
+    Example:
+        >>> device_of("layers.0.weight", {"layers": 0, "layers.0": "cpu"})
+        'cpu'
+    """
+    prefix = name
+    while True:
+        if prefix in device_map:
+            return device_map[prefix]
+        if not prefix:
+            return None
+        prefix = prefix.rpartition(".")[0]
+
+
+def _moved(tensor: Tensor, device: int | str | torch.device | None) -> Tensor:
+    return tensor if device in (None, "disk", "cpu") else tensor.to(device)
+
+
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    try:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # the format from before torch 1.6, or a damaged file: read it without mapping
+            found = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would have to "
+            f"run code to load. Save it again, best as safetensors. ({str(error).splitlines()[0]})"
+        ) from error
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{str(path)!r} holds a {type(found).__name__!r}, not a state dict")
+    return found
+
+
+def _indexed(index_file: Path) -> CheckpointFiles:
+    try:
+        table = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        pairs = [(str(name), str(shard)) for name, shard in table.items()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{str(index_file)!r} is no index of a checkpoint: no 'weight_map' table"
+        ) from error
+    checked = {shard: _inside(index_file, shard) for _, shard in pairs}
+    absent = sorted(shard for shard, path in checked.items() if not path.is_file())
+    if absent:
+        raise CheckpointError(
+            f"{str(index_file)!r} names absent files: {', '.join(absent)}; fetch them, or save again"
+        )
+    return CheckpointFiles(
+        files=tuple(checked.values()), weight_map={name: checked[shard] for name, shard in pairs}
+    )
+
+
+def _inside(index_file: Path, shard: str) -> Path:
+    """Refuse a shard that an index places elsewhere: it would be read with the rights of whoever loads it."""
+    posix, windows = PurePosixPath(shard), PureWindowsPath(shard)
+    if posix.is_absolute() or windows.drive or windows.root or ".." in windows.parts or not windows.parts:
+        raise CheckpointError(
+            f"{str(index_file)!r} names the shard {shard!r}, outside its folder; refused as unsafe"
+        )
+    return index_file.parent / shard
+
+
+def _only_index(folder: Path) -> CheckpointFiles:
+    indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
+    if len(indexes) == 1:
+        return _indexed(indexes[0])
+    whole = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")) if not indexes else []
+    if len(whole) == 1:
+        return CheckpointFiles(files=(whole[0],))
+    seen = ", ".join(path.name for path in indexes or whole) or "none"
+    wanted = " or ".join((*_WHOLE, *_INDEXED))
+    raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {seen}")

@@ -1,0 +1,131 @@
+"""Cut a state dict into files of bounded size, and say which tensor is in which."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from accel_ops.weights.names import SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_NAME, shard_suffix
+from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_ops.weights.tensors import id_tensor_storage
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+DEFAULT_SHARD_SIZE = "10GB"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardPlan:
+    """Which tensors go to which file.
+
+    Attributes:
+        files: File name to the names of its tensors, in order.
+        total_size: Bytes of all tensors, shared memory counted once.
+    """
+
+    files: dict[str, tuple[str, ...]]
+    total_size: int
+
+    @property
+    def weight_map(self) -> dict[str, str]:
+        """Tensor name to file name."""
+        return {name: file for file, names in self.files.items() for name in names}
+
+    @property
+    def index(self) -> dict[str, Any] | None:
+        """What the index file holds; `None` when one file has everything."""
+        if len(self.files) < 2:
+            return None
+        return {"metadata": {"total_size": self.total_size}, "weight_map": self.weight_map}
+
+
+def split_state_dict(
+    state_dict: Mapping[str, Tensor],
+    *,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    pattern: str = SAFE_WEIGHTS_PATTERN_NAME,
+) -> ShardPlan:
+    """Plan shards in the order of the state dict, each filled as far as it goes.
+
+    Tensors that share memory go to the same shard and count once. A tensor larger than the bound has a shard
+    of its own.
+
+    Args:
+        state_dict: Name to tensor, on any device, the meta device too.
+        max_shard_size: Bytes per file, or text like `"5GB"`.
+        pattern: The file name, with `{suffix}`.
+
+    Raises:
+        SettingsError: The size is no size.
+
+    Example:
+        >>> import torch
+        >>> tensors = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}
+        >>> split_state_dict(tensors, max_shard_size=32).files
+        {'model-00001-of-00002.safetensors': ('a', 'b'), 'model-00002-of-00002.safetensors': ('c',)}
+    """
+    limit = convert_file_size_to_int(max_shard_size)
+    groups: dict[object, list[str]] = defaultdict(list)
+    for name, tensor in state_dict.items():
+        groups[_memory(name, tensor)].append(name)
+    shards: list[list[str]] = [[]]
+    filled = total = 0
+    for names in groups.values():
+        size = _group_bytes([state_dict[name] for name in names])
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].extend(names)
+        filled += size
+        total += size
+    count = len(shards)
+    return ShardPlan(
+        files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},
+        total_size=total,
+    )
+
+
+def shard_checkpoint(
+    state_dict: Mapping[str, Tensor],
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    weights_name: str = WEIGHTS_NAME,
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any] | None]:
+    """Cut a state dict into shards (the older form of `split_state_dict`).
+
+    Args:
+        state_dict: Name to tensor.
+        max_shard_size: Bytes per file, or text like `"5GB"`.
+        weights_name: The name of a single file; shards get a suffix before its extension.
+
+    Returns:
+        File name to its part of the state dict, and the index, `None` for a single file.
+
+    Example:
+        >>> import torch
+        >>> shards, index = shard_checkpoint({"a": torch.zeros(4)})
+        >>> list(shards), index
+        (['pytorch_model.bin'], None)
+    """
+    stem, dot, extension = weights_name.rpartition(".")
+    plan = split_state_dict(
+        state_dict, max_shard_size=max_shard_size, pattern=f"{stem}{{suffix}}{dot}{extension}"
+    )
+    return {
+        file: {name: state_dict[name] for name in names} for file, names in plan.files.items()
+    }, plan.index
+
+
+def _memory(name: str, tensor: Tensor) -> object:
+    return name if tensor.is_meta or not tensor.numel() else id_tensor_storage(tensor)
+
+
+def _group_bytes(tensors: list[Tensor]) -> int:
+    """Bytes of tensors that share one storage: never more than the storage has."""
+    unique = {(t.storage_offset(), tuple(t.shape), t.stride(), t.dtype): t for t in tensors}
+    summed = sum(math.prod(t.shape) * t.dtype.itemsize for t in unique.values())
+    return summed if len(unique) == 1 else min(summed, tensors[0].untyped_storage().nbytes())

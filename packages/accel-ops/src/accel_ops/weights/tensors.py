@@ -1,0 +1,87 @@
+"""The tensors of a module by name, and what identifies the memory behind a tensor."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    import torch
+    from torch import Tensor, nn
+
+
+def named_module_tensors(
+    module: nn.Module,
+    include_buffers: bool = True,
+    recurse: bool = False,
+    remove_non_persistent: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Go through a module's parameters, then its buffers.
+
+    Args:
+        module: The module.
+        include_buffers: Whether buffers come too.
+        recurse: Whether submodules are visited.
+        remove_non_persistent: Leave out buffers that are not in the state dict.
+
+    Example:
+        >>> from torch import nn
+        >>> [name for name, _ in named_module_tensors(nn.Linear(2, 3))]
+        ['weight', 'bias']
+    """
+    yield from module.named_parameters(recurse=recurse)
+    if not include_buffers:
+        return
+    absent = non_persistent_buffers(module, recurse=recurse) if remove_non_persistent else set[str]()
+    for name, buffer in module.named_buffers(recurse=recurse):
+        if name not in absent:
+            yield name, buffer
+
+
+def non_persistent_buffers(module: nn.Module, *, recurse: bool = False) -> set[str]:
+    """Name the buffers that `module.state_dict()` leaves out.
+
+    Args:
+        module: The module.
+        recurse: Whether submodules are visited; names then have their dotted prefix.
+
+    Example:
+        >>> import torch
+        >>> module = torch.nn.Module()
+        >>> module.register_buffer("cache", torch.zeros(1), persistent=False)
+        >>> non_persistent_buffers(module)
+        {'cache'}
+    """
+    parts = module.named_modules(remove_duplicate=False) if recurse else [("", module)]
+    return {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, part in parts
+        for name in part._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - torch has no accessor
+    }
+
+
+def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Give the module's own table of direct parameters, to be read and written.
+
+    `setattr` does much more, and slower; hooks that swap tensors around each forward cannot pay it.
+    """
+    return module._parameters  # pyright: ignore[reportPrivateUsage] - torch has no accessor
+
+
+def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
+    """Give the module's own table of direct buffers, to be read and written."""
+    return module._buffers  # pyright: ignore[reportPrivateUsage] - torch has no accessor
+
+
+def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
+    """Identify the memory behind a tensor: device, address, bytes. Equal for views of one storage.
+
+    Example:
+        >>> import torch
+        >>> base = torch.zeros(4)
+        >>> id_tensor_storage(base[:2]) == id_tensor_storage(base[2:])
+        True
+    """
+    storage = tensor.untyped_storage()
+    return tensor.device, storage.data_ptr(), storage.nbytes()

@@ -1,0 +1,130 @@
+"""Write weights: whole files only, never in place of one that somebody may have mapped."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from accel_ops.weights.clean import clean_state_dict_for_safetensors
+from accel_ops.weights.names import (
+    INDEX_SUFFIX,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_PATTERN_NAME,
+)
+from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, ShardPlan, split_state_dict
+from accel_state import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str] | IO[bytes],
+    save_on_each_node: bool = False,
+    safe_serialization: bool = False,
+) -> None:
+    """Save on the main process, once.
+
+    Args:
+        obj: What to save; with `safe_serialization`, a dictionary from name to tensor.
+        f: A path, replaced at once when complete; or an open binary file (not with `safe_serialization`).
+        save_on_each_node: Let the first process of every host save, for hosts that share no file system.
+        safe_serialization: Write safetensors rather than torch's zip format.
+
+    Raises:
+        TypeError: safetensors were asked for, into an open file.
+    """
+    place = runtime.current_or_single().topology
+    if not (place.is_local_main if save_on_each_node else place.is_main):
+        return
+    if not isinstance(f, (str, os.PathLike)):
+        if safe_serialization:
+            raise TypeError("safetensors are written to a path, not into an open file: pass the path")
+        torch.save(obj, f)
+    elif safe_serialization:
+        _write_safetensors(clean_state_dict_for_safetensors(obj), Path(f))
+    else:
+        _replace(Path(f), lambda temporary: torch.save(obj, temporary))
+
+
+def save_state_dict(
+    state_dict: Mapping[str, Tensor],
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    safe_serialization: bool = True,
+) -> ShardPlan:
+    """Write a state dict to a folder: one file, or shards and their index.
+
+    Shards of an earlier save that the new one does not have are removed once it is complete.
+
+    Args:
+        state_dict: Name to tensor.
+        folder: Where; made if absent.
+        max_shard_size: Bytes per file, or text like `"5GB"`.
+        safe_serialization: Write safetensors rather than torch's zip format.
+
+    Returns:
+        Which tensor went to which file.
+
+    Raises:
+        FileExistsError: `folder` is a file.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    pattern, index_name = (
+        (SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME)
+        if safe_serialization
+        else (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
+    )
+    tensors = clean_state_dict_for_safetensors(state_dict) if safe_serialization else dict(state_dict)
+    plan = split_state_dict(tensors, max_shard_size=max_shard_size, pattern=pattern)
+    for file, names in plan.files.items():
+        part = {name: tensors[name] for name in names}
+        if safe_serialization:
+            _write_safetensors(part, target / file)
+        else:
+            _replace(target / file, lambda temporary, part=part: torch.save(part, temporary))
+    if plan.index is not None:
+        text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
+        _replace(target / index_name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    _remove_older(target, pattern, index_name, plan)
+    return plan
+
+
+def _remove_older(folder: Path, pattern: str, index_name: str, plan: ShardPlan) -> None:
+    stale = {*folder.glob(pattern.format(suffix="-*-of-*")), folder / pattern.format(suffix="")}
+    if plan.index is None:
+        stale.add(folder / index_name)
+    for path in stale - {folder / file for file in plan.files}:
+        if not path.name.endswith(INDEX_SUFFIX) or plan.index is None:
+            path.unlink(missing_ok=True)
+
+
+def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+    # The metadata is what transformers and others look for.
+    _replace(path, lambda temporary: save_file(dict(tensors), temporary, metadata={"format": "pt"}))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside the target and rename: readers see the old file or the new one, mappings stay whole."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.touch(exist_ok=False)
+        mode = temporary.stat().st_mode  # what the process's umask gives; safetensors writes 0600
+        write(temporary)
+        temporary.chmod(mode)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
