@@ -16,11 +16,13 @@ from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.base import KwargsHandler
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import SettingsError
-from accel_state.labels import DDPCommunicationHookType
+from accel_state.labels import DDPCommunicationHookType, DynamoBackend
 
 
 @dataclass
@@ -188,3 +190,46 @@ def test_the_profiler_follows_its_schedule():
             profiler.step()
     assert seen == [4]
     assert any(event.input_shapes == [[3, 5], [5, 2]] for event in profiler.events())
+
+
+def test_compilation_is_off_by_default():
+    with clear_environment():
+        plugin = TorchDynamoPlugin()
+    assert plugin.backend is DynamoBackend.NO
+    assert (plugin.mode, plugin.fullgraph, plugin.dynamic) == ("default", False, None)
+    assert (plugin.options, plugin.disable, plugin.use_regional_compilation) == (None, False, False)
+    assert plugin.to_kwargs() == {}
+
+
+def test_what_the_plugin_leaves_out_comes_from_the_environment():
+    variables = {
+        "ACCELERATE_DYNAMO_BACKEND": "inductor",
+        "ACCELERATE_DYNAMO_MODE": "max-autotune",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "true",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "0",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "1",
+    }
+    with clear_environment(), patch_environment(**variables):
+        found = TorchDynamoPlugin()
+        given = TorchDynamoPlugin(backend="eager", fullgraph=False)  # type: ignore[arg-type]
+    assert found.to_kwargs() == {
+        "backend": "inductor",
+        "mode": "max-autotune",
+        "fullgraph": True,
+        "dynamic": False,
+    }
+    assert found.use_regional_compilation is True
+    assert given.to_kwargs() == {"backend": "eager", "mode": "max-autotune", "dynamic": False}
+
+
+def test_an_unknown_compiler_is_refused_with_the_nearest():
+    with pytest.raises(
+        SettingsError, match=r"backend='inductr'\): no such compiler; did you mean 'inductor'"
+    ):
+        TorchDynamoPlugin(backend="inductr")  # type: ignore[arg-type]
+
+
+def test_the_kwargs_of_the_plugin_are_taken_by_torch():
+    plugin = TorchDynamoPlugin(backend="eager", dynamic=True)  # type: ignore[arg-type]
+    double = torch.compile(lambda x: 2 * x, **plugin.to_kwargs())
+    assert double(torch.tensor(3.0)) == 6.0

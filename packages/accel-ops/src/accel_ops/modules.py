@@ -169,7 +169,7 @@ def _compiled_like(compiled: Any, model: nn.Module) -> nn.Module:
 
 
 def _unwrap_children(model: nn.Module) -> nn.Module:
-    inside = model._modules.get("module")
+    inside = dict(model.named_children()).get("module")
     if inside is not None:
         return _unwrap_children(inside)
     for name, child in model.named_children():

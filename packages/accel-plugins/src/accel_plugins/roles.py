@@ -39,7 +39,8 @@ class ModelWrapper(Protocol):
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Return the bundle with its models placed and wrapped, its optimizers pointing at them.
 
-        Called once per `prepare`, on every rank. A model that is wrapped already is left alone.
+        Called once per `prepare`, on every rank. A model that is wrapped already is left alone. After it
+        all ranks have the values that rank 0 had.
 
         Args:
             bundle: Models that `check` has let pass.

@@ -10,8 +10,8 @@ from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
 from accel_state import environ
 from accel_state.errors import SettingsError
 from accel_state.labels import DynamoBackend
-from accel_state.settings import given_by_environ, merge
-from accel_state.settings.merge import DEFAULT
+from accel_state.settings.environ import given_by_environ
+from accel_state.settings.merge import DEFAULT, merge
 
 _DEFAULTS = {
     "backend": DynamoBackend.NO.value.lower(),

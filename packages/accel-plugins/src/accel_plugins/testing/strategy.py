@@ -1,0 +1,350 @@
+"""The checks of a strategy. Every rank runs them; each check does the same collectives on every rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.strategy import Feature, Strategy
+from accel_plugins.testing.problem import (
+    ConformanceError,
+    Problem,
+    adamw,
+    demand,
+    demand_equal,
+    loss_of,
+    sgd,
+)
+from accel_plugins.testing.trained import (
+    Trained,
+    accumulate,
+    are_whole,
+    gradients,
+    gradients_alone,
+    prepare,
+    whole,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from accel_state.runtime import Runtime
+
+_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySubject:
+    """A strategy to be checked.
+
+    Args:
+        make: Makes the strategy anew, with the precision policy `"no"`.
+        runtime: The run that the strategy was made for.
+        directory: An empty directory that all ranks share.
+        tolerance: Largest difference to the result of one process.
+        dtype: Format of the parameters; engines that know no float64 want float32 and a tolerance for it.
+    """
+
+    make: Callable[[], Strategy]
+    runtime: Runtime
+    directory: Path
+    tolerance: float = 1e-10
+    dtype: torch.dtype = torch.float64
+
+    def problem(self) -> Problem:
+        """The training problem, divided as the strategy says."""
+        sharding = self.make().sharding
+        return Problem(
+            dtype=self.dtype,
+            device=self.runtime.device,
+            num_shards=sharding.num_shards,
+            shard_index=sharding.shard_index,
+        )
+
+
+def sharding_covers_every_shard(subject: StrategySubject) -> None:
+    """Every rank names the same number of shards, and together they have all of them."""
+    sharding = subject.make().sharding
+    said = subject.runtime.collectives.all_gather_object((sharding.num_shards, sharding.shard_index))
+    demand(
+        {number for number, _ in said} == {sharding.num_shards}, f"the ranks disagree on num_shards: {said}."
+    )
+    missing = {*range(sharding.num_shards)} - {index for _, index in said}
+    demand(not missing, f"no rank has the shards {sorted(missing)} of {sharding.num_shards}.")
+
+
+def unwrapping_undoes_wrapping(subject: StrategySubject) -> None:
+    """`wrap` keeps order and number; `unwrap` returns the model with its names, and leaves others alone."""
+    strategy, problem = subject.make(), subject.problem()
+    model, frozen = problem.model(), problem.model().requires_grad_(requires_grad=False)
+    names = [*model.state_dict()]
+    bundle = Bundle(
+        models=[model], optimizers=[sgd([*model.parameters()])], dataloaders=["a", "b"], others=["c"]
+    )
+    strategy.wrapper.check(bundle)
+    wrapped = strategy.wrapper.wrap(bundle)
+    demand(
+        [*wrapped.dataloaders] == ["a", "b"] and [*wrapped.others] == ["c"],
+        "wrap changed what it should pass on.",
+    )
+    core = strategy.wrapper.unwrap(wrapped.models[0])
+    demand(core is model, "unwrap(wrap(model)) is not the model.")
+    demand([*core.state_dict()] == names, "wrap changed the names in the model's state dict.")
+    demand(strategy.wrapper.unwrap(core) is core, "unwrap changed a model that is not wrapped.")
+    again = strategy.wrapper.wrap(wrapped)
+    demand(again.models[0] is wrapped.models[0], "wrap wrapped a model that was wrapped already.")
+    still = strategy.wrapper.wrap(Bundle(models=[frozen])).models[0]
+    demand(
+        strategy.wrapper.unwrap(still) is frozen,
+        "unwrap(wrap(model)) is not a model without trainable parameters.",
+    )
+
+
+def ranks_start_equal(subject: StrategySubject) -> None:
+    """Wrapped models have the same values everywhere, those of rank 0, however they were initialised."""
+    problem = subject.problem()
+    trained = prepare(subject.make(), problem.model(seed=subject.runtime.topology.rank), sgd)
+    demand_equal(trained.state(), problem.model(seed=0).state_dict(), 0.0, "the wrapped model")
+
+
+def training_equals_one_process(subject: StrategySubject) -> None:
+    """Several steps on shards give the parameters of one process on the whole batches."""
+    problem = subject.problem()
+    for optimizer in (sgd, adamw):
+        trained = prepare(subject.make(), problem.model(), optimizer)
+        for step in range(_STEPS):
+            trained.backward(problem.shard(step))
+            demand(trained.step(), "step returned False although all gradients were finite.")
+        right = problem.solve(_STEPS, optimizer).state_dict()
+        demand_equal(
+            trained.state(), right, subject.tolerance, f"after {_STEPS} steps of {optimizer.__name__}"
+        )
+
+
+def micro_batches_equal_one_batch(subject: StrategySubject) -> None:
+    """K micro-batches with `accumulation=k` make the step of one batch."""
+    problem = subject.problem()
+    for count in (2, 3):
+        trained = prepare(subject.make(), problem.model(), sgd)
+        for step in range(2):
+            accumulate(trained, problem.shard(step), count)
+            trained.step()
+        right = problem.solve(2, sgd).state_dict()
+        demand_equal(trained.state(), right, subject.tolerance, f"with {count} micro-batches")
+
+
+def gradients_stay_local_without_sync(subject: StrategySubject) -> None:
+    """Within `no_sync` every rank has the gradients of its own samples; the next pass outside sums all."""
+    problem = subject.problem()
+    trained = prepare(subject.make(), problem.model(), sgd)
+    trained.backward(problem.shard(0), sync=False)
+    own = gradients(trained.core)
+    if are_whole(own):
+        demand_equal(own, gradients_alone(problem), subject.tolerance, "one rank's gradients within no_sync")
+    trained.backward(problem.shard(1))
+    both = problem.model()
+    for step in (0, 1):
+        loss_of(both, problem.batch(step)).backward()
+    demand_equal(gradients(trained.core), gradients(both), subject.tolerance, "the gradients after no_sync")
+
+
+def clipping_by_norm_equals_one_process(subject: StrategySubject) -> None:
+    """`clip_grad_norm` returns the norm over all parameters and ranks, and scales the gradients to it."""
+    problem = subject.problem()
+    for norm_type in (2.0, 1.0, float("inf")):
+        norms: list[Tensor] = []
+
+        def clip(model: nn.Module, kind: float = norm_type, norms: list[Tensor] = norms) -> None:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.05, norm_type=kind))
+
+        right = problem.solve(1, sgd, clip).state_dict()
+        trained = prepare(subject.make(), problem.model(), sgd)
+        trained.backward(problem.shard(0))
+        stepper, parameters = trained.strategy.stepper, trained.model.parameters()
+        norm = stepper.clip_grad_norm(parameters, 0.05, norm_type, optimizers=[trained.optimizer])
+        if norm is not None:
+            demand_equal(
+                {"norm": whole(norm)}, {"norm": norms[0]}, subject.tolerance, f"the {norm_type}-norm"
+            )
+        trained.step()
+        demand_equal(trained.state(), right, subject.tolerance, f"after clipping the {norm_type}-norm")
+
+
+def clipping_by_value_equals_one_process(subject: StrategySubject) -> None:
+    """`clip_grad_value` clamps every gradient."""
+    problem = subject.problem()
+    trained = prepare(subject.make(), problem.model(), sgd)
+    trained.backward(problem.shard(0))
+    trained.strategy.stepper.clip_grad_value(trained.model.parameters(), 0.01, optimizers=[trained.optimizer])
+    trained.step()
+
+    def clip(model: nn.Module) -> None:
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+    right = problem.solve(1, sgd, clip).state_dict()
+    demand_equal(trained.state(), right, subject.tolerance, "after clipping values")
+
+
+def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
+    """Two passes through one retained graph give the gradients twice."""
+    problem = subject.problem()
+    trained = prepare(subject.make(), problem.model(), sgd)
+    with trained.strategy.stepper.no_sync(trained.model):
+        loss = loss_of(trained.model, problem.shard(0))
+        trained.strategy.stepper.backward(loss, accumulation=2, sync=False, retain_graph=True)
+        trained.strategy.stepper.backward(loss, accumulation=2, sync=False)
+    own = gradients(trained.core)
+    if are_whole(own):
+        demand_equal(own, gradients_alone(problem), subject.tolerance, "the gradients of two passes")
+
+
+def what_is_saved_is_loaded(subject: StrategySubject) -> None:
+    """Model and optimizer go on after loading as if nothing had been in between."""
+    problem = subject.problem()
+    trained = prepare(subject.make(), problem.model(), adamw)
+    persister, folder, barrier = (
+        trained.strategy.persister,
+        subject.directory,
+        subject.runtime.collectives.barrier,
+    )
+    trained.backward(problem.shard(0))
+    trained.step()
+    before = trained.state()
+    for index in (0, 1):
+        persister.save_model(trained.model, folder, index)
+        persister.save_optimizer(trained.optimizer, trained.model, folder, index)
+    barrier()
+    other = prepare(subject.make(), problem.model(seed=7), adamw)
+    other.backward(problem.shard(3))
+    other.step()
+    for index in (1, 0):
+        other.strategy.persister.load_model(other.model, folder, index)
+        other.strategy.persister.load_optimizer(other.optimizer, other.model, folder, index)
+    barrier()
+    demand_equal(other.state(), before, 0.0, "the loaded model")
+    for one in (trained, other):
+        one.backward(problem.shard(1))
+        one.step()
+    demand_equal(other.state(), trained.state(), subject.tolerance, "a step after loading")
+
+
+def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:
+    """Within `join` ranks with more batches go on, and all end with the same parameters."""
+    problem = subject.problem()
+    trained = prepare(subject.make(), problem.model(), sgd)
+    with trained.strategy.stepper.join([trained.model]):
+        for step in range(problem.shard_index + 1):
+            trained.backward(problem.shard(step))
+            trained.step()
+    right = problem.model()
+    optimizer = sgd([*right.parameters()])
+    for step in range(problem.num_shards):
+        optimizer.zero_grad()
+        for index in range(step, problem.num_shards):  # those that still have batches
+            inputs, targets = problem.shard(step, index)
+            (loss_of(right, (inputs.cpu(), targets.cpu())) / problem.num_shards).backward()
+        optimizer.step()
+    demand_equal(trained.state(), right.state_dict(), subject.tolerance, "after uneven numbers of batches")
+
+
+def evaluation_needs_no_training(subject: StrategySubject) -> None:
+    """A model that was wrapped for evaluation computes what the plain one computes."""
+    strategy, problem = subject.make(), subject.problem()
+    model = strategy.wrapper.wrap(Bundle(models=[problem.model()]), evaluation=True).models[0].eval()
+    inputs, _ = problem.shard(0)
+    with torch.no_grad():
+        found, right = model(inputs), problem.model()(inputs.cpu())
+    demand_equal({"output": whole(found)}, {"output": right}, subject.tolerance, "evaluation")
+
+
+def several_models_are_trained(subject: StrategySubject) -> None:
+    """Two models of one bundle, each with its optimizer, are trained apart from each other."""
+    strategy, problem = subject.make(), subject.problem()
+    models = [problem.model(seed=0), problem.model(seed=1)]
+    optimizers = [sgd([*model.parameters()]) for model in models]
+    bundle = strategy.wrapper.wrap(Bundle(models=models, optimizers=optimizers))
+    pairs = [
+        Trained(strategy, model, optimizer)
+        for model, optimizer in zip(bundle.models, bundle.optimizers, strict=True)
+    ]
+    for trained in pairs:
+        trained.backward(problem.shard(0))
+    for trained in pairs:
+        trained.step()
+    right = [problem.model(seed=0), problem.model(seed=1)]
+    for model, trained in zip(right, pairs, strict=True):
+        loss_of(model, problem.batch(0)).backward()
+        sgd([*model.parameters()]).step()
+        demand_equal(trained.state(), model.state_dict(), subject.tolerance, "one of two models")
+
+
+def a_model_may_stay_where_it_is(subject: StrategySubject) -> None:
+    """A model that may not be placed is not moved."""
+    strategy, problem = subject.make(), subject.problem()
+    bundle = strategy.wrapper.wrap(Bundle(models=[problem.model()], placements=[False]))
+    places = {p.device.type for p in strategy.wrapper.unwrap(bundle.models[0]).parameters()}
+    demand(places == {"cpu"}, f"a model that was to stay on the CPU is on {sorted(places)}.")
+
+
+STRATEGY_CHECKS: Mapping[str, Callable[[StrategySubject], None]] = {
+    check.__name__: check
+    for check in (
+        sharding_covers_every_shard,
+        unwrapping_undoes_wrapping,
+        ranks_start_equal,
+        training_equals_one_process,
+        micro_batches_equal_one_batch,
+        gradients_stay_local_without_sync,
+        clipping_by_norm_equals_one_process,
+        clipping_by_value_equals_one_process,
+        backward_passes_its_arguments_on,
+        what_is_saved_is_loaded,
+        ranks_may_run_out_of_batches,
+        evaluation_needs_no_training,
+        several_models_are_trained,
+        a_model_may_stay_where_it_is,
+    )
+}
+"""Every check by name."""
+
+NEEDS: Mapping[str, Feature] = {
+    "gradients_stay_local_without_sync": Feature.NO_SYNC,
+    "backward_passes_its_arguments_on": Feature.NO_SYNC,
+    "clipping_by_value_equals_one_process": Feature.CLIP_GRAD_VALUE,
+    "ranks_may_run_out_of_batches": Feature.UNEVEN_INPUTS,
+    "several_models_are_trained": Feature.MULTIPLE_MODELS,
+    "a_model_may_stay_where_it_is": Feature.CUSTOM_DEVICE_PLACEMENT,
+}
+"""The feature that a check is about; a strategy that does not declare it is not asked."""
+
+
+def check_strategy(subject: StrategySubject) -> None:
+    """Run every check that the declared features call for, on every rank.
+
+    Args:
+        subject: What to check.
+
+    Raises:
+        ConformanceError: At least one check failed on some rank; the message has all of them.
+    """
+    features = subject.make().features
+    failures: list[str] = []
+    for name, check in STRATEGY_CHECKS.items():
+        if name in NEEDS and NEEDS[name] not in features:
+            continue
+        folder = subject.directory / name
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            check(replace(subject, directory=folder))
+            failed = None
+        except ConformanceError as error:
+            failed = f"{name}: {error}"
+        heard = subject.runtime.collectives.all_gather_object(failed)
+        failures += [f"rank {rank}: {text}" for rank, text in enumerate(heard) if text is not None]
+    if failures:
+        raise ConformanceError(f"{subject.make().name!r} does not conform:\n" + "\n".join(failures))

@@ -1,0 +1,95 @@
+"""A model in the hands of a strategy, as the checks see it."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.strategy import Feature
+from accel_plugins.testing.problem import loss_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.strategy import Strategy
+    from accel_plugins.testing.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A model that was prepared by a strategy, with its optimizer."""
+
+    strategy: Strategy
+    model: nn.Module
+    optimizer: Optimizer
+
+    @property
+    def core(self) -> nn.Module:
+        """The unwrapped model."""
+        return self.strategy.wrapper.unwrap(self.model)
+
+    def backward(self, batch: tuple[Tensor, Tensor], *, accumulation: int = 1, sync: bool = True) -> None:
+        """Run forward and backward on a batch; without `sync` inside `no_sync`, if there is one."""
+        may_hold = Feature.NO_SYNC in self.strategy.features
+        with nullcontext() if sync or not may_hold else self.strategy.stepper.no_sync(self.model):
+            self.strategy.stepper.backward(loss_of(self.model, batch), accumulation=accumulation, sync=sync)
+
+    def step(self) -> bool:
+        """Step and clear the gradients; return what the strategy's step returned."""
+        stepped = self.strategy.stepper.step(self.optimizer)
+        self.optimizer.zero_grad()
+        return stepped
+
+    def state(self) -> dict[str, Tensor]:
+        """The full state dict on the CPU."""
+        return {
+            name: whole(value) for name, value in self.strategy.persister.full_state_dict(self.model).items()
+        }
+
+
+def prepare(
+    strategy: Strategy, model: nn.Module, make: Callable[[Sequence[nn.Parameter]], Optimizer]
+) -> Trained:
+    """Let a strategy check and wrap a model together with its optimizer."""
+    bundle = Bundle(models=[model], optimizers=[make([*model.parameters()])])
+    strategy.wrapper.check(bundle)
+    bundle = strategy.wrapper.wrap(bundle)
+    return Trained(strategy, bundle.models[0], bundle.optimizers[0])
+
+
+def accumulate(trained: Trained, batch: tuple[Tensor, Tensor], count: int) -> None:
+    """Run backward passes on the parts of a batch, of which the last one brings gradients together."""
+    parts = [*zip(*(tensor.chunk(count) for tensor in batch), strict=True)]
+    for number, (inputs, targets) in enumerate(parts, start=1):
+        trained.backward((inputs, targets), accumulation=count, sync=number == count)
+
+
+def gradients(model: nn.Module) -> dict[str, Any]:
+    """The whole gradients by parameter name; `None` where there is none."""
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+def gradients_alone(problem: Problem) -> dict[str, Any]:
+    """What plain PyTorch finds on this rank's first shard."""
+    model = problem.model()
+    inputs, targets = problem.shard(0)
+    loss_of(model, (inputs.cpu(), targets.cpu())).backward()
+    return gradients(model)
+
+
+def are_whole(found: Mapping[str, Any]) -> bool:
+    """Whether gradients can be looked at between passes; some strategies keep them elsewhere."""
+    return all(gradient is not None for gradient in found.values())
+
+
+def whole(tensor: Any) -> Any:
+    """The tensor itself, all of it where it is divided among ranks, on the CPU."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu()

@@ -1,0 +1,115 @@
+"""Our own implementations pass the public suites, and broken ones do not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import pytest
+import torch
+
+from accel_plugins.precision import build_precision
+from accel_plugins.strategies import single
+from accel_plugins.strategies.single import SingleWrapper
+from accel_plugins.strategies.torch_step import TorchStepper
+from accel_plugins.testing import (
+    PRECISION_CHECKS,
+    STRATEGY_CHECKS,
+    ConformanceError,
+    PrecisionSubject,
+    StrategySubject,
+    check_precision,
+    check_strategy,
+)
+from accel_state.runtime import Runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.strategy import Strategy
+
+CPU = torch.device("cpu")
+
+
+def make_single() -> Strategy:
+    return single.build(cast("Any", None), Runtime(), build_precision("no", CPU), {})
+
+
+def subject(directory: Path, make: Callable[[], Strategy] = make_single) -> StrategySubject:
+    return StrategySubject(make=make, runtime=Runtime(), directory=directory)
+
+
+@pytest.mark.parametrize("name", STRATEGY_CHECKS)
+def test_one_process_conforms(name: str, tmp_path: Path):
+    STRATEGY_CHECKS[name](subject(tmp_path))
+
+
+@pytest.mark.parametrize("check", PRECISION_CHECKS)
+@pytest.mark.parametrize("name", ["no", "bf16", "fp16"])
+def test_a_precision_policy_conforms(name: str, check: str):
+    PRECISION_CHECKS[check](PrecisionSubject(make=lambda: build_precision(name, CPU), device=CPU))
+
+
+class ForgetfulStepper(TorchStepper):
+    def backward(self, loss: Any, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        loss.backward(**kwargs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyingWrapper:
+    inner: SingleWrapper
+
+    def check(self, bundle: Bundle) -> None: ...
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        return replace(bundle, models=[torch.nn.Sequential(model) for model in bundle.models])
+
+    def unwrap(self, model: Any) -> Any:
+        return model
+
+
+def test_a_strategy_that_does_not_divide_by_the_accumulation_fails(tmp_path: Path):
+    def make() -> Strategy:
+        return replace(make_single(), stepper=ForgetfulStepper(precision=build_precision("no", CPU)))
+
+    with pytest.raises(
+        ConformanceError, match=r"rank 0: micro_batches_equal_one_batch: with 2 micro-batches.*off by"
+    ):
+        check_strategy(subject(tmp_path, make))
+
+
+def test_a_strategy_that_does_not_unwrap_fails(tmp_path: Path):
+    def make() -> Strategy:
+        return replace(make_single(), wrapper=CopyingWrapper(inner=SingleWrapper(device=CPU)))
+
+    with pytest.raises(ConformanceError, match=r"unwrap\(wrap\(model\)\) is not the model"):
+        check_strategy(subject(tmp_path, make))
+
+
+def test_only_declared_features_are_checked(tmp_path: Path):
+    def make() -> Strategy:
+        thin = replace(make_single(), features=frozenset())
+        return replace(thin, stepper=cast("Any", NoClipping(precision=build_precision("no", CPU))))
+
+    check_strategy(subject(tmp_path, make))
+
+
+class NoClipping(TorchStepper):
+    def clip_grad_value(self, *args: Any, **kwargs: Any) -> None:
+        raise NotImplementedError
+
+
+def test_a_policy_that_forgets_to_unscale_fails():
+    class Forgetful:
+        def __init__(self) -> None:
+            self._policy = build_precision("fp16", CPU)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._policy, name)
+
+        def unscale(self, optimizers: Any) -> None: ...
+
+    with pytest.raises(ConformanceError, match="unscaled_gradients_are_those_of_the_loss"):
+        check_precision(PrecisionSubject(make=cast("Any", Forgetful), device=CPU))
