@@ -13,13 +13,6 @@ from accel_state.gradient_state import GradientState
 from accel_train.optimizer import AcceleratedOptimizer, move_to_device
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    GradientState._reset_state()
-    yield
-    GradientState._reset_state()
-
-
 def make(cls=torch.optim.SGD, **options):
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)

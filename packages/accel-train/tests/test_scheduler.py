@@ -13,13 +13,6 @@ from accel_state.topology import Topology
 from accel_train.scheduler import AcceleratedScheduler
 
 
-@pytest.fixture(autouse=True)
-def fresh_state():
-    GradientState._reset_state()
-    yield
-    GradientState._reset_state()
-
-
 @pytest.fixture
 def four_processes(monkeypatch):
     topology = Topology(rank=0, world_size=4, local_rank=0, local_world_size=4)

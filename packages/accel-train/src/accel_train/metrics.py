@@ -2,13 +2,66 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from accel_ops import collect
 from accel_ops.tree import recursively_apply
+from accel_state.errors import DistributedOperationException
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+def gather_real(data: Any, loader: Any, *, as_objects: bool = False) -> Any:
+    """Gather what belongs to the real samples of the batch that a loader yielded last.
+
+    Every rank cuts off its own padding, and what is left is gathered, of whatever lengths.
+
+    Args:
+        data: Nested tensors with one row per sample, or a list of one object per sample.
+        loader: The active prepared loader, `None` outside of all: then nothing is cut off.
+        as_objects: Gather as objects even if there are only tensors.
+
+    Raises:
+        ValueError: There is padding in the batch and no telling what of the data belongs to it.
+        DistributedOperationException: That is so on another rank.
+    """
+    rows, real = (None, None) if loader is None else (loader.batch_size_seen, loader.real_in_batch)
+    if as_objects or not all_tensors(data):
+        return _gather_objects(data, rows, real)
+    return _gather_tensors(data, rows, real)
+
+
+def _gather_tensors(data: Any, rows: int | None, real: int | None) -> Any:
+    try:
+        trimmed = data if real is None else trim_tensors(data, rows=rows, real=real)
+    except ValueError as error:
+        # The others are in a gather already: one that cannot fit theirs ends it on every rank.
+        with suppress(DistributedOperationException):
+            collect.gather({str(error): torch.empty(0)})
+        raise
+    return collect.gather(trimmed)
+
+
+def _gather_objects(data: Any, rows: int | None, real: int | None) -> Any:
+    problem: ValueError | None = None
+    try:
+        data = data if real is None else trim_objects(data, rows=rows, real=real)
+    except ValueError as error:
+        problem = error
+    everyone: list[tuple[str | None, Any]] = collect.gather_object([(problem and str(problem), data)])
+    if problem is not None:
+        raise problem
+    for rank, (told, _) in enumerate(everyone):
+        if told is not None:
+            raise DistributedOperationException(f"Rank {rank}: {told}")
+    shares = [share for _, share in everyone]
+    if all(isinstance(share, list | tuple) for share in shares):
+        return [one for share in shares for one in share]
+    return shares if len(shares) > 1 else shares[0]
 
 
 def all_tensors(data: object) -> bool:

@@ -1,0 +1,202 @@
+"""What `Accelerator` is made of: arguments, environment, and what it refuses."""
+
+from __future__ import annotations
+
+import inspect
+from datetime import timedelta
+
+import pytest
+import torch
+
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
+from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
+from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.labels import DistributedType, RNGType
+from accel_train import Accelerator
+from accel_train.parts import sort_handlers
+
+LATER = [
+    "deepspeed_plugin",
+    "fsdp_plugin",
+    "torch_tp_plugin",
+    "megatron_lm_plugin",
+    "log_with",
+    "deepspeed_plugins",
+    "parallelism_config",
+]
+
+
+def test_alone_it_is_the_main_the_local_main_and_the_last_process():
+    accelerator = Accelerator(cpu=True)
+    assert accelerator.num_processes == 1
+    assert accelerator.process_index == accelerator.local_process_index == 0
+    assert accelerator.is_main_process
+    assert accelerator.is_local_main_process
+    assert accelerator.is_last_process
+    assert not accelerator.use_distributed
+    assert not accelerator.multi_device
+    assert accelerator.device == torch.device("cpu")
+    assert accelerator.distributed_type == DistributedType.NO
+    assert accelerator.mixed_precision == "no"
+
+
+def test_users_may_attach_attributes():
+    accelerator = Accelerator(cpu=True)
+    accelerator.my_tokenizer = "mine"
+    assert accelerator.my_tokenizer == "mine"
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_this_version_cannot_do_is_refused(name):
+    with pytest.raises(UnsupportedError, match=rf"Accelerator\({name}='something'\)"):
+        Accelerator(**{name: "something"})
+
+
+@pytest.mark.parametrize(
+    "name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"]
+)
+def test_an_engine_that_the_environment_asks_for_is_refused(monkeypatch, name):
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(UnsupportedError, match=f"{name}='true'"):
+        Accelerator(cpu=True)
+    monkeypatch.setenv(name, "false")
+    Accelerator(cpu=True)
+
+
+def test_kwargs_handlers_are_found_by_their_type():
+    autocast, ddp = AutocastKwargs(cache_enabled=False), DistributedDataParallelKwargs(bucket_cap_mb=10)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ddp, autocast])
+    assert accelerator.autocast_handler is autocast
+    assert accelerator.ddp_handler is ddp
+    assert accelerator.scaler_handler is None
+
+
+def test_a_subclass_of_a_handler_counts_as_its_kind():
+    class Mine(GradScalerKwargs):
+        pass
+
+    handler = Mine()
+    assert sort_handlers([handler]) == {GradScalerKwargs: handler}
+
+
+def test_two_handlers_of_one_kind_are_refused():
+    with pytest.raises(SettingsError, match="contains two AutocastKwargs"):
+        sort_handlers([AutocastKwargs(), AutocastKwargs(enabled=False)])
+
+
+@pytest.mark.parametrize("handler", [3, GradientAccumulationPlugin(num_steps=2), AutocastKwargs])
+def test_what_is_no_kwargs_handler_is_refused(handler):
+    with pytest.raises(
+        SettingsError, match=r"kwargs_handlers contains .* it takes one of each of AutocastKwargs"
+    ):
+        sort_handlers([handler])
+
+
+def test_the_process_group_handler_is_accepted_where_there_is_no_group():
+    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=5))])
+
+
+def test_accumulation_comes_from_the_argument_then_the_plugin_then_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
+    assert Accelerator(cpu=True).gradient_accumulation_steps == 5
+    assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
+    plugin = GradientAccumulationPlugin(num_steps=3)
+    assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 3
+
+
+def test_accumulation_given_twice_is_refused():
+    with pytest.raises(SettingsError, match="gradient_accumulation_steps=2"):
+        Accelerator(gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin())
+
+
+def test_the_number_of_accumulation_steps_can_be_changed_to_another_count():
+    accelerator = Accelerator(cpu=True)
+    accelerator.gradient_accumulation_steps = 4
+    assert accelerator.gradient_accumulation_steps == accelerator.gradient_state.num_steps == 4
+    with pytest.raises(SettingsError, match="num_steps=0"):
+        accelerator.gradient_accumulation_steps = 0
+
+
+def test_a_compiler_given_twice_is_refused():
+    with pytest.raises(SettingsError, match="give one of the two"):
+        Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+
+
+def test_split_batches_is_that_of_the_loader_configuration():
+    assert Accelerator(cpu=True, split_batches=True).dataloader_config.split_batches
+    config = DataLoaderConfiguration(split_batches=True)
+    assert Accelerator(cpu=True, split_batches=True, dataloader_config=config).split_batches
+    with pytest.raises(SettingsError, match="contradict each other"):
+        Accelerator(split_batches=False, dataloader_config=config)
+
+
+def test_the_loader_configuration_is_shown():
+    config = DataLoaderConfiguration(
+        dispatch_batches=False, even_batches=False, use_seedable_sampler=True, non_blocking=True
+    )
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
+    assert accelerator.dispatch_batches is False
+    assert accelerator.even_batches is False
+    assert accelerator.use_seedable_sampler is accelerator.non_blocking is True
+    assert accelerator.use_stateful_dataloader is accelerator.split_batches is False
+    accelerator.even_batches = True
+    assert accelerator.dataloader_config.even_batches is True
+
+
+def test_random_sources_are_checked():
+    assert Accelerator(cpu=True).rng_types == ["generator"]
+    assert Accelerator(cpu=True, rng_types=["torch", RNGType.CUDA]).rng_types == ["torch", RNGType.CUDA]
+    with pytest.raises(SettingsError, match="rng_types contains 'dice'"):
+        Accelerator(rng_types=["dice"])
+
+
+def test_the_project_directory_may_be_given_in_two_ways(tmp_path):
+    assert Accelerator(cpu=True, project_dir=tmp_path).project_dir == tmp_path
+    config = ProjectConfiguration(logging_dir="logs")
+    accelerator = Accelerator(cpu=True, project_dir="runs", project_config=config)
+    assert accelerator.project_dir == "runs"
+    assert accelerator.logging_dir == "logs"
+    assert accelerator.project_configuration is config
+
+
+def test_an_unknown_precision_is_refused():
+    with pytest.raises(SettingsError, match="mixed_precision='half'"):
+        Accelerator(cpu=True, mixed_precision="half")
+
+
+def test_the_environment_says_the_precision_where_the_argument_does_not(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert Accelerator(cpu=True).mixed_precision == "bf16"
+    assert Accelerator(cpu=True, mixed_precision="no").mixed_precision == "no"
+
+
+def test_the_constructor_keeps_the_documented_order_of_arguments():
+    assert list(inspect.signature(Accelerator).parameters) == [
+        "device_placement",
+        "split_batches",
+        "mixed_precision",
+        "gradient_accumulation_steps",
+        "cpu",
+        "dataloader_config",
+        "deepspeed_plugin",
+        "fsdp_plugin",
+        "torch_tp_plugin",
+        "megatron_lm_plugin",
+        "rng_types",
+        "log_with",
+        "project_dir",
+        "project_config",
+        "gradient_accumulation_plugin",
+        "step_scheduler_with_optimizer",
+        "kwargs_handlers",
+        "dynamo_backend",
+        "dynamo_plugin",
+        "deepspeed_plugins",
+        "parallelism_config",
+    ]
+    assert repr(inspect.signature(Accelerator).parameters["split_batches"].default) == "<unset>"

@@ -1,0 +1,182 @@
+"""Over an epoch, `gather_for_metrics` brings every sample exactly once, on every rank."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
+
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_train import Accelerator
+from harness import distributed
+
+
+class Ids(Dataset):
+    """Sample `i` is its own id, and a name for it."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return {"id": torch.tensor(index), "row": torch.full((2,), index), "name": f"sample {index}"}
+
+
+class Stream(IterableDataset):
+    """The same without a length."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        return iter(Ids(self.size)[index] for index in range(self.size))
+
+
+class Blocks(IterableDataset):
+    """Whole batches of many sizes, which no sampler has planned."""
+
+    def __iter__(self):
+        first = 0
+        for size in (4, 1, 3, 2):
+            yield torch.arange(first, first + size)
+            first += size
+
+
+LOADERS = {
+    "map-style": lambda size, batch: DataLoader(Ids(size), batch_size=batch),
+    "shuffled": lambda size, batch: DataLoader(Ids(size), batch_size=batch, shuffle=True),
+    "batch sampler": lambda size, batch: DataLoader(
+        Ids(size), batch_sampler=BatchSampler(RandomSampler(Ids(size)), batch, drop_last=False)
+    ),
+    "iterable": lambda size, batch: DataLoader(Stream(size), batch_size=batch),
+    "workers": lambda size, batch: DataLoader(Ids(size), batch_size=batch, num_workers=1),
+    "iterable, workers": lambda size, batch: DataLoader(Stream(size), batch_size=batch, num_workers=1),
+}
+WAYS = {
+    "default": {},
+    "dispatched": {"dispatch_batches": True},
+    "sharded": {"dispatch_batches": False},
+    "uneven": {"even_batches": False},
+    "split": {"split_batches": True},
+    "split, dispatched": {"split_batches": True, "dispatch_batches": True},
+}
+
+
+def collected(loader, accelerator):
+    ids, rows, names, objects = [], [], [], []
+    for batch in loader:
+        together = accelerator.gather_for_metrics({"id": batch["id"], "row": batch["row"]})
+        ids += together["id"].tolist()
+        rows += together["row"][:, 1].tolist()
+        names += accelerator.gather_for_metrics(batch["name"])
+        objects += accelerator.gather_for_metrics(list(batch["id"].unbind()), use_gather_object=True)
+    return ids, rows, names, [int(one) for one in objects]
+
+
+def check_once(kind, way, size, batch):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**WAYS[way]))
+    loader = accelerator.prepare(LOADERS[kind](size, batch))
+    for _ in range(2):
+        ids, rows, names, objects = collected(loader, accelerator)
+        assert Counter(ids) == Counter(range(size))
+        assert rows == ids == objects
+        assert names == [f"sample {one}" for one in ids]
+
+
+def sizes(batch, world_size):
+    """Whole rounds; one sample over; one missing; a last batch that leaves ranks empty; next to nothing."""
+    rows = batch * world_size
+    return sorted({2 * rows, 2 * rows + 1, 2 * rows - 1, rows + batch, 1, world_size - 1})
+
+
+def meaningful(kind, way):
+    # Ranks of an uneven map-style loader have different numbers of batches: they cannot gather every batch.
+    return way != "uneven" or "iterable" in kind
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
+@distributed(world_size=2)
+def test_every_sample_comes_exactly_once_on_two_ranks(kind, way):
+    for size in sizes(4, 2) if meaningful(kind, way) else [16]:
+        check_once(kind, way, size, 4)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
+@distributed(world_size=4)
+def test_every_sample_comes_exactly_once_on_four_ranks(kind, way):
+    for size in sizes(4, 4) if meaningful(kind, way) else [32]:
+        check_once(kind, way, size, 4)
+
+
+@pytest.mark.parametrize("way", ["default", "dispatched", "sharded"])
+@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" in kind])
+@distributed(world_size=2)
+def test_every_sample_comes_exactly_once_from_worker_processes(kind, way):
+    check_once(kind, way, 11, 4)
+
+
+@distributed(world_size=3)
+def test_every_sample_comes_exactly_once_on_three_ranks():
+    for size in sizes(2, 3):
+        check_once("map-style", "default", size, 2)
+        check_once("iterable", "sharded", size, 2)
+
+
+def evaluate_losses(accelerator, loader):
+    losses = []
+    for batch in loader:
+        values = accelerator.gather_for_metrics({"loss": batch["id"].float().mean(), "id": batch["id"]})
+        losses.append(values["loss"])
+        yield values["id"]
+    assert all(loss.shape == (dist.get_world_size(),) for loss in losses)
+
+
+@distributed(world_size=2)
+def test_a_number_per_rank_is_gathered_as_it_is():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Ids(9), batch_size=4))
+    assert torch.cat(list(evaluate_losses(accelerator, loader))).sort().values.tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+@distributed(world_size=2)
+def test_data_that_cannot_be_trimmed_is_an_error_on_every_rank(as_objects):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Ids(9), batch_size=4))
+    outcomes = []
+    for batch in loader:
+        wrong = batch["id"][:, None].expand(-1, 3).flatten()
+        data = wrong.tolist() if as_objects else wrong
+        try:
+            outcomes.append(len(accelerator.gather_for_metrics(data)))
+        except (ValueError, RuntimeError) as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == 24, "there is no padding in the first batch"
+    assert "padding" in outcomes[1]
+    assert len(outcomes) == 2
+    assert accelerator.gather(torch.ones(1)).tolist() == [1, 1], "the ranks are still in step"
+
+
+@distributed(world_size=2)
+def test_outside_of_a_loader_it_gathers_everything():
+    accelerator = Accelerator(cpu=True)
+    list(accelerator.prepare(DataLoader(Ids(3), batch_size=4)))
+    assert accelerator.gather_for_metrics(torch.arange(2)).tolist() == [0, 1, 0, 1]
+    assert accelerator.gather_for_metrics(["a"]) == ["a", "a"]
+
+
+@distributed(world_size=2)
+def test_the_innermost_loader_counts():
+    accelerator = Accelerator(cpu=True)
+    outer = accelerator.prepare(DataLoader(Ids(8), batch_size=2))
+    inner = accelerator.prepare(DataLoader(Ids(5), batch_size=2))
+    for _ in outer:
+        found = [one for batch in inner for one in accelerator.gather_for_metrics(batch["id"]).tolist()]
+        assert sorted(found) == list(range(5))
