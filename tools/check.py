@@ -76,6 +76,11 @@ STEPS = (
         command=(PYTHON, "tools/gen_exports.py", "--check"),
     ),
     Step(
+        name="settings",
+        about="the reference page of settings is that of the table",
+        command=(PYTHON, "tools/gen_settings_page.py", "--check"),
+    ),
+    Step(
         name="surface",
         about="what the documentation names is there, with its parameters; nothing covered is lost",
         command=(PYTHON, "tools/check_surface.py"),
