@@ -10,8 +10,8 @@ from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
 from accel_state import environ
 from accel_state.errors import SettingsError
 from accel_state.labels import DynamoBackend
-from accel_state.settings.environ import given_by_environ
-from accel_state.settings.merge import DEFAULT, merge
+from accel_state.settings import combine, given_by_environ
+from accel_state.settings.merge import DEFAULT
 
 _DEFAULTS = {
     "backend": DynamoBackend.NO.value.lower(),
@@ -53,7 +53,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        environment = merge(given_by_environ(environ.read()))
+        environment = combine(given_by_environ(environ.read()))
         given = environment.settings.dynamo
         self.backend = _backend(given.backend if self.backend is None else self.backend)
         self.mode = given.mode if self.mode is None else self.mode
