@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
-    from accel_cli.main import main as main
+    from accel_cli.main import COMMANDS as COMMANDS
+    from accel_cli.main import Command as Command
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "Command"]
 
-__getattr__, __dir__ = attach(__name__, {"main": "accel_cli.main"})
+__getattr__, __dir__ = attach(__name__, dict.fromkeys(__all__, "accel_cli.main"))

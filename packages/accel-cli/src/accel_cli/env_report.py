@@ -1,0 +1,160 @@
+"""`accel env`: what a bug report should say about this machine, without secrets."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+from argparse import ArgumentParser
+from importlib import import_module
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.config.file import given_by_config
+from accel_state.environ import read
+from accel_state.settings import combine, default_config_file, given_by_environ
+from accel_state.topology import detect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+# The libraries that matter beside our own packages.
+_LIBRARIES = (
+    "numpy",
+    "torch",
+    "safetensors",
+    "transformers",
+    "datasets",
+    "deepspeed",
+    "bitsandbytes",
+    "torch-xla",
+)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Write the report to the standard output.
+
+    Args:
+        arguments: What follows `accel env`.
+
+    Raises:
+        SettingsError: The config file cannot be used.
+    """
+    parser = ArgumentParser(
+        prog="accel env",
+        allow_abbrev=False,
+        description="Tell what a bug report should say: versions, devices, launcher and settings.",
+    )
+    parser.add_argument("--json", action="store_true", help="as JSON rather than as text")
+    parser.add_argument(
+        "--config_file",
+        "--config-file",
+        metavar="FILE",
+        help="the config file to look at; by default the usual one",
+    )
+    options = parser.parse_args(arguments)
+    facts = report(read(), options.config_file)
+    sys.stdout.write(json.dumps(facts, indent=2) + "\n" if options.json else as_text(facts))
+    return 0
+
+
+def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:
+    """Collect the facts.
+
+    Args:
+        environ: The environment, or a copy of it.
+        config_file: The config file to look at; None for the default one.
+    """
+    return {
+        "accel": _packages("accel-"),
+        "command": shutil.which("accel", path=environ.get("PATH")),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "libraries": {name: version for name, version in _packages("").items() if name in _LIBRARIES},
+        "cpu": {"cores": os.cpu_count(), "memory in GB": _memory()},
+        **{name: fact(import_module(module)) for name, (module, fact) in _LATE.items() if _is_there(module)},
+        "launcher": _launcher(environ),
+        "config file": config_file or str(default_config_file(environ) or "none"),
+        "settings": _settings(environ, config_file),
+    }
+
+
+def as_text(facts: Mapping[str, Any], indent: str = "") -> str:
+    r"""Write facts as an indented list.
+
+    Example:
+        >>> as_text({"python": "3.12", "cpu": {"cores": 2}})
+        '- python: 3.12\n- cpu:\n  - cores: 2\n'
+    """
+    lines: list[str] = []
+    for name, value in facts.items():
+        if isinstance(value, dict) and value:
+            lines.append(f"{indent}- {name}:\n{as_text(value, indent + '  ')}")
+        else:
+            lines.append(f"{indent}- {name}: {value if value not in ({}, None) else 'none'}\n")
+    return "".join(lines)
+
+
+def _packages(prefix: str) -> dict[str, str]:
+    found = {item.name.lower().replace("_", "-"): item.version for item in distributions()}
+    return {name: found[name] for name in sorted(found) if name.startswith(prefix)}
+
+
+def _memory() -> float | None:
+    if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
+        return None
+    return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+
+
+def _launcher(environ: Mapping[str, str]) -> str:
+    topology = detect(environ)
+    if topology.world_size == 1:
+        return f"{topology.launcher}, one process"
+    return f"{topology.launcher}, rank {topology.rank} of {topology.world_size}"
+
+
+def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, str]:
+    """What differs from the defaults, and who says so."""
+    merged = combine(given_by_environ(environ), given_by_config(config_file, environ))
+    return {path: f"{given.value} ({given.origin})" for path, given in sorted(merged.given.items())}
+
+
+def _torch(torch: Any) -> dict[str, Any]:
+    return {
+        "version": torch.__version__,
+        "built for CUDA": torch.version.cuda,
+        "built for ROCm": torch.version.hip,
+        "distributed": torch.distributed.is_available(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _devices(kinds: Any) -> dict[str, Any]:
+    kind = kinds.available_kind()
+    count = kind.module.device_count() if hasattr(kind.module, "device_count") else 1
+    names = getattr(kind.module, "get_device_name", None)
+    return {
+        "kind": kind.name,
+        "count": count,
+        "names": [names(index) for index in range(count)] if names is not None else [],
+        "process group": kind.backend,
+    }
+
+
+def _stages(order: Any) -> str:
+    return ", ".join(order.STAGE_NAMES)
+
+
+# Imported when they are reported: what needs torch, and what is there only with other packages of ours.
+_LATE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
+    "torch": ("torch", _torch),
+    "devices": ("accel_state.devices.kinds", _devices),
+    "stages of prepare": ("accel_train.prepare.order", _stages),
+}
+
+
+def _is_there(module: str) -> bool:
+    return find_spec(module.partition(".")[0]) is not None

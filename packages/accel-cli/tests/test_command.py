@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import accel_cli
+from accel_cli import env_report
+from accel_cli.config import file
+from accel_cli.launch import command
+from accel_cli.main import COMMANDS, ERROR, main
+from accel_state.errors import SettingsError, UnsupportedError
+
+
+def test_the_overview_names_every_command(capsys):
+    assert main(["--help"]) == 0
+    overview = capsys.readouterr().out
+    assert [name for name in COMMANDS if name not in overview] == []
+    assert main([]) == ERROR
+    assert accel_cli.COMMANDS is COMMANDS
+
+
+def test_every_command_of_the_table_exists_and_has_help(capsys):
+    for name in COMMANDS:
+        try:
+            code = main([name, "--help"])
+        except SystemExit as leaving:
+            code = leaving.code
+        assert code == 0
+        assert f"usage: accel {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (["lanch"], ["'lanch'", "did you mean 'launch'?"]),
+        (["zzz"], ["'zzz'", "launch"]),
+        (["config"], ["'config'", "not available yet"]),
+        (["launch", "--num_proceses", "2", "x.py"], ["accel launch: error:", "--num_processes"]),
+        (["launch", "--use_fsdp", "x.py"], ["accel launch: error:", "FSDP"]),
+        (["launch", "--config_file", "/nowhere.yaml", "x.py"], ["'/nowhere.yaml'", "No such file"]),
+    ],
+)
+def test_what_cannot_be_done_ends_with_one_sentence_and_code_2(line, parts, capsys):
+    assert main(line) == 2
+    message = capsys.readouterr().err
+    assert [part for part in parts if part not in message] == []
+    assert message.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", [["--help"], ["launch", "--help"], ["env", "--help"]])
+def test_help_does_not_import_torch(line):
+    code = (
+        f"import sys; from accel_cli.main import main\ntry: main({line!r})\nexcept SystemExit: pass\n"
+        "sys.exit(len({'torch', 'numpy', 'yaml'} & set(sys.modules)))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+class BecameError(Exception):
+    pass
+
+
+@pytest.fixture
+def became(monkeypatch, tmp_path):
+    """Record what the command would become."""
+    seen = []
+
+    def execve(program, line, environ):
+        seen.append((line, environ))
+        raise BecameError
+
+    monkeypatch.setattr(command.os, "execve", execve)
+    monkeypatch.setattr(command, "read", lambda: {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
+    monkeypatch.setattr(command.sys, "platform", "linux")
+    return seen
+
+
+def test_launching_one_process_imports_no_torch_and_becomes_the_script(became):
+    with pytest.raises(BecameError):
+        main(["launch", "--mixed_precision", "bf16", "train.py", "--lr", "1"])
+    line, environ = became[0]
+    assert line == [sys.executable, "train.py", "--lr", "1"]
+    assert environ["ACCELERATE_MIXED_PRECISION"] == "bf16"
+
+
+def test_the_default_config_file_is_used_and_a_named_one_takes_its_place(became, tmp_path):
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate/default_config.yaml").write_text("mixed_precision: fp16\ndebug: yes\n")
+    (tmp_path / "run.json").write_text('{"mixed_precision": "bf16"}')
+    for line in (["launch", "train.py"], ["launch", "--config_file", str(tmp_path / "run.json"), "train.py"]):
+        with pytest.raises(BecameError):
+            main(line)
+    names = ("ACCELERATE_MIXED_PRECISION", "ACCELERATE_DEBUG_MODE")
+    assert [tuple(map(environ.get, names)) for _, environ in became] == [("fp16", "true"), ("bf16", None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "parts"),
+    [
+        ("a.yaml", "a: [", ["a.yaml", "yaml"]),
+        ("a.json", "{", ["a.json", "json"]),
+        ("a.yaml", "- 1", ["a.yaml", "[1]", "table"]),
+        ("a.yaml", "num_proceses: 1", ["num_proceses", "a.yaml", "num_processes"]),
+    ],
+)
+def test_a_config_file_that_cannot_be_used_is_named(name, text, parts, tmp_path):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SettingsError) as caught:
+        file.given_by_config(str(tmp_path / name), {})
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_an_empty_config_file_says_nothing(tmp_path):
+    (tmp_path / "a.yaml").write_text("# nothing\n")
+    assert file.given_by_config(str(tmp_path / "a.yaml"), {}) == {}
+
+
+def test_a_config_file_for_something_that_comes_later_is_refused(tmp_path):
+    (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
+    with pytest.raises(UnsupportedError, match=r"distributed_type of .*a\.yaml.*FSDP"):
+        file.given_by_config(str(tmp_path / "a.yaml"), {})
+
+
+@pytest.fixture
+def without_torch(monkeypatch):
+    """The report without the facts that need torch, which takes seconds to import."""
+    monkeypatch.setattr(env_report, "_LATE", {"late fact": ("json", lambda module: module.__name__)})
+
+
+def test_the_report_is_text_or_json_of_the_same_facts(without_torch, capsys):
+    assert main(["env", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["python"] == sys.version.split()[0]
+    assert facts["late fact"] == "json"
+    assert main(["env"]) == 0
+    assert capsys.readouterr().out == env_report.as_text(facts)
+
+
+def test_the_report_tells_settings_and_who_made_them_but_no_other_variable(without_torch, tmp_path):
+    (tmp_path / "run.yaml").write_text("debug: true\n")
+    environ = {"ACCELERATE_MIXED_PRECISION": "bf16", "HF_TOKEN": "secret", "HF_HOME": str(tmp_path)}
+    facts = env_report.report(environ, str(tmp_path / "run.yaml"))
+    assert facts["settings"] == {
+        "precision.mixed_precision": "bf16 (variable ACCELERATE_MIXED_PRECISION)",
+        "process.debug": f"True (key debug of {tmp_path / 'run.yaml'})",
+    }
+    assert "secret" not in json.dumps(facts)
+
+
+def test_the_report_tells_the_launcher(without_torch):
+    facts = env_report.report({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "HF_HOME": "/nowhere"})
+    assert facts["launcher"] == "torchrun, rank 1 of 4"

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.launch import args, later
+from accel_cli.launch.args import FLAGS, help_text, read_arguments
+from accel_state.errors import AccelError, SettingsError, UnsupportedError
+from accel_state.settings import OPTIONS, Layer
+
+
+def values(*line):
+    return {path: given.value for path, given in read_arguments(line).given.items()}
+
+
+def test_flags_are_read_up_to_the_script_and_the_rest_is_the_scripts():
+    read = read_arguments(
+        ["--cpu", "--num_processes", "2", "train.py", "--cpu", "--help", "--num_processes", "x"]
+    )
+    assert {path: given.value for path, given in read.given.items()} == {
+        "process.use_cpu": True,
+        "launch.num_processes": 2,
+    }
+    assert read.script == "train.py"
+    assert read.script_arguments == ("--cpu", "--help", "--num_processes", "x")
+
+
+@given(st.lists(st.text()))
+def test_whatever_follows_the_script_is_handed_over_untouched(rest):
+    assert read_arguments(["--num_machines=1", "train.py", *rest]).script_arguments == tuple(rest)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        ["--num_processes", "2"],
+        ["--num-processes", "2"],
+        ["--num_processes=2"],
+        ["--num-processes=2"],
+        ["--num_processes", "1", "--num-processes", "2"],
+    ],
+)
+def test_a_flag_is_spelled_with_dashes_or_underscores_its_value_follows_or_is_joined(line):
+    assert values(*line, "train.py") == {"launch.num_processes": 2}
+
+
+@pytest.mark.parametrize("line", [["-t", "3"], ["-t3"], ["--tee", "3"], ["--tee=3"]])
+def test_a_short_flag_takes_its_value_joined_or_not(line):
+    assert values(*line, "train.py") == {"launch.tee": "3"}
+
+
+def test_two_dashes_end_the_flags():
+    read = read_arguments(["--cpu", "--", "--odd-name.py", "--cpu"])
+    assert (read.script, read.script_arguments) == ("--odd-name.py", ("--cpu",))
+
+
+def test_a_switch_of_a_file_can_be_turned_off():
+    assert values("--no_cpu", "--no-debug", "train.py") == {"process.use_cpu": False, "process.debug": False}
+
+
+def test_every_value_remembers_the_argument_that_gave_it():
+    given_value = read_arguments(["--mixed-precision", "bf16", "train.py"]).given["precision.mixed_precision"]
+    assert (given_value.layer, given_value.origin) == (Layer.ARGUMENT, "argument --mixed-precision")
+
+
+def test_the_config_file_is_no_setting():
+    read = read_arguments(["--config_file", "run.yaml", "train.py"])
+    assert (read.config_file, dict(read.given)) == ("run.yaml", {})
+
+
+@pytest.mark.parametrize(
+    ("line", "parts"),
+    [
+        (["--num_proceses", "2", "train.py"], ["--num_proceses", "did you mean --num_processes?"]),
+        (["--num-proceses", "2", "train.py"], ["--num-proceses", "did you mean --num_processes?"]),
+        (["--epochs", "2", "train.py"], ["--epochs", "after the script"]),
+        (["-x", "train.py"], ["-x"]),
+        (["--num_processes", "two", "train.py"], ["argument --num_processes", "'two'", "whole number"]),
+        (["--mixed_precision", "bf61", "train.py"], ["--mixed_precision", "'bf61'", "'bf16'"]),
+        (["--cpu=yes", "train.py"], ["--cpu", "no value", "'yes'"]),
+        (["--num_processes"], ["--num_processes", "needs a value"]),
+        (["--cpu"], ["no script", "usage: accel launch"]),
+        ([], ["no script"]),
+    ],
+)
+def test_a_line_that_cannot_be_read_says_what_is_wrong(line, parts):
+    with pytest.raises(SettingsError) as caught:
+        read_arguments(line)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    "flag",
+    ["--use_fsdp", "--fsdp-version=2", "--use_deepspeed", "--zero_stage", "--tpu", "--vm", "--fp8_backend",
+     "--parallelism_config_tp_size", "--megatron_lm_tp_degree", "--aws_access_key_id", "--mpirun_hostfile"],
+)  # fmt: skip
+def test_a_documented_flag_that_comes_later_is_refused_by_name(flag):
+    with pytest.raises(UnsupportedError, match=f"{flag.partition('=')[0]}: .* not available yet"):
+        read_arguments([flag, "2", "train.py"])
+
+
+def test_no_flag_that_works_is_also_one_that_comes_later():
+    assert [flag for flag in FLAGS if later.later(flag)] == []
+
+
+@given(st.lists(st.sampled_from([*FLAGS, "2", "bf16", "train.py", "-x", "--x=", "--", "-", ""])))
+def test_any_line_is_read_or_refused_with_a_sentence(line):
+    with contextlib.suppress(AccelError):
+        read = read_arguments(line)
+        assert read.script is not None
+        assert [read.script, *read.script_arguments] == line[len(line) - len(read.script_arguments) - 1 :]
+
+
+@pytest.mark.parametrize("line", [["--help"], ["-h"], ["--cpu", "--help", "train.py"]])
+def test_help_is_asked_for_before_the_script(line):
+    assert read_arguments(line).script is None
+
+
+def test_help_tells_every_flag_its_variable_and_its_key():
+    text = " ".join(help_text().split())
+    for option in OPTIONS:
+        if option.flags:
+            assert ", ".join(option.flags) in text
+            assert all(place in text for place in (option.variable, option.key) if place)
+    assert max(map(len, help_text().splitlines())) <= 100
+    assert args.USAGE in text

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.launch import run_simple, run_torchrun
+from accel_cli.launch.args import read_arguments
+from accel_cli.launch.machine import Machine
+from accel_cli.launch.plan import make_plan
+from accel_state.errors import SettingsError
+from accel_state.settings import combine, from_environ, given_by_environ, given_by_file
+
+NO_GPU = Machine(gpus=0, cores=8)
+FOUR_GPUS = Machine(gpus=4, cores=8)
+
+
+def plan(*line, environ=None, file=None, machine=NO_GPU):
+    read = read_arguments([*line, "train.py", "--lr", "1"])
+    merged = combine(read.given, given_by_environ(environ or {}), given_by_file(file or {}, "run.yaml"))
+    return make_plan(merged, read.script, read.script_arguments, environ or {}, machine)
+
+
+def uses_cpu(made):
+    return from_environ(made.environ).process.use_cpu
+
+
+def torchrun(made, port=29500):
+    """The arguments of torchrun as a mapping, and what comes after them."""
+    line = run_torchrun.torchrun_arguments(made, port)
+    end = line.index("train.py")
+    return dict(word.removeprefix("--").partition("=")[::2] for word in line[:end]), line[end:]
+
+
+@pytest.mark.parametrize(
+    ("line", "machine", "processes", "runner"),
+    [
+        ([], NO_GPU, 1, "simple"),
+        ([], FOUR_GPUS, 4, "torchrun"),
+        (["--cpu"], FOUR_GPUS, 1, "simple"),
+        (["--num_processes", "2"], FOUR_GPUS, 2, "torchrun"),
+        (["--num_processes", "1"], FOUR_GPUS, 1, "simple"),
+        (["--cpu", "--num_processes", "3"], NO_GPU, 3, "torchrun"),
+        (["--multi_gpu"], FOUR_GPUS, 4, "torchrun"),
+        (["--gpu_ids", "1,3"], FOUR_GPUS, 2, "torchrun"),
+        (["--gpu_ids", "all"], FOUR_GPUS, 4, "torchrun"),
+        (["--max_restarts", "2"], NO_GPU, 1, "torchrun"),
+        (["--log_dir", "logs"], NO_GPU, 1, "torchrun"),
+    ],
+)
+def test_one_process_per_device_unless_somebody_says_otherwise(line, machine, processes, runner):
+    made = plan(*line, machine=machine)
+    assert (made.launch.num_processes, made.runner) == (processes, runner)
+
+
+def test_the_settings_reach_the_worker_and_stale_ones_do_not():
+    made = plan(
+        "--mixed_precision", "no", "--debug", environ={"ACCELERATE_MIXED_PRECISION": "bf16", "HOME": "/root"}
+    )
+    assert made.environ == {"ACCELERATE_DEBUG_MODE": "true", "HOME": "/root"}
+
+
+def test_argument_beats_environment_beats_file():
+    file = {"mixed_precision": "fp16", "debug": True, "gradient_accumulation_steps": 2}
+    environ = {"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}
+    made = plan("--gradient_accumulation_steps", "4", environ=environ, file=file)
+    settings = from_environ(made.environ)
+    assert settings.process.debug
+    assert settings.precision.mixed_precision == "bf16"
+    assert settings.training.gradient_accumulation_steps == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "expected"),
+    [
+        ([], {"distributed_type": "MULTI_CPU", "num_processes": 2}, True),
+        ([], {"distributed_type": "MULTI_GPU"}, False),
+        (["--cpu"], {"distributed_type": "MULTI_GPU"}, True),
+        (["--multi_gpu"], {"use_cpu": True}, False),
+        (["--no_cpu"], {"distributed_type": "MULTI_CPU"}, False),
+        (["--no_cpu"], {"use_cpu": True}, False),
+    ],
+)
+def test_of_two_that_disagree_about_the_cpu_the_stronger_decides(line, file, expected):
+    assert uses_cpu(plan(*line, file=file, machine=FOUR_GPUS)) is expected
+
+
+def test_an_argument_overrules_the_number_of_processes_of_a_file():
+    made = plan("--num_processes", "2", file={"num_processes": 1, "distributed_type": "NO"})
+    assert made.launch.num_processes == 2
+    assert plan(file={"distributed_type": "NO"}, machine=FOUR_GPUS).launch.num_processes == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "parts"),
+    [
+        (["--cpu", "--multi_gpu"], {}, ["argument --cpu", "argument --multi_gpu"]),
+        (
+            [],
+            {"use_cpu": True, "distributed_type": "MULTI_GPU"},
+            ["key use_cpu of run.yaml", "distributed_type"],
+        ),
+        ([], {"distributed_type": "NO", "num_processes": 2}, ["key num_processes of run.yaml", "2", "'NO'"]),
+        (["--multi_gpu"], {}, ["--multi_gpu", "none", "--cpu"]),
+        ([], {"distributed_type": "MULTI_NPU"}, ["key distributed_type of run.yaml", "--num_processes"]),
+        (["--num_processes", "3", "--num_machines", "2"], {}, ["3 processes", "2 machines"]),
+        (["--num_processes", "4", "--num_machines", "2"], {}, ["--main_process_ip", "--main_process_port"]),
+        (["--num_processes", "1", "--machine_rank", "1"], {}, ["machine rank 1", "start at 0"]),
+        (["--num_processes", "3", "--gpu_ids", "0,1"], {}, ["3 processes", "'0,1'"]),
+    ],
+)
+def test_settings_that_contradict_each_other_name_both(line, file, parts):
+    with pytest.raises(SettingsError) as caught:
+        plan(*line, file=file)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+@given(st.integers(1, 64), st.integers(1, 8))
+def test_processes_are_divided_evenly_among_machines_or_refused(processes, machines):
+    line = ["--cpu", "--num_processes", str(processes), "--num_machines", str(machines),
+            "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]  # fmt: skip
+    if processes % machines:
+        with pytest.raises(SettingsError, match="evenly"):
+            plan(*line)
+    else:
+        made = plan(*line)
+        assert made.processes_here * made.launch.num_machines == processes
+
+
+@given(st.integers(2, 32), st.integers(1, 64))
+def test_several_processes_share_the_cores(processes, cores):
+    machine = Machine(gpus=0, cores=cores)
+    threads = int(
+        plan("--cpu", "--num_processes", str(processes), machine=machine).environ["OMP_NUM_THREADS"]
+    )
+    assert threads == 1 or 1 < threads * processes <= cores
+
+
+def test_one_process_keeps_all_threads_and_the_users_own_number_is_kept():
+    assert "OMP_NUM_THREADS" not in plan().environ
+    assert plan("--num_processes", "2", environ={"OMP_NUM_THREADS": "5"}).environ["OMP_NUM_THREADS"] == "5"
+    assert plan("--num_cpu_threads_per_process", "3").environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_chosen_devices_are_the_only_visible_ones():
+    assert plan("--gpu_ids", "1, 3", machine=FOUR_GPUS).environ["CUDA_VISIBLE_DEVICES"] == "1,3"
+    made = plan(file={"gpu_ids": "0", "distributed_type": "MULTI_NPU", "num_processes": 1})
+    assert made.environ["ASCEND_RT_VISIBLE_DEVICES"] == "0"
+    assert "CUDA_VISIBLE_DEVICES" not in plan("--gpu_ids", "all", machine=FOUR_GPUS).environ
+
+
+def test_one_process_is_the_same_interpreter_with_the_script():
+    assert run_simple.command(plan()) == [sys.executable, "train.py", "--lr", "1"]
+    assert run_simple.command(plan("-m")) == [sys.executable, "-m", "train.py", "--lr", "1"]
+
+
+def test_a_program_is_looked_up_on_the_path_of_the_worker(tmp_path):
+    program = tmp_path / "train.py"
+    environ = {"PATH": str(tmp_path)}
+    with pytest.raises(SettingsError, match=r"'train\.py'"):
+        run_simple.command(plan("--no_python", environ=environ))
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    assert run_simple.command(plan("--no_python", environ=environ)) == [str(program), "--lr", "1"]
+
+
+def test_one_process_learns_the_meeting_place_that_was_given():
+    environ = plan("--main_process_port", "29400", "--main_process_ip", "10.0.0.1").environ
+    assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("10.0.0.1", "29400")
+
+
+def test_torchrun_gets_processes_machines_and_the_meeting_place():
+    line = ["--num_processes", "4", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip",
+            "10.0.0.1", "--main_process_port", "29400"]  # fmt: skip
+    options, rest = torchrun(plan(*line), 29400)
+    assert options == {"nproc_per_node": "2", "nnodes": "2", "node_rank": "1", "master_addr": "10.0.0.1",
+                       "master_port": "29400"}  # fmt: skip
+    assert rest == ["train.py", "--lr", "1"]
+
+
+def test_what_only_torchrun_knows_is_passed_on():
+    line = ["--num_processes", "2", "--max_restarts", "3", "--monitor_interval", "2.5", "-t", "3",
+            "--log_dir", "logs", "--role", "trainer", "--rdzv_conf", "timeout=9", "-m"]  # fmt: skip
+    options, _ = torchrun(plan(*line))
+    assert options.items() >= {
+        ("max_restarts", "3"), ("monitor_interval", "2.5"), ("tee", "3"), ("log_dir", "logs"),
+        ("role", "trainer"), ("rdzv_conf", "timeout=9"), ("module", ""),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_machine_hosts_the_c10d_rendezvous(rank):
+    line = ["--num_processes", "2", "--num_machines", "2", "--machine_rank", str(rank),
+            "--rdzv_backend", "c10d", "--main_process_ip", "10.0.0.1",
+            "--main_process_port", "29400"]  # fmt: skip
+    options, _ = torchrun(plan(*line, "--rdzv_conf", "timeout=9"), 29400)
+    assert options["rdzv_endpoint"] == "10.0.0.1:29400"
+    assert options["rdzv_conf"] == f"timeout=9,is_host={1 - rank}"
+    options, _ = torchrun(plan(*line, "--rdzv_conf", "is_host=true"), 29400)
+    assert options["rdzv_conf"] == "is_host=true"
+
+
+def test_a_script_that_is_not_there_starts_nothing():
+    with pytest.raises(SettingsError, match=r"'train\.py'"):
+        run_torchrun.command(plan("--num_processes", "2"))
+
+
+def choose_port(asked, free, **kwargs):
+    launch = replace(plan("--num_processes", "2").launch, main_process_port=asked, **kwargs)
+    return run_torchrun.choose_port(launch, is_free=lambda port: free, free_port=lambda: 40000)
+
+
+def test_a_port_that_was_asked_for_must_be_free_on_the_first_machine():
+    assert choose_port(29400, free=True) == 29400
+    assert choose_port(29400, free=False, num_machines=2, machine_rank=1) == 29400
+    with pytest.raises(SettingsError, match=r"29400.*taken.*0"):
+        choose_port(29400, free=False)
+
+
+def test_without_a_wish_the_usual_port_or_any_free_one_is_used():
+    assert choose_port(None, free=True) == 29500
+    assert choose_port(None, free=False) == 40000
+    assert choose_port(0, free=True) == 40000
+
+
+def test_quiet_reaches_the_launcher_of_the_workers(tmp_path, monkeypatch):
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    loud, quiet = (run_torchrun.command(plan("--num_processes", "2", *line)) for line in ([], ["--quiet"]))
+    assert loud[:3] == [sys.executable, "-m", "accel_cli.launch.elastic"]
+    assert (loud[3].startswith("--nproc"), quiet[3]) == (True, "--quiet")

@@ -1,0 +1,49 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from accel_cli.launch import machine
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, 8),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0, 3"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,3"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,MIG-5c89852c"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7,8,9"}, 8),
+        ({"HIP_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2", "ROCR_VISIBLE_DEVICES": "0"}, 1),
+    ],
+)
+def test_the_environment_narrows_the_choice_of_gpus(environ, expected):
+    assert machine.count_gpus(environ, lambda: 8) == expected
+
+
+def test_where_the_environment_hides_all_gpus_the_machine_is_not_asked():
+    def never():
+        raise AssertionError
+
+    assert machine.count_gpus({"CUDA_VISIBLE_DEVICES": ""}, never) == 0
+
+
+def test_this_machine_has_cores_and_no_hidden_gpus():
+    found = machine.this_machine({"CUDA_VISIBLE_DEVICES": ""})
+    assert found.cores >= 1
+    assert found.gpus == 0
+
+
+def test_a_port_that_somebody_listens_on_is_not_free():
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        assert not machine.is_free(port)
+    assert machine.is_free(port)
+    assert machine.is_free(machine.free_port())
