@@ -1,0 +1,186 @@
+"""The checks of tools/ find what they are there to find."""
+
+from __future__ import annotations
+
+import ast
+import enum
+from collections import Counter
+from typing import TYPE_CHECKING
+
+import pytest
+
+import check
+import check_deps
+import check_surface
+import gen_exports
+import house_rules
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+SHIPPED = "packages/accel-x/src/accel_x/thing.py"
+
+
+def breaches(code: str, path: str = SHIPPED) -> list[str]:
+    source = house_rules.Source(path, code.count("\n"), ast.parse(code))
+    return [f"{b.rule} {b.subject}" for b in house_rules.check_sources(iter([source]))]
+
+
+LONG = "def walk():\n" + "    step()\n" * 50
+DOCUMENTED = 'def walk():\n    """Walk.\n' + "\n    Far.\n" * 30 + '    """\n' + "    step()\n" * 48
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("x = 1\n" * 401, ["module-length " + SHIPPED]),
+        ("x = 1\n" * 400, []),
+        (LONG, [f"function-length {SHIPPED}::walk"]),
+        (DOCUMENTED, []),
+        ("import os\nx = os.environ['A']\n", [f"environment {SHIPPED}::environ"]),
+        ("import os\nx = os.getenv('A')\n", [f"environment {SHIPPED}::getenv"]),
+        ("from os import environ\n", [f"environment {SHIPPED}::import"]),
+        ("import os\nx = os.getpid()\n", []),
+        ("if t == DistributedType.FSDP:\n    pass\n", [f"labels {SHIPPED}::FSDP"]),
+        ("if t in (DistributedType.NO, 1):\n    pass\n", [f"labels {SHIPPED}::NO"]),
+        ("match t:\n    case DistributedType.NO:\n        pass\n", [f"labels {SHIPPED}::NO"]),
+        ("label = DistributedType.NO\n", []),
+        ("def f():\n    import torch\n", [f"late-import {SHIPPED}::torch"]),
+        ("async def f():\n    from a.b import c\n", [f"late-import {SHIPPED}::a.b"]),
+        ("import torch\n", []),
+    ],
+)
+def test_a_house_rule_finds_its_breaches_and_nothing_else(code: str, found: list[str]) -> None:
+    assert breaches(code) == found
+
+
+def test_modules_with_vague_names_are_found_and_the_documented_table_is_not() -> None:
+    assert breaches("", "packages/accel-x/src/accel_x/utils.py") == [
+        "module-name packages/accel-x/src/accel_x/utils.py"
+    ]
+    assert breaches("", "packages/accel-x/src/accel_x/helpers/walk.py")
+    assert not breaches("", "packages/accel-suite/src/accel/utils/environment.py")
+
+
+def test_members_with_another_version_or_a_loose_pin_are_found(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text('[project]\nname = "w"\nversion = "2.0"\n')
+    for name, version, dependencies in (("a", "1.0", '["b>=2.0", "torch>=2"]'), ("b", "2.0", "[]")):
+        folder = tmp_path / "packages" / name
+        folder.mkdir(parents=True)
+        (folder / "pyproject.toml").write_text(
+            f'[project]\nname = "{name}"\nversion = "{version}"\ndependencies = {dependencies}\n'
+        )
+    assert [breach.subject for breach in house_rules.one_version(tmp_path)] == ["a", "a::b"]
+
+
+@pytest.mark.parametrize("exceptions", ["", '[late-import]\n"x.py::y" = "once needed"\n'])
+def test_an_exception_that_is_no_longer_needed_is_an_error(
+    exceptions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed = tmp_path / "house_rules.toml"
+    listed.write_text(exceptions)
+    monkeypatch.setattr(house_rules, "EXCEPTIONS", listed)
+    monkeypatch.setattr(house_rules, "sources", lambda: iter(()))
+    assert house_rules.main() == bool(exceptions)
+    assert ("no longer needed" in capsys.readouterr().out) == bool(exceptions)
+
+
+def test_dependencies_are_compared_both_ways() -> None:
+    project = {"name": "a", "dependencies": ["b==1", "numpy>=1"], "optional-dependencies": {"x": ["rich"]}}
+    complaints = list(check_deps.compare(project, {"a", "torch", "numpy", "rich"}, {"a", "b"}))
+    assert complaints == ["imports torch and does not declare it", "declares b and does not import it"]
+
+
+def test_modules_named_in_tables_count_as_imports() -> None:
+    code = "import a.b\nfrom c import d\nTABLE = {'x': 'accel_ops.collect', 'y': 'accel_ops'}\n"
+    assert list(check_deps.roots(ast.parse(code))) == ["a", "c", "accel_ops"]
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+def documented(*names: str, **defaults: str) -> list[dict[str, object]]:
+    return [{"name": n} for n in names] + [{"name": n, "default": d} for n, d in defaults.items()]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "wrong"),
+    [
+        (documented("a", b="2", c="Colour.RED"), None),
+        (documented("a", b="3", c="Colour.RED"), "b defaults to 2, documented is 3"),
+        (documented("b", "a"), "takes ['a', 'b'] by position, documented is ['b', 'a']"),
+        (documented("a", b="2", c="Colour.RED", d="None"), "takes ['a', 'b', 'c'] by position"),
+        (documented(b="2"), "takes ['a'] by position"),
+        ([*documented("a", b="2"), {"name": "**kwargs"}], "does not take '**kwargs'"),
+    ],
+)
+def test_parameters_are_compared_with_the_documented_ones(
+    parameters: list[dict[str, object]], wrong: str | None
+) -> None:
+    def function(a: int, b: int = 2, c: Colour = Colour.RED) -> None: ...
+
+    said = check_surface.compare_parameters(function, parameters, skip=0)
+    assert said is None if wrong is None else str(said).startswith(wrong)
+
+
+def test_a_required_parameter_that_is_not_documented_is_wrong() -> None:
+    def function(a: int, extra: int) -> None: ...
+
+    assert "requires ['extra']" in str(check_surface.compare_parameters(function, documented("a"), skip=0))
+
+
+def test_a_missing_name_and_its_members_are_findings_of_their_own() -> None:
+    entry = {"kind": "class", "init": [], "members": {"go": {"kind": "method", "parameters": []}}}
+    findings = list(check_surface.examine_name("accel.nowhere", "Thing", entry))
+    assert [(f.item, f.present, f.wrong) for f in findings] == [
+        ("accel.nowhere Thing", False, None),
+        ("accel.nowhere Thing.go", False, None),
+    ]
+
+
+def test_enums_and_constants_are_compared_by_value() -> None:
+    assert check_surface.difference(Colour, {"kind": "enum", "values": {"RED": "red"}}) is None
+    assert "lacks" in str(check_surface.difference(Colour, {"kind": "enum", "values": {"RED": "rot"}}))
+    assert check_surface.difference(("a", "b"), {"kind": "constant", "value": ["a", "b"]}) is None
+    assert check_surface.difference("x", {"kind": "constant", "value": "y"}) == "is 'x', documented is 'y'"
+
+
+def test_a_function_is_exported_only_if_it_can_be_the_documented_one() -> None:
+    entry = {"kind": "function", "parameters": documented("tensor", skip="None")}
+    (shape,) = (
+        shape for _, shape in gen_exports.definitions(ast.parse("def f(tensor, skip=None): ...").body[0])
+    )
+    (other,) = (shape for _, shape in gen_exports.definitions(ast.parse("def f(name): ...").body[0]))
+    assert gen_exports.fits(entry, shape)
+    assert not gen_exports.fits(entry, other)
+
+
+def test_a_written_table_is_python_that_exports_its_names() -> None:
+    api = {"accel.errors": {"AccelError": "accel_state.errors", **{f"Error{i}": "a.b" for i in range(40)}}}
+    text = gen_exports.table_text("accel.errors", api)
+    scope: dict[str, object] = {"__name__": "written"}
+    exec(text, scope)
+    assert scope["__all__"] == list(api["accel.errors"])
+    assert max(map(len, text.splitlines())) <= 110
+
+
+@pytest.mark.parametrize(
+    ("line", "counts"),
+    [
+        ("====== 3 failed, 40 passed, 1 skipped in 12.30s ======", {"failed": 3, "passed": 40, "skipped": 1}),
+        ("17 passed in 302.10s (0:05:02)", {"passed": 17}),
+        ("2 passed, 1 error in 1.00s", {"passed": 2, "error": 1}),
+        ("2 errors in 1.00s", {"error": 2}),
+        ("All checks passed!", {}),
+        ("5 files already formatted", {}),
+    ],
+)
+def test_closing_lines_of_pytest_are_counted(line: str, counts: dict[str, int]) -> None:
+    assert check.counted(line) == Counter(counts)
+
+
+def test_every_step_has_its_own_name() -> None:
+    names = [step.name for step in check.STEPS]
+    assert len(set(names)) == len(names)
+    assert {"format", "lint", "types", "layers", "unit", "integration", "isolation"} <= set(names)
