@@ -1,0 +1,194 @@
+"""Gradients, schedules and signals between processes."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
+from accel_plugins.kwargs.amp import GradScalerKwargs
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_train import Accelerator
+from harness import distributed
+
+
+def make_model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(2, 1, bias=False).double()
+
+
+def make_input():
+    """Another one on every rank."""
+    return torch.full((1, 2), float(dist.get_rank() + 1), dtype=torch.float64)
+
+
+def gradients_agree(model):
+    together = [torch.empty_like(model.weight.grad) for _ in range(dist.get_world_size())]
+    dist.all_gather(together, model.weight.grad)
+    return all(torch.equal(a, b) for a, b in pairwise(together))
+
+
+@distributed(world_size=2)
+def test_models_are_wrapped_and_unwrapped():
+    accelerator = Accelerator(cpu=True)
+    inner = make_model()
+    with torch.no_grad():
+        inner.weight.add_(dist.get_rank())
+    model = accelerator.prepare(inner)
+    assert isinstance(model, DistributedDataParallel)
+    assert accelerator.unwrap_model(model) is inner
+    assert accelerator.prepare(model) is model
+    assert torch.equal(inner.weight, make_model().weight), "everyone has the weights of rank 0"
+    assert accelerator.distributed_type.value == "MULTI_CPU"
+    assert accelerator.use_distributed
+
+
+@distributed(world_size=2)
+def test_a_model_that_is_only_evaluated_is_not_wrapped():
+    accelerator = Accelerator(cpu=True)
+    inner = make_model()
+    assert accelerator.prepare_model(inner, evaluation_mode=True) is inner
+
+
+@distributed(world_size=2)
+def test_options_of_the_wrapper_reach_it():
+    accelerator = Accelerator(
+        cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=True)]
+    )
+    assert accelerator.prepare(make_model()).find_unused_parameters
+
+
+@distributed(world_size=2)
+def test_gradients_differ_within_no_sync_and_agree_after():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(make_model())
+    inner = accelerator.unwrap_model(model)
+    with accelerator.no_sync(model):
+        accelerator.backward(model(make_input()).sum())
+    assert inner.weight.grad.tolist() == [[dist.get_rank() + 1] * 2]
+    assert not gradients_agree(inner)
+    accelerator.backward(model(make_input()).sum())
+    assert gradients_agree(inner)
+    assert inner.weight.grad.tolist() == [[3, 3]]
+
+
+@distributed(world_size=2)
+def test_several_models_accumulate_together():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    first, second = accelerator.prepare(make_model(), make_model())
+    for _ in range(2):
+        with accelerator.accumulate(first, second):
+            accelerator.backward(first(make_input()).sum() + second(2 * make_input()).sum())
+        inner = [accelerator.unwrap_model(model) for model in (first, second)]
+        assert [gradients_agree(one) for one in inner] == [accelerator.sync_gradients] * 2
+    assert [one.weight.grad[0, 0].item() for one in inner] == [1.5, 3]
+
+
+@distributed(world_size=2)
+def test_gradients_can_be_synchronised_in_every_micro_batch():
+    plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=True)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    model = accelerator.prepare(make_model())
+    inner = accelerator.unwrap_model(model)
+    for expected in (0.75, 1.5):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(make_input()).sum())
+        assert inner.weight.grad.tolist() == [[expected] * 2]
+
+
+@distributed(world_size=2)
+def test_the_clipped_norm_is_the_same_everywhere():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(make_model())
+    accelerator.backward(model(make_input()).sum())
+    norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    assert norm.item() == pytest.approx(1.5 * 2**0.5)
+    assert accelerator.unwrap_model(model).weight.grad.norm().item() == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize(("split", "steps"), [(False, 2), (True, 1)])
+@distributed(world_size=2)
+def test_a_schedule_advances_once_per_process_unless_batches_are_split(split, steps):
+    accelerator = Accelerator(cpu=True, split_batches=split)
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule)
+    accelerator.backward(model(make_input()).sum())
+    optimizer.step()
+    scheduler.step()
+    assert schedule.last_epoch == steps
+    assert scheduler.get_last_lr() == [1 / (1 + steps)]
+
+
+@distributed(world_size=2)
+def test_an_overflow_on_one_rank_skips_the_step_on_all():
+    accelerator = Accelerator(
+        cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=8.0)]
+    )
+    model = make_model().float()
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule)
+    loss = model(make_input().float()).sum() * (float("inf") if accelerator.is_last_process else 1.0)
+    accelerator.backward(loss)
+    optimizer.step()
+    scheduler.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert schedule.last_epoch == 0
+    assert torch.equal(accelerator.unwrap_model(model).weight, before)
+
+
+@distributed(world_size=4)
+def test_a_trigger_raised_on_one_process_is_seen_by_all_and_then_lowered():
+    accelerator = Accelerator(cpu=True)
+    assert not accelerator.check_trigger()
+    if accelerator.process_index == 2:
+        accelerator.set_trigger()
+    assert accelerator.check_trigger()
+    assert not accelerator.check_trigger()
+
+
+@distributed(world_size=2)
+def test_collectives_of_the_accelerator():
+    accelerator = Accelerator(cpu=True)
+    rank = accelerator.process_index
+    gathered = accelerator.gather({"a": torch.full((rank + 1,), rank), "b": torch.tensor(rank)})
+    assert gathered["a"].tolist() == [0, 1, 1]
+    assert gathered["b"].tolist() == [0, 1]
+    assert accelerator.reduce(torch.tensor([1.0, rank]), "mean", scale=2.0).tolist() == [2, 1]
+    padded = accelerator.pad_across_processes(torch.ones(1, rank + 1), dim=1, pad_index=9, pad_first=True)
+    assert padded.tolist() == [[9, 1], [1, 1]][rank : rank + 1]
+
+
+@distributed(world_size=2)
+def test_every_process_gets_its_share():
+    accelerator = Accelerator(cpu=True)
+    with accelerator.split_between_processes([1, 2, 3], apply_padding=True) as mine:
+        assert mine == ([1, 2] if accelerator.is_main_process else [3, 3])
+    ran = accelerator.on_process(process_index=1)(lambda: "ran")()
+    assert ran == ("ran" if accelerator.is_last_process else None)
+    with accelerator.main_process_first():
+        pass
+
+
+@distributed(world_size=2)
+def test_two_loaders_end_their_own_windows():
+    """The end of an inner evaluation loader does not end the accumulation of the outer one."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    training, evaluation = accelerator.prepare(
+        DataLoader(torch.arange(8.0), batch_size=1), DataLoader(torch.arange(2.0), batch_size=1)
+    )
+    synced = []
+    for _ in training:
+        for _ in evaluation:
+            pass
+        with accelerator.accumulate():
+            synced.append(accelerator.sync_gradients)
+    assert synced == [False, False, True, True]
