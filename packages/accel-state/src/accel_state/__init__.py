@@ -306,154 +306,57 @@ __all__ = [
     "wait_for_everyone",
 ]
 
-_EXPORTS = {
-    **dict.fromkeys(
-        (
-            "AcceleratorState", "ThreadLocalSharedDict", "do_nothing", "is_initialized",
-        ),
-        "accel_state.accelerator_state",
+_MODULES = {
+    "accelerator_state": "AcceleratorState ThreadLocalSharedDict do_nothing is_initialized",
+    "available": (
+        "is_4bit_bnb_available is_8bit_bnb_available is_aim_available is_amdsmi_available "
+        "is_bitsandbytes_multi_backend_available is_bnb_available is_boto3_available "
+        "is_clearml_available is_comet_ml_available is_datasets_available is_deepspeed_available "
+        "is_dvclive_available is_fp8_available is_import_timer_available is_lomo_available "
+        "is_matplotlib_available is_megatron_lm_available is_mlflow_available is_msamp_available "
+        "is_pandas_available is_peft_available is_pippy_available is_pynvml_available "
+        "is_pytest_available is_rich_available is_sagemaker_available is_schedulefree_available "
+        "is_swanlab_available is_tensorboard_available is_timm_available is_torchao_available "
+        "is_torchdata_available is_torchdata_stateful_dataloader_available is_torchvision_available "
+        "is_trackio_available is_transformer_engine_available is_transformers_available "
+        "is_triton_available is_wandb_available is_weights_only_available require "
     ),
-    **dict.fromkeys(
-        (
-            "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
-            "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
-            "is_clearml_available", "is_comet_ml_available", "is_datasets_available",
-            "is_deepspeed_available", "is_dvclive_available", "is_fp8_available",
-            "is_import_timer_available", "is_lomo_available", "is_matplotlib_available",
-            "is_megatron_lm_available", "is_mlflow_available", "is_msamp_available",
-            "is_pandas_available", "is_peft_available", "is_pippy_available", "is_pynvml_available",
-            "is_pytest_available", "is_rich_available", "is_sagemaker_available",
-            "is_schedulefree_available", "is_swanlab_available", "is_tensorboard_available",
-            "is_timm_available", "is_torchao_available", "is_torchdata_available",
-            "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
-            "is_trackio_available", "is_transformer_engine_available", "is_transformers_available",
-            "is_triton_available", "is_wandb_available", "is_weights_only_available", "require",
-        ),
-        "accel_state.available",
+    "backends.base": "Collectives",
+    "batch_size": "find_executable_batch_size should_reduce_batch_size",
+    "devices.affinity": "override_numa_affinity set_numa_affinity",
+    "devices.info": "check_cuda_p2p_ib_support check_os_kernel get_driver_version get_gpu_info",
+    "devices.kinds": "DeviceKind available_kind kind_of",
+    "devices.probes": (
+        "check_cuda_fp8_capability get_current_device_type is_bf16_available is_cuda_available "
+        "is_fp16_available is_habana_gaudi1 is_hpu_available is_mlu_available is_mps_available "
+        "is_musa_available is_neuron_available is_npu_available is_rocm_available is_sdaa_available "
+        "is_torch_xla_available is_transformer_engine_mxfp8_available is_xccl_available "
+        "is_xpu_available "
     ),
-    **dict.fromkeys(
-        (
-            "Collectives",
-        ),
-        "accel_state.backends.base",
+    "environ": (
+        "are_libraries_initialized clear_environment convert_dict_to_env_variables get_int_from_env "
+        "parse_choice_from_env parse_flag_from_env patch_environment purge_accelerate_environment "
+        "str_to_bool "
     ),
-    **dict.fromkeys(
-        (
-            "find_executable_batch_size", "should_reduce_batch_size",
-        ),
-        "accel_state.batch_size",
+    "errors": (
+        "AccelError DistributedOperationException MissingDependencyError SettingsError "
+        "StalledCollectiveError UnsupportedError "
     ),
-    **dict.fromkeys(
-        (
-            "override_numa_affinity", "set_numa_affinity",
-        ),
-        "accel_state.devices.affinity",
+    "gradient_state": "GradientState",
+    "labels": (
+        "BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType DynamoBackend "
+        "LoggerType PrecisionType RNGType SageMakerDistributedType distributed_type_of "
     ),
-    **dict.fromkeys(
-        (
-            "check_cuda_p2p_ib_support", "check_os_kernel", "get_driver_version", "get_gpu_info",
-        ),
-        "accel_state.devices.info",
-    ),
-    **dict.fromkeys(
-        (
-            "DeviceKind", "available_kind", "kind_of",
-        ),
-        "accel_state.devices.kinds",
-    ),
-    **dict.fromkeys(
-        (
-            "check_cuda_fp8_capability", "get_current_device_type", "is_bf16_available",
-            "is_cuda_available", "is_fp16_available", "is_habana_gaudi1", "is_hpu_available",
-            "is_mlu_available", "is_mps_available", "is_musa_available", "is_neuron_available",
-            "is_npu_available", "is_rocm_available", "is_sdaa_available", "is_torch_xla_available",
-            "is_transformer_engine_mxfp8_available", "is_xccl_available", "is_xpu_available",
-        ),
-        "accel_state.devices.probes",
-    ),
-    **dict.fromkeys(
-        (
-            "are_libraries_initialized", "clear_environment", "convert_dict_to_env_variables",
-            "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env", "patch_environment",
-            "purge_accelerate_environment", "str_to_bool",
-        ),
-        "accel_state.environ",
-    ),
-    **dict.fromkeys(
-        (
-            "AccelError", "DistributedOperationException", "MissingDependencyError", "SettingsError",
-            "StalledCollectiveError", "UnsupportedError",
-        ),
-        "accel_state.errors",
-    ),
-    **dict.fromkeys(
-        (
-            "GradientState",
-        ),
-        "accel_state.gradient_state",
-    ),
-    **dict.fromkeys(
-        (
-            "BaseEnum", "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType",
-            "DistributedType", "DynamoBackend", "LoggerType", "PrecisionType", "RNGType",
-            "SageMakerDistributedType", "distributed_type_of",
-        ),
-        "accel_state.labels",
-    ),
-    **dict.fromkeys(
-        (
-            "MultiProcessAdapter", "get_logger",
-        ),
-        "accel_state.logging",
-    ),
-    **dict.fromkeys(
-        (
-            "clear_device_cache", "release_memory",
-        ),
-        "accel_state.memory",
-    ),
-    **dict.fromkeys(
-        (
-            "PartialState", "wait_for_everyone",
-        ),
-        "accel_state.partial_state",
-    ),
-    **dict.fromkeys(
-        (
-            "tqdm",
-        ),
-        "accel_state.progress",
-    ),
-    **dict.fromkeys(
-        (
-            "set_seed", "synchronize_rng_state", "synchronize_rng_states",
-        ),
-        "accel_state.rng",
-    ),
-    **dict.fromkeys(
-        (
-            "NotStartedError", "Runtime",
-        ),
-        "accel_state.runtime",
-    ),
-    **dict.fromkeys(
-        (
-            "Settings", "from_environ", "to_environ",
-        ),
-        "accel_state.settings",
-    ),
-    **dict.fromkeys(
-        (
-            "CPUInformation", "Rendezvous", "Topology", "detect", "get_cpu_distributed_information",
-            "rendezvous",
-        ),
-        "accel_state.topology",
-    ),
-    **dict.fromkeys(
-        (
-            "compare_versions", "installed_version", "is_torch_version",
-        ),
-        "accel_state.versions",
-    ),
+    "logging": "MultiProcessAdapter get_logger",
+    "memory": "clear_device_cache release_memory",
+    "partial_state": "PartialState wait_for_everyone",
+    "progress": "tqdm",
+    "rng": "set_seed synchronize_rng_state synchronize_rng_states",
+    "runtime": "NotStartedError Runtime",
+    "settings": "Settings from_environ to_environ",
+    "topology": "CPUInformation Rendezvous Topology detect get_cpu_distributed_information rendezvous",
+    "versions": "compare_versions installed_version is_torch_version",
 }
-__getattr__, __dir__ = attach(__name__, _EXPORTS)
+__getattr__, __dir__ = attach(
+    __name__, {name: f"{__name__}.{module}" for module, names in _MODULES.items() for name in names.split()}
+)

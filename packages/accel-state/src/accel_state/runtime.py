@@ -168,7 +168,7 @@ def leave(group: Any = None) -> None:
     """Destroy a process group, the default one and all others if `None`; harmless where there is none."""
     if dist.is_available() and dist.is_initialized():
         if group is None:
-            watch.end()
+            watch.end(closing=True)
         dist.destroy_process_group(group)
 
 
@@ -213,7 +213,13 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
 
 def _watch(runtime: Runtime, limit: timedelta) -> None:
     topology = runtime.topology
-    watch.begin(default_store(), rank=topology.rank, world_size=topology.world_size, limit=limit)
+    watch.begin(
+        default_store(),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        limit=limit,
+        asynchronous=runtime.device.type != "cpu",
+    )
 
 
 def _group_options(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import os
+import re
 import sys
 import threading
 import time
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from accel_state.errors import StalledCollectiveError
+from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.whereabouts import Whereabouts, call_site, explain, main_thread_site, place_of
 
 if TYPE_CHECKING:
@@ -28,16 +30,10 @@ if TYPE_CHECKING:
 
 _RING = 16  # collectives of this rank that are remembered
 _PATIENCE = 60.0  # seconds after which a wait is worth a warning
-_BACKEND_WORDS = (
-    "gloo/",
-    "gloo::",
-    "NCCL",
-    "ProcessGroup",
-    "Connection closed",
-    "Connection reset",
-    "timed out",
-    "Timed out",
-)
+_LEAST_PAUSE = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
+_BACKEND_ERRORS = frozenset({"DistBackendError", "DistNetworkError"})
+_BACKEND_WORDS = re.compile(r"gloo[/:]|NCCL|XCCL|HCCL|ProcessGroup|Connection (closed|reset)|[Tt]imed out")
+_STALL_WORDS = re.compile(r"tim(ed|e) ?out|connection (closed|reset)|broken pipe|peer", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +53,8 @@ class region:  # noqa: N801 - used like a function, in `with`
     Raises:
         StalledCollectiveError: On entry if another rank has given up waiting; on leaving in place of the
             backend's error when this rank has.
+        DistributedOperationException: On leaving in place of another error of the backend, as when ranks
+            call different operations.
 
     Example:
         >>> with region("all_reduce"):
@@ -88,7 +86,9 @@ class region:  # noqa: N801 - used like a function, in `with`
             return
         try:
             if isinstance(error, RuntimeError) and _is_of_backend(error):
-                raise StalledCollectiveError(watch.give_up(self._operation, error)) from error
+                stalled = _STALL_WORDS.search(str(error)) is not None
+                wrapped = StalledCollectiveError if stalled else DistributedOperationException
+                raise wrapped(watch.give_up(self._operation, error)) from error
         finally:
             watch.slot = None
 
@@ -101,38 +101,56 @@ class Watch:
         rank: Index of this process.
         world_size: Number of processes.
         limit: Seconds after which the backend gives up on a collective.
+        asynchronous: Whether collectives return before they are done, as on GPUs, so that a process that
+            waits for them may be anywhere.
     """
 
-    def __init__(self, store: Store, *, rank: int, world_size: int, limit: float) -> None:
+    def __init__(
+        self, store: Store, *, rank: int, world_size: int, limit: float, asynchronous: bool = False
+    ) -> None:
         self.slot: _Slot | None = None
         self.count = 0
         self.verdict: str | None = None
         self.ring: deque[_Slot] = deque(maxlen=_RING)
+        # About once a second, less often where a thousand ranks share one store, more often for short limits.
+        self.interval = min(max(1.0, world_size / 200), max(0.05, limit / 5))
         self._store = PrefixStore("accel/watch", store)
         self._rank = rank
         self._world_size = world_size
-        self._tick = 0
         self._limit = limit
-        # About once a second, less often where a thousand ranks share one store, more often for short limits.
-        self.interval = min(max(1.0, world_size / 200), max(0.05, limit / 5))
-        self._warn_after = min(_PATIENCE, limit / 2)
-        self._stalled: tuple[_Slot, float] | None = None
+        self._asynchronous = asynchronous
+        self._tick = 0
+        self._stalled: tuple[Any, float] = (None, 0.0)
+        self._patience = self._first_patience = min(_PATIENCE, limit / 2)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
 
     def start(self) -> None:
         """Begin to post."""
+        if self._rank == 0:
+            for key in ("verdict", "closing"):  # of an earlier watch on the same store
+                self._store.delete_key(key)
         self._thread.start()
 
-    def stop(self) -> None:
-        """Say good-bye and end the thread."""
+    def stop(self, *, closing: bool = False) -> None:
+        """Say good-bye and end the thread.
+
+        Args:
+            closing: Whether this process may take the store with it. Rank 0 then gives the others the time
+                to stop using it, about a second if they are still at work.
+        """
         self._closing.set()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=5.0)
+        self._thread.join(timeout=5.0)
+        if closing and self._rank == 0:
+            try:
+                self._close_store()
+            except RuntimeError as error:
+                logger.debug("the store is gone already: %s", error)
 
     def give_up(self, operation: str, error: RuntimeError) -> str:
         """Make the message for a collective that the backend has given up, and tell it to the other ranks."""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _first_sentence(str(error)) or type(error).__name__
+        self._patience = float("inf")
         try:
             verdict = f"`{operation}` did not complete: {self._explanation()}."
             # The first rank to give up is quoted by all, so that all tell the same story.
@@ -144,13 +162,12 @@ class Watch:
                 f"probably with rank 0; rank {self._rank} is at {where} `{source}`."
             )
         self.verdict = agreed
-        return f"{agreed} Rank {self._rank} heard from its backend: {reason}"
+        return f"{agreed} Rank {self._rank} heard from its backend: {reason}."
 
     def _explanation(self) -> str:
         """Where everyone is; takes a few intervals, to find out who no longer answers."""
-        self._post()
         before = self._everyone()
-        time.sleep(2.5 * self.interval)
+        time.sleep(max(2.5 * self.interval, _LEAST_PAUSE))
         now = self._everyone()
         silent = [
             rank
@@ -161,7 +178,10 @@ class Watch:
 
     def _run(self) -> None:
         try:
+            self._post()
             while not self._closing.wait(self.interval):
+                if self._store.check(["closing"]):
+                    break
                 self._post()
                 self._listen()
                 self._warn()
@@ -190,22 +210,26 @@ class Watch:
             logger.error("Another rank gave up waiting: %s", self.verdict)
 
     def _warn(self) -> None:
+        """Log where everyone is if this rank has not moved for long, then after twice as long, and so on."""
         slot, now = self.slot, time.monotonic()
-        if slot is None or self._stalled is None or self._stalled[0] is not slot:
-            self._stalled = None if slot is None else (slot, now)
-            self._warn_after = min(_PATIENCE, self._limit / 2)
+        here = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
+        if here is None or here != self._stalled[0]:
+            self._stalled = (here, now)
+            # Outside of collectives a process may well compute for long; then only the limit is suspicious.
+            self._patience = self._first_patience if slot is not None else 0.9 * self._limit
             return
         waited = now - self._stalled[1]
-        if waited < self._warn_after:
+        if waited < self._patience:
             return
-        self._warn_after = 2 * waited
+        self._patience = 2 * waited
         everyone = self._everyone()
         waiting = [place.rank for place in everyone if place is not None and place.inside]
-        if waiting and waiting[0] == self._rank:
+        if slot is None or waiting[:1] == [self._rank]:
+            operation = slot[1] if slot is not None else "the work of the device"
             logger.warning(
                 "Waiting for %.0f s in `%s` (limit %.0f s): %s.",
                 waited,
-                slot[1],
+                operation,
                 self._limit,
                 explain(everyone),
             )
@@ -216,8 +240,16 @@ class Watch:
             Whereabouts.from_text(self._store.get(key)) if self._store.check([key]) else None for key in keys
         ]
 
+    def _close_store(self) -> None:
+        self._store.set("closing", "")
+        deadline = time.monotonic() + 1.5 * self.interval
+        while time.monotonic() < deadline:
+            if all(place is None or place.left for place in self._everyone()):
+                return
+            time.sleep(0.02)
 
-def begin(store: Any, *, rank: int, world_size: int, limit: timedelta) -> None:
+
+def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
     """Start to watch this process, if it is one of several.
 
     Args:
@@ -225,21 +257,37 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta) -> None:
         rank: Index of this process.
         world_size: Number of processes.
         limit: After how long the backend gives up on a collective.
+        asynchronous: Whether collectives return before they are done, as on GPUs.
     """
     global _active  # noqa: PLW0603 - one process has one watch, and `region` must find it in no time
     end()
     if world_size > 1:
-        watch = Watch(_own_connection(store), rank=rank, world_size=world_size, limit=limit.total_seconds())
-        watch.start()
-        _active = watch
+        _active = Watch(
+            _own_connection(store),
+            rank=rank,
+            world_size=world_size,
+            limit=limit.total_seconds(),
+            asynchronous=asynchronous,
+        )
+        _active.start()
 
 
-def end() -> None:
-    """Stop to watch; harmless when nothing is watched."""
+def end(*, closing: bool = False) -> None:
+    """Stop to watch; harmless when nothing is watched.
+
+    Args:
+        closing: Whether this process may take the store with it, as on leaving the process group.
+    """
     global _active
     watch, _active = _active, None
     if watch is not None:
-        watch.stop()
+        watch.stop(closing=closing)
+
+
+def _forget() -> None:
+    """In a forked child there is no thread, and the notes are the parent's."""
+    global _active  # noqa: PLW0603 - see `begin`
+    _active = None
 
 
 def _own_connection(store: Any) -> Any:
@@ -255,10 +303,15 @@ def _own_connection(store: Any) -> Any:
 
 def _is_of_backend(error: RuntimeError) -> bool:
     """Whether the transport failed, rather than an argument or the user's model."""
-    if type(error).__name__ in {"DistBackendError", "DistNetworkError"}:
-        return True
-    text = str(error)
-    return any(word in text for word in _BACKEND_WORDS)
+    return type(error).__name__ in _BACKEND_ERRORS or _BACKEND_WORDS.search(str(error)) is not None
 
 
-atexit.register(end)
+def _first_sentence(text: str) -> str:
+    """What a backend says, without the place in its own source and its advice."""
+    line = re.sub(r"^\[\S*\] ", "", (text.strip().splitlines() or [""])[0])
+    return line.split(". ")[0].rstrip(".")
+
+
+atexit.register(end, closing=True)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
