@@ -81,14 +81,16 @@ def imported(folder: Path, distributions: dict[str, list[str]]) -> set[str]:
 
 
 def roots(tree: ast.Module) -> Iterator[str]:
-    """The top-level modules that a file imports or names in a table."""
-    for node in ast.walk(tree):
+    """The top-level modules that a file imports or names in an export table."""
+    nodes = list(ast.walk(tree))
+    is_table = any(isinstance(node, ast.alias) and node.name == "attach" for node in nodes)
+    for node in nodes:
         match node:
             case ast.Import(names=names):
                 yield from (alias.name.partition(".")[0] for alias in names)
             case ast.ImportFrom(module=str(module), level=0):
                 yield module.partition(".")[0]
-            case ast.Constant(value=str(text)) if (named := DOTTED.fullmatch(text)) is not None:
+            case ast.Constant(value=str(text)) if is_table and (named := DOTTED.fullmatch(text)) is not None:
                 yield named[1]
             case _:
                 pass

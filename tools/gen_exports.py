@@ -35,15 +35,24 @@ HEADER = """\
 
 ABOUT = {
     "accel": "One training script, unchanged, on any number of devices.",
-    "accel.utils": "The building blocks: nested data, settings, RNG, availability, plugin dataclasses.",
-    "accel.state": "What this process is: rank, device, precision, accumulation.",
     "accel.big_modeling": "Models larger than memory.",
-    "accel.errors": "The errors that accel raises on purpose.",
-    "accel.logging": "Loggers that speak once per run rather than once per process.",
+    "accel.checkpointing": "What a saved state consists of.",
     "accel.data_loader": "Data loaders that give each process its share.",
+    "accel.errors": "The errors that accel raises on purpose.",
+    "accel.hooks": "Hooks around a module's forward pass.",
+    "accel.inference": "Pipelined inference over several devices.",
+    "accel.launchers": "Starting processes from a notebook or a test.",
+    "accel.local_sgd": "Training in which processes agree only now and then.",
+    "accel.logging": "Loggers that speak once per run rather than once per process.",
     "accel.optimizer": "The optimizer that `prepare` returns.",
+    "accel.parallelism_config": "How the axes of a device mesh are divided.",
     "accel.scheduler": "The scheduler that `prepare` returns.",
+    "accel.state": "What this process is: rank, device, precision, accumulation.",
+    "accel.tracking": "Experiment trackers.",
+    "accel.utils": "The building blocks: nested data, settings, RNG, availability, plugin dataclasses.",
+    "accel.utils.deepspeed": "What DeepSpeed's engine is wrapped in.",
     "accel.utils.environment": "Environment variables, CPU topology and driver facts.",
+    "accel.utils.fsdp_utils": "Sharded models and their checkpoints.",
 }
 
 Api = dict[str, dict[str, str]]

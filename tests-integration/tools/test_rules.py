@@ -91,9 +91,10 @@ def test_dependencies_are_compared_both_ways() -> None:
     assert complaints == ["imports torch and does not declare it", "declares b and does not import it"]
 
 
-def test_modules_named_in_tables_count_as_imports() -> None:
-    code = "import a.b\nfrom c import d\nTABLE = {'x': 'accel_ops.collect', 'y': 'accel_ops'}\n"
+def test_modules_named_in_export_tables_count_as_imports() -> None:
+    code = "import a.b\nfrom c import attach\nTABLE = {'x': 'accel_ops.collect', 'y': 'accel_ops'}\n"
     assert list(check_deps.roots(ast.parse(code))) == ["a", "c", "accel_ops"]
+    assert list(check_deps.roots(ast.parse(code.replace("attach", "d")))) == ["a", "c"]
 
 
 class Colour(enum.Enum):

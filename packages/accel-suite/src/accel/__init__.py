@@ -11,35 +11,60 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel import big_modeling as big_modeling
+    from accel import checkpointing as checkpointing
+    from accel import data_loader as data_loader
     from accel import errors as errors
+    from accel import logging as logging
     from accel import optimizer as optimizer
     from accel import scheduler as scheduler
+    from accel import state as state
     from accel import utils as utils
+    from accel_bigmodel.empty import init_empty_weights, init_on_device
     from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
+    from accel_state.available import is_rich_available
+    from accel_state.batch_size import find_executable_batch_size
     from accel_state.labels import DDPCommunicationHookType, DistributedType
+    from accel_state.partial_state import PartialState
+    from accel_state.rng import synchronize_rng_states
+    from accel_train.accelerator import Accelerator
+    from accel_train.data.skip import skip_first_batches
 
 __all__ = [
-    "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
+    "Accelerator", "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "DistributedType", "GradScalerKwargs", "InitProcessGroupKwargs",
-    "ProfileKwargs",
+    "PartialState", "ProfileKwargs", "find_executable_batch_size", "init_empty_weights", "init_on_device",
+    "is_rich_available", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "big_modeling": "accel.big_modeling:",
+    "checkpointing": "accel.checkpointing:",
+    "data_loader": "accel.data_loader:",
     "errors": "accel.errors:",
+    "logging": "accel.logging:",
     "optimizer": "accel.optimizer:",
     "scheduler": "accel.scheduler:",
+    "state": "accel.state:",
     "utils": "accel.utils:",
+    **dict.fromkeys(("init_empty_weights", "init_on_device"), "accel_bigmodel.empty"),
     **dict.fromkeys(("AutocastKwargs", "GradScalerKwargs"), "accel_plugins.kwargs.amp"),
     **dict.fromkeys(("DataLoaderConfiguration",), "accel_plugins.kwargs.dataloader"),
     **dict.fromkeys(("DistributedDataParallelKwargs",), "accel_plugins.kwargs.ddp"),
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
+    **dict.fromkeys(("is_rich_available",), "accel_state.available"),
+    **dict.fromkeys(("find_executable_batch_size",), "accel_state.batch_size"),
     **dict.fromkeys(("DDPCommunicationHookType", "DistributedType"), "accel_state.labels"),
+    **dict.fromkeys(("PartialState",), "accel_state.partial_state"),
+    **dict.fromkeys(("synchronize_rng_states",), "accel_state.rng"),
+    **dict.fromkeys(("Accelerator",), "accel_train.accelerator"),
+    **dict.fromkeys(("skip_first_batches",), "accel_train.data.skip"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)

@@ -12,6 +12,31 @@ from accel_state._lazy import attach
 
 if TYPE_CHECKING:
     from accel.utils import environment as environment
+    from accel.utils import fsdp_utils as fsdp_utils
+    from accel_ops.collect import broadcast, broadcast_object_list, gather, gather_object, reduce
+    from accel_ops.modules import (
+        extract_model_from_parallel, has_compiled_regions, is_compiled_module, model_has_dtensor,
+    )
+    from accel_ops.move import copy_tensor_to_devices, send_to_device
+    from accel_ops.pad import CannotPadNestedTensorWarning, pad_across_processes, pad_input_tensors
+    from accel_ops.precision import convert_outputs_to_fp32, convert_to_fp32
+    from accel_ops.tree import (
+        TensorInformation, concatenate, find_batch_size, find_device, get_data_structure, honor_type,
+        ignorant_find_batch_size, initialize_tensors, is_namedtuple, is_tensor_information, is_torch_tensor,
+        listify, recursively_apply, slice_tensors,
+    )
+    from accel_ops.weights.clean import clean_state_dict_for_safetensors
+    from accel_ops.weights.names import (
+        MODEL_NAME, SAFE_MODEL_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_PATTERN_NAME,
+        WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_PATTERN_NAME,
+    )
+    from accel_ops.weights.read import load, load_state_dict
+    from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int, dtype_byte_size
+    from accel_ops.weights.tensors import id_tensor_storage, named_module_tensors
+    from accel_ops.weights.tied import (
+        check_tied_parameters_in_config, find_tied_parameters, retie_parameters,
+    )
+    from accel_ops.weights.write import save
     from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
     from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
     from accel_plugins.kwargs.base import KwargsHandler
@@ -21,6 +46,28 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_state.available import (
+        is_4bit_bnb_available, is_8bit_bnb_available, is_aim_available, is_amdsmi_available,
+        is_bitsandbytes_multi_backend_available, is_bnb_available, is_boto3_available, is_clearml_available,
+        is_comet_ml_available, is_datasets_available, is_deepspeed_available, is_dvclive_available,
+        is_fp8_available, is_import_timer_available, is_lomo_available, is_matplotlib_available,
+        is_megatron_lm_available, is_mlflow_available, is_msamp_available, is_pandas_available,
+        is_peft_available, is_pippy_available, is_pynvml_available, is_pytest_available, is_rich_available,
+        is_sagemaker_available, is_schedulefree_available, is_swanlab_available, is_tensorboard_available,
+        is_timm_available, is_torchao_available, is_torchdata_available,
+        is_torchdata_stateful_dataloader_available, is_torchvision_available, is_trackio_available,
+        is_transformer_engine_available, is_transformers_available, is_triton_available, is_wandb_available,
+        is_weights_only_available,
+    )
+    from accel_state.batch_size import find_executable_batch_size
+    from accel_state.devices.affinity import set_numa_affinity
+    from accel_state.devices.info import check_cuda_p2p_ib_support, check_os_kernel, get_gpu_info
+    from accel_state.devices.probes import (
+        check_cuda_fp8_capability, get_current_device_type, is_bf16_available, is_cuda_available,
+        is_fp16_available, is_habana_gaudi1, is_hpu_available, is_mlu_available, is_mps_available,
+        is_musa_available, is_neuron_available, is_npu_available, is_rocm_available, is_sdaa_available,
+        is_torch_xla_available, is_transformer_engine_mxfp8_available, is_xccl_available, is_xpu_available,
+    )
     from accel_state.environ import (
         are_libraries_initialized, clear_environment, convert_dict_to_env_variables, get_int_from_env,
         parse_choice_from_env, parse_flag_from_env, patch_environment, purge_accelerate_environment,
@@ -30,21 +77,86 @@ if TYPE_CHECKING:
         ComputeEnvironment, CustomDtype, DDPCommunicationHookType, DistributedType, DynamoBackend,
         LoggerType, PrecisionType, RNGType, SageMakerDistributedType,
     )
+    from accel_state.memory import release_memory
+    from accel_state.partial_state import wait_for_everyone
+    from accel_state.progress import tqdm
+    from accel_state.rng import set_seed, synchronize_rng_state, synchronize_rng_states
     from accel_state.topology import get_cpu_distributed_information
+    from accel_state.versions import compare_versions, is_torch_version
 
 __all__ = [
-    "AutocastKwargs", "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType",
-    "DataLoaderConfiguration", "DistributedDataParallelKwargs", "DistributedType", "DynamoBackend",
-    "GradScalerKwargs", "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler",
-    "LoggerType", "PrecisionType", "ProfileKwargs", "ProjectConfiguration", "RNGType",
-    "SageMakerDistributedType", "TorchDynamoPlugin", "are_libraries_initialized", "clear_environment",
-    "convert_dict_to_env_variables", "get_cpu_distributed_information", "get_int_from_env",
-    "parse_choice_from_env", "parse_flag_from_env", "patch_environment", "purge_accelerate_environment",
-    "str_to_bool",
+    "AutocastKwargs", "CannotPadNestedTensorWarning", "ComputeEnvironment", "CustomDtype",
+    "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
+    "DistributedType", "DynamoBackend", "GradScalerKwargs", "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MODEL_NAME", "PrecisionType", "ProfileKwargs",
+    "ProjectConfiguration", "RNGType", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME", "SageMakerDistributedType", "TensorInformation", "TorchDynamoPlugin",
+    "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME", "are_libraries_initialized", "broadcast",
+    "broadcast_object_list", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_os_kernel",
+    "check_tied_parameters_in_config", "clean_state_dict_for_safetensors", "clear_environment",
+    "compare_versions", "concatenate", "convert_bytes", "convert_dict_to_env_variables",
+    "convert_file_size_to_int", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
+    "dtype_byte_size", "extract_model_from_parallel", "find_batch_size", "find_device",
+    "find_executable_batch_size", "find_tied_parameters", "gather", "gather_object",
+    "get_cpu_distributed_information", "get_current_device_type", "get_data_structure", "get_gpu_info",
+    "get_int_from_env", "has_compiled_regions", "honor_type", "id_tensor_storage",
+    "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
+    "is_aim_available", "is_amdsmi_available", "is_bf16_available",
+    "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
+    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
+    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available",
+    "is_fp8_available", "is_habana_gaudi1", "is_hpu_available", "is_import_timer_available",
+    "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
+    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
+    "is_neuron_available", "is_npu_available", "is_pandas_available", "is_peft_available",
+    "is_pippy_available", "is_pynvml_available", "is_pytest_available", "is_rich_available",
+    "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available",
+    "is_swanlab_available", "is_tensor_information", "is_tensorboard_available", "is_timm_available",
+    "is_torch_tensor", "is_torch_version", "is_torch_xla_available", "is_torchao_available",
+    "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
+    "is_trackio_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
+    "is_transformers_available", "is_triton_available", "is_wandb_available", "is_weights_only_available",
+    "is_xccl_available", "is_xpu_available", "listify", "load", "load_state_dict", "model_has_dtensor",
+    "named_module_tensors", "pad_across_processes", "pad_input_tensors", "parse_choice_from_env",
+    "parse_flag_from_env", "patch_environment", "purge_accelerate_environment", "recursively_apply",
+    "reduce", "release_memory", "retie_parameters", "save", "send_to_device", "set_numa_affinity",
+    "set_seed", "slice_tensors", "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "tqdm",
+    "wait_for_everyone",
 ]
 
 _EXPORTS = {
     "environment": "accel.utils.environment:",
+    "fsdp_utils": "accel.utils.fsdp_utils:",
+    **dict.fromkeys((
+        "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce",
+    ), "accel_ops.collect"),
+    **dict.fromkeys((
+        "extract_model_from_parallel", "has_compiled_regions", "is_compiled_module", "model_has_dtensor",
+    ), "accel_ops.modules"),
+    **dict.fromkeys(("copy_tensor_to_devices", "send_to_device"), "accel_ops.move"),
+    **dict.fromkeys((
+        "CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors",
+    ), "accel_ops.pad"),
+    **dict.fromkeys(("convert_outputs_to_fp32", "convert_to_fp32"), "accel_ops.precision"),
+    **dict.fromkeys((
+        "TensorInformation", "concatenate", "find_batch_size", "find_device", "get_data_structure",
+        "honor_type", "ignorant_find_batch_size", "initialize_tensors", "is_namedtuple",
+        "is_tensor_information", "is_torch_tensor", "listify", "recursively_apply", "slice_tensors",
+    ), "accel_ops.tree"),
+    **dict.fromkeys(("clean_state_dict_for_safetensors",), "accel_ops.weights.clean"),
+    **dict.fromkeys((
+        "MODEL_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
+        "SAFE_WEIGHTS_PATTERN_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
+    ), "accel_ops.weights.names"),
+    **dict.fromkeys(("load", "load_state_dict"), "accel_ops.weights.read"),
+    **dict.fromkeys((
+        "convert_bytes", "convert_file_size_to_int", "dtype_byte_size",
+    ), "accel_ops.weights.sizes"),
+    **dict.fromkeys(("id_tensor_storage", "named_module_tensors"), "accel_ops.weights.tensors"),
+    **dict.fromkeys((
+        "check_tied_parameters_in_config", "find_tied_parameters", "retie_parameters",
+    ), "accel_ops.weights.tied"),
+    **dict.fromkeys(("save",), "accel_ops.weights.write"),
     **dict.fromkeys(("GradientAccumulationPlugin",), "accel_plugins.kwargs.accumulation"),
     **dict.fromkeys(("AutocastKwargs", "GradScalerKwargs"), "accel_plugins.kwargs.amp"),
     **dict.fromkeys(("KwargsHandler",), "accel_plugins.kwargs.base"),
@@ -55,6 +167,31 @@ _EXPORTS = {
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
     **dict.fromkeys((
+        "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
+        "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
+        "is_clearml_available", "is_comet_ml_available", "is_datasets_available", "is_deepspeed_available",
+        "is_dvclive_available", "is_fp8_available", "is_import_timer_available", "is_lomo_available",
+        "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available", "is_msamp_available",
+        "is_pandas_available", "is_peft_available", "is_pippy_available", "is_pynvml_available",
+        "is_pytest_available", "is_rich_available", "is_sagemaker_available", "is_schedulefree_available",
+        "is_swanlab_available", "is_tensorboard_available", "is_timm_available", "is_torchao_available",
+        "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
+        "is_trackio_available", "is_transformer_engine_available", "is_transformers_available",
+        "is_triton_available", "is_wandb_available", "is_weights_only_available",
+    ), "accel_state.available"),
+    **dict.fromkeys(("find_executable_batch_size",), "accel_state.batch_size"),
+    **dict.fromkeys(("set_numa_affinity",), "accel_state.devices.affinity"),
+    **dict.fromkeys((
+        "check_cuda_p2p_ib_support", "check_os_kernel", "get_gpu_info",
+    ), "accel_state.devices.info"),
+    **dict.fromkeys((
+        "check_cuda_fp8_capability", "get_current_device_type", "is_bf16_available", "is_cuda_available",
+        "is_fp16_available", "is_habana_gaudi1", "is_hpu_available", "is_mlu_available", "is_mps_available",
+        "is_musa_available", "is_neuron_available", "is_npu_available", "is_rocm_available",
+        "is_sdaa_available", "is_torch_xla_available", "is_transformer_engine_mxfp8_available",
+        "is_xccl_available", "is_xpu_available",
+    ), "accel_state.devices.probes"),
+    **dict.fromkeys((
         "are_libraries_initialized", "clear_environment", "convert_dict_to_env_variables",
         "get_int_from_env", "parse_choice_from_env", "parse_flag_from_env", "patch_environment",
         "purge_accelerate_environment", "str_to_bool",
@@ -63,6 +200,11 @@ _EXPORTS = {
         "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DistributedType", "DynamoBackend",
         "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
     ), "accel_state.labels"),
+    **dict.fromkeys(("release_memory",), "accel_state.memory"),
+    **dict.fromkeys(("wait_for_everyone",), "accel_state.partial_state"),
+    **dict.fromkeys(("tqdm",), "accel_state.progress"),
+    **dict.fromkeys(("set_seed", "synchronize_rng_state", "synchronize_rng_states"), "accel_state.rng"),
     **dict.fromkeys(("get_cpu_distributed_information",), "accel_state.topology"),
+    **dict.fromkeys(("compare_versions", "is_torch_version"), "accel_state.versions"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)
