@@ -1,0 +1,267 @@
+"""Collectives on nested data: all leaves in one flat buffer, in one message."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from accel_ops import checked, exchange
+from accel_ops.packing import Flat, below_autograd, copy_all, cut, flatten, pack, section, size_of
+from accel_ops.tree import recursively_apply
+from accel_state.runtime import current_or_single
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_state.backends.base import Collectives
+
+Reduction = Literal["sum", "mean", "none"]
+
+_REDUCTIONS = ("sum", "mean", "none")
+
+
+def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
+    """Concatenate every tensor of nested data over all processes, along dimension 0, in rank order.
+
+    All leaves travel together. Their sizes of dimension 0 may differ between the processes and may be 0;
+    element types and the other dimensions must agree. Any element type travels.
+
+    Args:
+        tensor: Tensors nested in lists, tuples, named tuples, mappings and dataclasses.
+        same_shapes: All shapes are known to be equal on all processes, so they are not exchanged. On an
+            accelerator this spares waiting for the device. If they are not equal, the result is undefined.
+
+    Returns:
+        The same structure on every process: a tensor of shape `(n, ...)` becomes `(sum of all n, ...)`, one
+        without dimensions `(number of processes,)`, on the device of the process and without a graph. In a
+        single process `tensor` itself.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        DistributedOperationException: Structures, types or trailing shapes differ. Every process raises
+            it, with the path of the leaf and the shapes of all processes.
+
+    Example:
+        >>> gather({"loss": torch.ones(1)})
+        {'loss': tensor([1.])}
+    """
+    runtime = current_or_single()
+    collectives = runtime.collectives
+    if collectives.world_size == 1:
+        return tensor
+    if runtime.debug:
+        checked.check(
+            collectives, "gather", tensor, detail=f"same_shapes={same_shapes}", rows_differ=not same_shapes
+        )
+    flat = flatten(tensor, "gather")
+    collect = exchange.gather_even if same_shapes else exchange.gather
+    return flat.rebuild(collect(collectives, flat.plan, flat.leaves, runtime.device))
+
+
+def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
+    """Concatenate the lists of picklable objects of all processes, in rank order.
+
+    Args:
+        object: A list or tuple, of any length.
+
+    Returns:
+        A list of the objects of all processes, on every process. In a single process `object` itself.
+
+    Raises:
+        TypeError: `object` is neither a list nor a tuple.
+
+    Example:
+        >>> gather_object(["cat", "dog"])
+        ['cat', 'dog']
+    """
+    runtime = current_or_single()
+    if runtime.collectives.world_size == 1:
+        return object
+    if runtime.debug:
+        checked.check(runtime.collectives, "gather_object")
+    if not isinstance(object, (list, tuple)):
+        raise TypeError(f"gather_object concatenates lists, not a {type(object)}; pass [object] instead.")
+    return [item for part in runtime.collectives.all_gather_object(object) for item in part]
+
+
+def broadcast(tensor: Any, from_process: int = 0) -> Any:
+    """Overwrite every tensor of nested data, in place, with that of one process.
+
+    Args:
+        tensor: Tensors nested in containers, of the same structure, types and shapes on every process.
+        from_process: Whose values all get.
+
+    Returns:
+        `tensor`, or an equal structure around the same tensors.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ValueError: There is no process `from_process`.
+
+    Example:
+        >>> broadcast([torch.ones(1)])
+        [tensor([1.])]
+    """
+    runtime = current_or_single()
+    collectives = runtime.collectives
+    if collectives.world_size == 1:
+        return tensor
+    _check_source(from_process, collectives)
+    if runtime.debug:
+        checked.check(collectives, "broadcast", tensor, detail=f"from_process={from_process}")
+    flat = flatten(tensor, "broadcast")
+    _broadcast_packed(collectives, flat, from_process, runtime.device)
+    for index in flat.plan.large:
+        _broadcast_alone(collectives, flat.leaves[index], from_process, runtime.device)
+    return tensor
+
+
+def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+    """Replace the picklable objects in a list, in place, by those of one process.
+
+    Args:
+        object_list: A list, equally long on every process.
+        from_process: Whose objects all get.
+
+    Returns:
+        `object_list`.
+
+    Raises:
+        TypeError: It is not a list.
+        ValueError: There is no process `from_process`.
+
+    Example:
+        >>> broadcast_object_list(["run-7"])
+        ['run-7']
+    """
+    runtime = current_or_single()
+    collectives = runtime.collectives
+    if collectives.world_size == 1:
+        return object_list
+    _check_source(from_process, collectives)
+    if runtime.debug:
+        checked.check(collectives, "broadcast_object_list", detail=f"from_process={from_process}")
+    if not isinstance(object_list, list):
+        raise TypeError(f"broadcast_object_list fills a list in place, and got a {type(object_list)}.")
+    collectives.broadcast_object_list(object_list, from_process)
+    return object_list
+
+
+def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+    """Add every tensor of nested data over all processes, or average it; one message per element type.
+
+    Args:
+        tensor: Tensors nested in containers, of the same structure, types and shapes on every process.
+        reduction: `"sum"`, `"mean"`, or `"none"`, which is another name for the sum.
+        scale: A factor for the result.
+
+    Returns:
+        The same structure with new tensors, on every process, without a graph. The element type stays, but
+        the mean of integers or booleans, and their sum times a scale, is of the default floating type.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ValueError: `reduction` is something else.
+
+    Example:
+        >>> reduce([torch.tensor([1.0, 2.0])], "sum", scale=0.5)
+        [tensor([0.5000, 1.0000])]
+    """
+    if reduction not in _REDUCTIONS:
+        raise ValueError(
+            f"reduction={reduction!r} is unknown; choose one of {', '.join(map(repr, _REDUCTIONS))}."
+        )
+    runtime = current_or_single()
+    collectives = runtime.collectives
+    if runtime.debug and collectives.world_size > 1:
+        checked.check(collectives, "reduce", tensor, detail=f"{reduction!r}, scale={scale!r}")
+    members = collectives.world_size if reduction == "mean" else None
+    if collectives.world_size == 1:
+        return recursively_apply(
+            lambda leaf: _summed(collectives, leaf.detach().clone(), members, scale),
+            tensor,
+            error_on_other_type=True,
+        )
+    flat = flatten(tensor, "reduce")
+    results = _reduce_packed(collectives, flat, members, scale, runtime.device)
+    for index in flat.plan.large:
+        leaf = flat.leaves[index].detach().to(runtime.device)
+        copy = leaf.clone(memory_format=torch.contiguous_format)
+        results[index] = _summed(collectives, copy, members, scale)
+    return flat.rebuild(results)
+
+
+def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
+    """Broadcast the leaves that are not large, all types in one message."""
+    buckets = flat.plan.packed
+    buffer = torch.empty(size_of(buckets), dtype=torch.uint8, device=device)
+    if collectives.rank == source:
+        pack(buckets, flat.leaves, buffer)
+    collectives.broadcast(buffer, source)
+    if collectives.rank == source:
+        return
+    with torch.no_grad():
+        for bucket in buckets:
+            leaves = [flat.leaves[index] for index in bucket.members]
+            copy_all(leaves, cut(bucket, section(buffer, bucket)))
+
+
+def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device: torch.device) -> None:
+    """Broadcast a large leaf without a copy, if it lies in memory as it has to."""
+    leaf = leaf.detach()
+    carried = leaf.to(device).contiguous()
+    collectives.broadcast(carried, source)
+    if carried is not leaf and collectives.rank != source:
+        leaf.copy_(carried)
+
+
+def _reduce_packed(
+    collectives: Collectives, flat: Flat, members: int | None, scale: float, device: torch.device
+) -> list[Any]:
+    """Reduce the leaves that are not large, one message per element type; the others' places stay empty."""
+    buckets = flat.plan.packed
+    buffer = torch.empty(size_of(buckets), dtype=torch.uint8, device=device)
+    pack(buckets, flat.leaves, buffer)
+    results: list[Any] = [None] * len(flat.leaves)
+    with below_autograd():
+        for dtype, group in groupby(buckets, attrgetter("dtype")):
+            same = list(group)
+            start, stop = same[0].start, same[-1].stop
+            total = _summed(collectives, buffer[start:stop].view(dtype), members, scale)
+            for bucket in same:
+                first = (bucket.start - start) // dtype.itemsize
+                last = (bucket.stop - start) // dtype.itemsize
+                leaves = cut(bucket, total[first:last].view(bucket.shape))
+                for index, leaf in zip(bucket.members, leaves, strict=True):
+                    results[index] = leaf
+    return results
+
+
+def _summed(collectives: Collectives, total: Tensor, members: int | None, scale: float) -> Tensor:
+    """The sum of a tensor over all ranks, divided by `members` and scaled; `total` is overwritten."""
+    dtype = total.dtype
+    changes = members is not None or scale != 1.0
+    if changes and not (dtype.is_floating_point or dtype.is_complex):
+        total = total.to(torch.int64)
+    elif changes and dtype.itemsize == 1:
+        total = total.to(torch.float32)  # there is no arithmetic on float8
+    collectives.all_reduce(total)
+    if members is not None:
+        total = (
+            total.div_(members)
+            if total.dtype.is_floating_point or total.dtype.is_complex
+            else total / members
+        )
+    if scale != 1.0:
+        total = total * scale
+    return total.to(dtype) if dtype.is_floating_point and dtype.itemsize == 1 else total
+
+
+def _check_source(from_process: int, collectives: Collectives) -> None:
+    if not 0 <= from_process < collectives.world_size:
+        raise ValueError(
+            f"from_process={from_process!r} does not exist: the ranks are 0 to {collectives.world_size - 1}."
+        )

@@ -1,0 +1,143 @@
+"""Tensors made longer: to the same size on all processes, or to a multiple of their number."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_ops import checked
+from accel_ops.collect import gather
+from accel_ops.exchange import mismatch
+from accel_ops.plan import digest
+from accel_ops.tree import recursively_apply, stray_leaf, walk
+from accel_state.errors import DistributedOperationException
+from accel_state.runtime import current_or_single
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accel_state.runtime import Runtime
+
+
+class CannotPadNestedTensorWarning(UserWarning):
+    """A nested tensor was met where tensors are padded; it stays as it is."""
+
+
+def pad_across_processes(
+    tensor: Any,
+    dim: int = 0,
+    pad_index: float = 0,
+    pad_first: bool = False,
+) -> Any:
+    """Make every tensor of nested data as long as it is on the process where it is longest.
+
+    The sizes of all leaves are exchanged in one message.
+
+    Args:
+        tensor: Tensors nested in containers, of the same structure on every process.
+        dim: Which dimension. Tensors without it stay as they are.
+        pad_index: The value to fill with.
+        pad_first: Put the new elements in front.
+
+    Returns:
+        The same structure; a tensor that is long enough is returned as it is.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        DistributedOperationException: The processes have different numbers of leaves, or a leaf has
+            different numbers of dimensions; every process raises it.
+
+    Example:
+        >>> pad_across_processes(torch.ones(2))
+        tensor([1., 1.])
+    """
+    runtime = current_or_single()
+    collectives = runtime.collectives
+    if runtime.debug and collectives.world_size > 1:
+        checked.check(collectives, "pad_across_processes", detail=f"dim={dim!r}")
+    leaves = list(walk(tensor))
+    if not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
+        raise stray_leaf(tensor, "pad_across_processes")
+    if collectives.world_size == 1:
+        return tensor
+    sizes = iter(_largest(runtime, leaves, dim))
+    return recursively_apply(lambda leaf: _lengthen(leaf, next(sizes), dim, pad_index, pad_first), tensor)
+
+
+def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
+    """Repeat the last row of every tensor until a batch can be divided evenly among processes.
+
+    Args:
+        tensor: Tensors nested in containers.
+        batch_size: How many rows the batch has.
+        num_processes: Among how many it is to be divided.
+        dim: The dimension of the batch. Tensors without it stay as they are.
+
+    Returns:
+        The same structure; the tensors are longer by `-batch_size % num_processes` rows.
+
+    Raises:
+        TypeError: A leaf is not a tensor.
+        ValueError: There is no row to repeat.
+
+    Example:
+        >>> pad_input_tensors(torch.arange(3), batch_size=3, num_processes=4)
+        tensor([0, 1, 2, 2])
+    """
+    missing = -batch_size % num_processes
+
+    def repeat_last(leaf: torch.Tensor) -> torch.Tensor:
+        if missing == 0 or not -leaf.ndim <= dim < leaf.ndim:
+            return leaf
+        if leaf.shape[dim] == 0:
+            raise ValueError(
+                f"There is no row to repeat in a tensor of shape {tuple(leaf.shape)} along dim={dim!r}, "
+                f"but the batch of {batch_size!r} needs {missing} more for {num_processes!r} processes."
+            )
+        last = leaf.narrow(dim, leaf.shape[dim] - 1, 1)
+        return torch.cat([leaf, *[last] * missing], dim=dim)
+
+    return recursively_apply(repeat_last, tensor, error_on_other_type=True)
+
+
+def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: int) -> list[int]:
+    """The largest size of every leaf on any process; -1 where a leaf lacks the dimension."""
+    order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
+    facts = [(path, leaf.dim()) for path, leaf in (leaves[index] for index in order)]
+    mine = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=runtime.device)
+    try:
+        # The name is a hash of the structure: `gather` refuses to join structures that differ.
+        sizes = gather({str(digest(repr(facts))): mine})
+    except DistributedOperationException:
+        mine_shown = {path: (leaf.dim(), f"{leaf.dim()} dimensions") for path, leaf in leaves}
+        raise mismatch("pad_across_processes", runtime.collectives, mine_shown) from None
+    ((table),) = sizes.values()
+    by_path: list[int] = table.amax(0).tolist() if leaves else []
+    largest = [0] * len(leaves)
+    for index, size in zip(order, by_path, strict=True):
+        largest[index] = size
+    return largest
+
+
+def _size(leaf: torch.Tensor, dim: int) -> int:
+    if leaf.is_nested:
+        warnings.warn(
+            "A nested tensor cannot be padded across processes; it stays as it is.",
+            CannotPadNestedTensorWarning,
+            stacklevel=2,
+        )
+        return -1
+    return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1
+
+
+def _lengthen(leaf: torch.Tensor, size: int, dim: int, value: float, first: bool) -> torch.Tensor:
+    if size < 0 or size == leaf.shape[dim]:
+        return leaf
+    shape = list(leaf.shape)
+    shape[dim] = size
+    longer = leaf.new_full(shape, value)
+    start = size - leaf.shape[dim] if first else 0
+    longer.narrow(dim, start, leaf.shape[dim]).copy_(leaf)
+    return longer

@@ -1,0 +1,313 @@
+"""Nested data: tensors in lists, tuples, named tuples, mappings and dataclasses, walked and rebuilt."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass
+class TensorInformation:
+    """What is known of a tensor without its values.
+
+    Example:
+        >>> get_data_structure({"x": torch.zeros(2, 3)})
+        {'x': TensorInformation(shape=torch.Size([2, 3]), dtype=torch.float32)}
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def is_torch_tensor(tensor: Any) -> TypeGuard[torch.Tensor]:
+    """Whether this is a tensor (a parameter or another subclass is one too)."""
+    return isinstance(tensor, torch.Tensor)
+
+
+def is_tensor_information(tensor_info: Any) -> TypeGuard[TensorInformation]:
+    """Whether this describes a tensor, as `get_data_structure` does."""
+    return isinstance(tensor_info, TensorInformation)
+
+
+def is_namedtuple(data: Any) -> bool:
+    """Whether this is an instance of a named tuple.
+
+    Example:
+        >>> is_namedtuple((1, 2))
+        False
+    """
+    return isinstance(data, tuple) and hasattr(data, "_fields") and hasattr(data, "_asdict")
+
+
+def honor_type(obj: Any, generator: Any) -> Any:
+    """Make a value of the type of `obj` from items: the type's constructor, or its fields for a named tuple.
+
+    Example:
+        >>> honor_type((0,), [1, 2])
+        (1, 2)
+    """
+    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
+
+
+def children(data: Any) -> list[tuple[Any, Any]] | None:
+    """The keys (or indices, or field names) and values directly inside a container; None for a leaf."""
+    if isinstance(data, (list, tuple)):
+        return list(enumerate(data))
+    if isinstance(data, Mapping):
+        return list(data.items())
+    if is_dataclass_instance(data):
+        return [(field.name, getattr(data, field.name)) for field in dataclasses.fields(data)]
+    return None
+
+
+def is_dataclass_instance(data: Any) -> bool:
+    """Whether this is a dataclass that is walked into; the description of a tensor is a leaf."""
+    return (
+        dataclasses.is_dataclass(data)
+        and not isinstance(data, type)
+        and not isinstance(data, TensorInformation)
+    )
+
+
+def rebuild(data: Any, values: Iterable[Any]) -> Any:
+    """A container like `data`, of the same type and keys, with other values, in the order of `children`."""
+    if type(data) is dict:
+        return dict(zip(data, values, strict=True))
+    if isinstance(data, (list, tuple)):
+        return honor_type(data, values)
+    if isinstance(data, Mapping):
+        items = dict(zip(data, values, strict=True))
+        if isinstance(data, defaultdict):
+            return defaultdict(data.default_factory, items)
+        return honor_type(data, items)
+    return _rebuild_dataclass(data, values)
+
+
+def recursively_apply(
+    func: Callable[..., Any],
+    data: Any,
+    *args: Any,
+    test_type: Callable[[Any], bool] = is_torch_tensor,
+    error_on_other_type: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """Apply a function to every leaf that passes a test; containers keep their types.
+
+    Args:
+        func: Called with the leaf, then `args` and `kwargs`.
+        data: A leaf, or leaves nested in lists, tuples, named tuples, mappings and dataclasses.
+        *args: Passed on to `func`.
+        test_type: Which leaves are for `func`; the others stay as they are.
+        error_on_other_type: Refuse leaves that fail the test instead of keeping them.
+        **kwargs: Passed on to `func`.
+
+    Returns:
+        The same structure with the results in place of the leaves.
+
+    Raises:
+        TypeError: A leaf fails the test and `error_on_other_type` is set; the message has its path and type.
+
+    Example:
+        >>> recursively_apply(lambda t, by: t * by, {"x": [torch.ones(2), "kept"]}, by=3)
+        {'x': [tensor([3., 3.]), 'kept']}
+    """
+
+    def apply(part: Any) -> Any:
+        if not isinstance(part, (list, tuple, Mapping)):
+            if test_type(part):
+                return func(part, *args, **kwargs)
+            if not is_dataclass_instance(part):
+                if error_on_other_type:
+                    raise _stray_leaf(data, test_type, _name(func))
+                return part
+        return rebuild(part, [apply(value) for _, value in children(part) or ()])
+
+    return apply(data)
+
+
+def walk(data: Any, path: str = "") -> Iterable[tuple[str, Any]]:
+    """Every leaf with its path, such as `['logits'][0]`, depth first.
+
+    Example:
+        >>> list(walk({"a": [1, 2], "b": 3}))
+        [("['a'][0]", 1), ("['a'][1]", 2), ("['b']", 3)]
+    """
+    inside = children(data)
+    if inside is None:
+        yield path, data
+        return
+    attribute = is_namedtuple(data) or not isinstance(data, (list, tuple, Mapping))
+    names = getattr(data, "_fields", None) if is_namedtuple(data) else None
+    for position, (key, value) in enumerate(inside):
+        step = f".{names[position] if names else key}" if attribute else f"[{_stable(key, position)}]"
+        yield from walk(value, path + step)
+
+
+def stray_leaf(data: Any, operation: str) -> TypeError:
+    """The error for data whose leaves are not all tensors: where the first other leaf is, and what it is."""
+    return _stray_leaf(data, is_torch_tensor, operation)
+
+
+def find_batch_size(data: Any) -> int:
+    """The size of the first dimension of the first tensor that has a dimension.
+
+    Raises:
+        ValueError: There is nothing in `data`.
+        TypeError: There are leaves, and none is a tensor with a dimension.
+
+    Example:
+        >>> find_batch_size({"ids": torch.zeros(8, 3)})
+        8
+    """
+    other: Any = None
+    empty = True
+    for _, leaf in walk(data):
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > 0:
+            return leaf.shape[0]
+        other, empty = leaf, False
+    if empty:
+        raise ValueError(f"Cannot find the batch size from empty {type(data)}.")
+    found = "a tensor without dimensions" if isinstance(other, torch.Tensor) else type(other)
+    raise TypeError(f"Can only find the batch size of tensors but got {found}.")
+
+
+def ignorant_find_batch_size(data: Any) -> int | None:
+    """The batch size as `find_batch_size` finds it; None where there is none.
+
+    Example:
+        >>> ignorant_find_batch_size(["no", "tensors"]) is None
+        True
+    """
+    try:
+        return find_batch_size(data)
+    except (TypeError, ValueError):
+        return None
+
+
+def find_device(data: Any) -> torch.device | None:
+    """The device of the first tensor; None where there is none.
+
+    Example:
+        >>> find_device({"a": "text", "b": torch.ones(1)})
+        device(type='cpu')
+    """
+    return next((leaf.device for _, leaf in walk(data) if isinstance(leaf, torch.Tensor)), None)
+
+
+def get_data_structure(data: Any) -> Any:
+    """The same structure with a `TensorInformation` in place of every tensor."""
+    return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
+
+
+def get_shape(data: Any) -> Any:
+    """The same structure with the shape, as a list, in place of every tensor.
+
+    Example:
+        >>> get_shape([torch.zeros(2, 3)])
+        [[2, 3]]
+    """
+    return recursively_apply(lambda tensor: list(tensor.shape), data)
+
+
+def initialize_tensors(data_structure: Any) -> Any:
+    """The reverse of `get_data_structure`: uninitialised CPU tensors in place of their descriptions."""
+    return recursively_apply(
+        lambda info: torch.empty(info.shape, dtype=info.dtype),
+        data_structure,
+        test_type=is_tensor_information,
+    )
+
+
+def listify(data: Any) -> Any:
+    """The same structure with numbers, or nested lists of numbers, in place of the tensors.
+
+    Example:
+        >>> listify({"loss": torch.tensor(0.5), "ids": torch.arange(2)})
+        {'loss': 0.5, 'ids': [0, 1]}
+    """
+    return recursively_apply(lambda tensor: tensor.detach().tolist(), data)
+
+
+def slice_tensors(
+    data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
+) -> Any:
+    """Take a slice of the first dimension of every tensor; a tensor without dimensions stays whole.
+
+    Args:
+        data: Nested data.
+        tensor_slice: What to take of dimension 0.
+        process_index: Not needed here. The loader that dispatches batches passes it to every slicing
+            function (`slice_fn_for_dispatch`), of which this is the default.
+        num_processes: As `process_index`.
+
+    Example:
+        >>> slice_tensors([torch.arange(4), "kept"], slice(1, 3))
+        [tensor([1, 2]), 'kept']
+    """
+    del process_index, num_processes
+    return recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.ndim else tensor, data)
+
+
+def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
+    """Concatenate several structures of the same form, leaf by leaf.
+
+    Args:
+        data: The structures: all leaves tensors, tensors without dimensions are stacked.
+        dim: Along which dimension.
+
+    Raises:
+        ValueError: There is no structure.
+        TypeError: A leaf is not a tensor.
+
+    Example:
+        >>> concatenate([{"x": torch.zeros(1)}, {"x": torch.ones(2)}])
+        {'x': tensor([0., 1., 1.])}
+    """
+    if not data:
+        raise ValueError(f"Cannot concatenate: there is nothing in {data!r}.")
+    first = data[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat(list(data), dim=dim) if first.ndim else torch.stack(list(data))
+    if children(first) is None:
+        raise TypeError(f"Can only concatenate tensors but got {type(first)}")
+    if isinstance(first, Mapping):
+        return rebuild(first, [concatenate([part[key] for part in data], dim=dim) for key in first])
+    columns = zip(*([value for _, value in children(part) or ()] for part in data), strict=True)
+    return rebuild(first, [concatenate(column, dim=dim) for column in columns])
+
+
+def _rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
+    """A copy made without `__init__`, which may want other arguments than the fields."""
+    new = object.__new__(type(data))
+    if hasattr(data, "__dict__"):
+        new.__dict__.update(data.__dict__)
+    for field, value in zip(dataclasses.fields(data), values, strict=True):
+        object.__setattr__(new, field.name, value)
+    return new
+
+
+def _stray_leaf(data: Any, test_type: Callable[[Any], bool], operation: str) -> TypeError:
+    path, leaf = next((path, leaf) for path, leaf in walk(data) if not test_type(leaf))
+    return TypeError(
+        f"Unsupported type {type(leaf)} at {'data' + path} passed to `{operation}`. Only nested "
+        f"lists, tuples, dicts and dataclasses of objects that are valid for `{_name(test_type)}` can be "
+        f"passed; take the others out first."
+    )
+
+
+def _stable(key: Any, position: int) -> str:
+    """A key as text that is the same in every process: the default repr of an object has its address."""
+    plain = isinstance(key, (str, bytes, int, float, tuple, type(None)))
+    return repr(key) if plain else f"<{type(key).__qualname__} {position}>"
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", type(function).__name__)
