@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accel_ops.move import send_to_device
 
+from accel_ops.move import send_to_device
 from accel_plugins.precision import stepping_with
 from accel_state.gradient_state import GradientState
 
@@ -113,25 +113,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self._skipped
 
     @property
-    def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def state(self) -> Any:
         """The wrapped optimizer's state, by parameter."""
         return self.optimizer.state
 
     @state.setter
-    def state(self, state: Any) -> None:
+    def state(self, state: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.state = state
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def param_groups(self) -> list[dict[str, Any]]:
         """The wrapped optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @param_groups.setter
-    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, param_groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self.optimizer.param_groups = param_groups
 
     @property
-    def defaults(self) -> dict[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def defaults(self) -> dict[str, Any]:
         """The wrapped optimizer's defaults."""
         return self.optimizer.defaults
 

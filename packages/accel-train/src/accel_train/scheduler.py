@@ -67,7 +67,7 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             if self.gradient_state.adjust_scheduler:
-                scheduler._step_count += 1
+                scheduler._step_count += 1  # pyright: ignore[reportPrivateUsage] - counts calls, the schedule stays
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:

@@ -62,7 +62,7 @@ class Synchronizer:
         state = self._state
         at_end = state.sync_with_dataloader and state.end_of_dataloader
         self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
-        state._set_sync_gradients(sync)
+        state._set_sync_gradients(sync)  # pyright: ignore[reportPrivateUsage] - the documented way in
         return sync
 
     def accumulate(self, models: Sequence[nn.Module]) -> Accumulation:

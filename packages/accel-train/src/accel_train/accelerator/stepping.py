@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch.optim import Optimizer
+
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
@@ -14,12 +16,11 @@ from accel_train.data.evenness import evenness
 from accel_train.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Generator, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.amp.grad_scaler import GradScaler
-    from torch.optim import Optimizer
 
     from accel_state.gradient_state import GradientState
     from accel_train.sync import Accumulation
@@ -91,7 +92,7 @@ class SteppingFacet(Facet):
     @contextmanager
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
-    ) -> Iterator[None]:
+    ) -> Generator[None]:
         """Let processes run out of batches at different times, without waiting for each other in vain.
 
         Args:
@@ -164,7 +165,7 @@ class SteppingFacet(Facet):
         """
         known = self._scaled_optimizers("unscale_gradients()")
         if optimizer is not None:
-            given = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+            given: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
             known = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in given]
         self._parts.precision.unscale(known)
 

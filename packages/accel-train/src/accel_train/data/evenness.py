@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from accel_train.data.batch_shard import BatchSamplerShard, EpochRest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Generator, Iterable
 
 logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def evenness(loaders: Iterable[Any], even_batches: bool | None) -> Iterator[None]:
+def evenness(loaders: Iterable[Any], even_batches: bool | None) -> Generator[None]:
     """Give loaders another `even_batches` until the context ends.
 
     Args:

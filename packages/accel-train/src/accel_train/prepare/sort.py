@@ -113,7 +113,7 @@ def sort_one(kind: str, argument: Any, *, place: bool) -> tuple[Bundle, Placemen
     if kind != "schedulers" and not isinstance(argument, types):
         names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in types)
         raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is no {names}.")
-    fields = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
+    fields: dict[str, Any] = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
     placed = {kind: (place,)} if kind in Placements.__dataclass_fields__ else {}
     placements = Placements(**placed)
     return Bundle(**fields, placements=placements.models), placements
