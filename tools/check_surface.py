@@ -16,11 +16,15 @@ import enum
 import importlib
 import inspect
 import json
+import re
+import subprocess
 import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from accel_state.settings.options import OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -89,6 +93,25 @@ def examine(surface: dict[str, Any]) -> Iterator[Finding]:
     for module, names in surface["modules"].items():
         for name, entry in names.items():
             yield from examine_name(module, name, entry)
+    for command, options in surface["cli"].items():
+        yield from examine_command(command, options)
+    known = {option.key.partition(".")[0] for option in OPTIONS if option.key}
+    for config, keys in surface["config_file_keys"].items():
+        for key in keys:
+            yield Finding(
+                item=f"config {config} {key['name']}",
+                present=config == "ClusterConfig" and key["name"] in known,
+            )
+
+
+def examine_command(command: str, options: list[dict[str, Any]]) -> Iterator[Finding]:
+    """Look for a command and its options in what its `--help` says."""
+    asked = [sys.executable, "-m", "accel_cli", *command.split()[1:], "--help"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False)
+    words = set(re.findall(r"[-\w]+", done.stdout)) if done.returncode == 0 else set[str]()
+    yield Finding(item=f"cli {command}", present=done.returncode == 0)
+    for option in options:
+        yield Finding(item=f"cli {command} {option['flags'][0]}", present=set(option["flags"]) <= words)
 
 
 def examine_name(module: str, name: str, entry: dict[str, Any]) -> Iterator[Finding]:
