@@ -90,6 +90,8 @@ def roots(tree: ast.Module) -> Iterator[str]:
                 yield from (alias.name.partition(".")[0] for alias in names)
             case ast.ImportFrom(module=str(module), level=0):
                 yield module.partition(".")[0]
+            case ast.keyword(arg="module", value=ast.Constant(value=str(module))):  # a row of a table
+                yield module.partition(".")[0]
             case ast.Constant(value=str(text)) if is_table and (named := DOTTED.fullmatch(text)) is not None:
                 yield named[1]
             case _:
