@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from accel_state.devices.kinds import CPU, DeviceKind, available_kind, kind_of
+from accel_state.devices.kinds import CPU, KINDS, DeviceKind, available_kind, kind_of
 from accel_state.errors import SettingsError
 
 _UNNUMBERED = frozenset({"cpu", "mps", "xla"})
@@ -31,6 +31,9 @@ def choose_device(name: str | None, *, cpu: bool, local_rank: int) -> tuple[Devi
     if name is None:
         kind = available_kind()
         return kind, default_device(kind, local_rank)
+    for row in KINDS:
+        if row.type == name.partition(":")[0]:
+            row.probe()  # torch knows some types only once their plugin is there
     try:
         device = torch.device(name)
         kind = kind_of(device)

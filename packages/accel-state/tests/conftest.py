@@ -1,0 +1,23 @@
+"""What the tests of accel-state share."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """No state exists before and after the test."""
+    from accel_state import AcceleratorState, GradientState, PartialState
+
+    states = (GradientState, AcceleratorState, PartialState)
+    for state in states:
+        state._reset_state()
+    yield
+    for state in states:
+        state._reset_state()

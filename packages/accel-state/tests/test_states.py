@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import gc
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+
+from accel_state import runtime
+from accel_state.accelerator_state import AcceleratorState, ThreadLocalSharedDict, do_nothing, is_initialized
+from accel_state.environ import patch_environment
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.gradient_state import GradientState
+from accel_state.labels import DistributedType
+from accel_state.partial_state import PartialState, wait_for_everyone
+
+pytestmark = pytest.mark.usefixtures("fresh")
+
+
+def test_a_process_alone_is_first_and_last():
+    state = PartialState(cpu=True)
+    assert (state.num_processes, state.process_index, state.local_process_index) == (1, 0, 0)
+    assert state.is_main_process
+    assert state.is_local_main_process
+    assert state.is_last_process
+    assert not state.use_distributed
+    assert state.distributed_type == DistributedType.NO
+    assert state.backend is None
+    assert state.device == torch.device("cpu")
+
+
+def test_all_instances_are_one():
+    first = PartialState(cpu=True)
+    first.marker = 1
+    assert PartialState().marker == 1
+    assert PartialState().__dict__ is PartialState._shared_state
+
+
+def test_the_printed_form_is_the_documented_one():
+    assert repr(PartialState(cpu=True)) == (
+        "Distributed environment: DistributedType.NO\nNum processes: 1\nProcess index: 0\n"
+        "Local process index: 0\nDevice: cpu\n"
+    )
+
+
+def test_the_runtime_is_there_after_the_state_and_gone_after_the_reset():
+    with pytest.raises(runtime.NotStartedError, match="PartialState"):
+        runtime.current()
+    assert runtime.current_or_single().collectives.world_size == 1
+    state = PartialState(cpu=True)
+    assert runtime.current() is state.runtime
+    PartialState._reset_state()
+    with pytest.raises(runtime.NotStartedError):
+        runtime.current()
+
+
+def test_an_attribute_asked_for_after_a_reset_says_why_it_is_gone():
+    state = PartialState(cpu=True)
+    PartialState._reset_state()
+    assert not state.initialized
+    with pytest.raises(AttributeError, match=r"`device`.*_reset_state"):
+        _ = state.device
+
+
+def test_a_misspelt_attribute_does_not_speak_of_a_reset():
+    with pytest.raises(AttributeError, match="`proces_index`") as raised:
+        _ = PartialState(cpu=True).proces_index
+    assert "reset" not in str(raised.value)
+
+
+def test_the_environment_chooses_the_cpu_and_debugging():
+    with patch_environment(accelerate_use_cpu="yes", accelerate_debug_mode="1"):
+        state = PartialState()
+    assert state.device.type == "cpu"
+    assert state.debug
+
+
+def test_the_environment_chooses_the_device():
+    with patch_environment(accelerate_torch_device="cpu"):
+        assert PartialState().device == torch.device("cpu")
+
+
+def test_an_unknown_argument_is_named_with_those_that_exist():
+    with pytest.raises(TypeError, match=r"'timeuot'.*timeout"):
+        PartialState(cpu=True, timeuot=timedelta(seconds=3))
+
+
+def test_a_second_construction_cannot_move_the_process_to_the_cpu():
+    PartialState(cpu=True)
+    PartialState(cpu=True)
+    PartialState()._cpu = False
+    with pytest.raises(SettingsError, match="cpu=True"):
+        PartialState(cpu=True)
+
+
+def test_options_that_come_too_late_are_named(caplog):
+    PartialState(cpu=True)
+    PartialState(backend="mpi")
+    assert "backend='mpi'" in caplog.text
+
+
+def test_a_backend_of_another_family_is_refused():
+    with patch_environment(rank=0, world_size=2), pytest.raises(SettingsError, match="backend='nccl'"):
+        PartialState(cpu=True, backend="nccl")
+
+
+def test_contradicting_launcher_variables_are_refused():
+    with patch_environment(rank=2, world_size=2), pytest.raises(SettingsError, match="RANK=2"):
+        PartialState(cpu=True)
+
+
+def test_decorated_functions_run_on_a_process_alone():
+    state = PartialState(cpu=True)
+
+    def answer(value: int = 42) -> int:
+        return value
+
+    assert state.on_main_process(answer)() == 42
+    assert state.on_main_process()(answer)(7) == 7
+    assert state.on_local_main_process(answer)() == 42
+    assert state.on_local_main_process()(answer)() == 42
+    assert state.on_last_process(answer)() == 42
+    assert state.on_process(answer, process_index=3)() == 42
+    assert state.on_process(process_index=0)(answer)() == 42
+    assert state.on_local_process(answer, local_process_index=0)() == 42
+
+
+def test_a_function_for_no_process_in_particular_is_an_error():
+    with pytest.raises(ValueError, match="process_index=0"):
+        PartialState(cpu=True).on_process(len)
+    with pytest.raises(ValueError, match="local_process_index=0"):
+        PartialState(cpu=True).on_local_process(len)
+
+
+def test_blocks_and_shares_work_for_a_process_alone(capsys):
+    state = PartialState(cpu=True)
+    with state.main_process_first(), state.local_main_process_first():
+        state.print("once", end="!")
+    assert capsys.readouterr().out == "once!"
+    with state.split_between_processes([1, 2]) as share:
+        assert share == [1, 2]
+    state.wait_for_everyone()
+    wait_for_everyone()
+    state.destroy_process_group()
+    state.set_device()
+    assert state.default_device.type in {"cpu", "cuda", "xpu", "mps"}
+
+
+def test_the_precision_comes_from_the_argument_before_the_environment():
+    with patch_environment(accelerate_mixed_precision="bf16"):
+        assert AcceleratorState(cpu=True).mixed_precision == "bf16"
+        AcceleratorState._reset_state()
+        assert AcceleratorState("no", cpu=True).mixed_precision == "no"
+
+
+def test_the_accelerator_state_has_what_the_partial_state_has():
+    state = AcceleratorState(mixed_precision="no", cpu=True)
+    assert is_initialized()
+    assert state.device == torch.device("cpu")
+    assert state.is_main_process
+    assert state.is_local_main_process
+    assert state.is_last_process
+    assert not state.use_distributed
+    assert not state.fork_launched
+    assert not state.is_fsdp2
+    assert state.deepspeed_plugin is None
+    assert state.distributed_type == DistributedType.NO
+    with state.main_process_first(), state.local_main_process_first():
+        state.wait_for_everyone()
+    with state.split_between_processes((1,)) as share:
+        assert share == (1,)
+    assert repr(state).endswith("Device: cpu\n\nMixed precision type: no\n")
+
+
+def test_resetting_the_accelerator_state_keeps_the_place_of_the_process_unless_asked():
+    AcceleratorState(cpu=True)
+    AcceleratorState._reset_state()
+    assert not is_initialized()
+    assert runtime.current().topology.world_size == 1
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with pytest.raises(runtime.NotStartedError):
+        runtime.current()
+
+
+def test_another_precision_is_refused_except_from_an_accelerator():
+    AcceleratorState("no", cpu=True)
+    with pytest.raises(SettingsError, match=r"'bf16'.*'no' already"):
+        AcceleratorState("bf16")
+    assert AcceleratorState().mixed_precision == "no"
+    AcceleratorState("bf16", _from_accelerator=True)
+    assert AcceleratorState().mixed_precision == "bf16"
+
+
+def test_an_unknown_precision_lists_those_that_exist():
+    with pytest.raises(SettingsError, match=r"'bf32'.*'bf16'"):
+        AcceleratorState("bf32", cpu=True)
+
+
+def test_what_comes_later_is_refused_rather_than_ignored():
+    with pytest.raises(UnsupportedError, match="fp8"):
+        AcceleratorState("fp8", cpu=True)
+    with pytest.raises(UnsupportedError, match="fsdp_plugin"):
+        AcceleratorState(cpu=True, fsdp_plugin=object())
+    with pytest.raises(UnsupportedError, match="'zero3'"):
+        AcceleratorState(cpu=True).get_deepspeed_plugin("zero3")
+    with pytest.raises(UnsupportedError, match="DeepSpeed"):
+        AcceleratorState(cpu=True).select_deepspeed_plugin()
+
+
+def test_bf16_on_a_device_that_lacks_it_is_refused(monkeypatch):
+    monkeypatch.setattr("accel_state.accelerator_state.is_bf16_available", lambda device: False)
+    with pytest.raises(SettingsError, match="bfloat16"):
+        AcceleratorState("bf16", cpu=True)
+
+
+class Plugin:
+    num_steps, adjust_scheduler, sync_with_dataloader = 4, True, False
+
+    def to_kwargs(self):
+        return {"num_steps": 4}
+
+
+class Loader:
+    end_of_dataloader = False
+    remainder = 3
+
+
+def test_a_plugin_sets_how_gradients_accumulate_and_none_keeps_it():
+    assert GradientState(Plugin()).num_steps == 4
+    state = GradientState()
+    assert (state.num_steps, state.adjust_scheduler, state.sync_with_dataloader) == (4, True, False)
+    assert state.plugin_kwargs == {"num_steps": 4}
+
+
+def test_the_innermost_loader_is_the_active_one():
+    state, outer, inner = GradientState(), Loader(), Loader()
+    inner.end_of_dataloader, inner.remainder = True, 5
+    assert (state.in_dataloader, state.end_of_dataloader, state.remainder) == (False, False, -1)
+    state._add_dataloader(outer)
+    state._add_dataloader(inner)
+    assert state.active_dataloader is inner
+    assert (state.end_of_dataloader, state.remainder) == (True, 5)
+    assert state.dataloader_references == [None, outer, inner]
+    state._remove_dataloader(outer)
+    assert state.active_dataloader is inner
+    state._remove_dataloader(inner)
+    state._remove_dataloader(inner)
+    assert not state.in_dataloader
+
+
+def test_a_loader_that_is_collected_is_forgotten():
+    state, outer, inner = GradientState(), Loader(), Loader()
+    state._add_dataloader(outer)
+    state._add_dataloader(inner)
+    del inner
+    gc.collect()
+    assert state.active_dataloader is outer
+    assert state.dataloader_references == [None, outer]
+
+
+def test_a_reset_forgets_loaders_and_steps():
+    state, loader = GradientState(Plugin()), Loader()
+    state._add_dataloader(loader)
+    state._set_sync_gradients(False)
+    GradientState._reset_state()
+    del loader
+    fresh = GradientState()
+    assert fresh.sync_gradients
+    assert (fresh.num_steps, fresh.active_dataloader) == (1, None)
+
+
+def test_the_printed_gradient_state_is_the_documented_one():
+    assert repr(GradientState()) == (
+        "Sync Gradients: True\nAt end of current dataloader: False\nExtra samples added: -1\n"
+        "Gradient accumulation plugin: {}\n"
+    )
+
+
+@pytest.mark.parametrize("thread_local", [False, True])
+def test_a_shared_dict_is_one_for_all_threads_or_one_for_each(thread_local):
+    class State:
+        shared = ThreadLocalSharedDict(thread_local=thread_local)
+
+    State().shared["here"] = 1
+    seen: list[dict[str, int]] = []
+    thread = threading.Thread(target=lambda: seen.append(dict(State().shared)))
+    thread.start()
+    thread.join()
+    assert seen == [{} if thread_local else {"here": 1}]
+    State().shared = {"new": 2}
+    assert State().shared == {"new": 2}
+
+
+def test_do_nothing_accepts_anything():
+    assert do_nothing(1, two=3) is None
