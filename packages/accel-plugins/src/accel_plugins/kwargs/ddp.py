@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
+from accel_plugins.kwargs.power_sgd import batched_power_sgd_hook
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType
 
@@ -22,7 +23,8 @@ _HOOKS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
     _Hook.FP16: default_hooks.fp16_compress_hook,
     _Hook.BF16: default_hooks.bf16_compress_hook,
     _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    _Hook.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
+    # torch refuses annotations that are written as text; a lambda has none.
+    _Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
 }
 _WRAPPERS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
     _Hook.FP16: default_hooks.fp16_compress_wrapper,
