@@ -1,0 +1,205 @@
+"""Loss scaling with several optimizers, and what the policies refuse."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_plugins.bundle import Bundle
+from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_plugins.precision import build_precision, stepping_with
+from accel_plugins.strategies.torch_step import TorchStepper
+from accel_state.errors import SettingsError, UnsupportedError
+
+CPU = torch.device("cpu")
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps; takes no closure, as some optimizers do."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.steps = 0
+
+    def step(self) -> None:  # type: ignore[override]
+        self.steps += 1
+        super().step()
+
+
+def make_pair(scale: float = 1024.0) -> Any:
+    policy = build_precision("fp16", CPU, None, GradScalerKwargs(init_scale=scale, growth_interval=1))
+    models = [nn.Linear(3, 1, bias=False) for _ in range(2)]
+    for model in models:
+        nn.init.ones_(model.weight)
+    optimizers = [Counting(model.parameters(), lr=1.0) for model in models]
+    policy.convert(Bundle(models=models, optimizers=optimizers))
+    return policy, models, optimizers
+
+
+def test_two_optimizers_step_on_gradients_of_one_scale():
+    policy, models, optimizers = make_pair()
+    loss = sum(model(torch.ones(1, 3)).sum() for model in models)
+    policy.scale(loss).backward()
+    assert policy.step(optimizers[0])
+    assert policy.scaler.get_scale() == 1024.0, "the other gradients still have this scale"
+    assert policy.step(optimizers[1])
+    assert policy.scaler.get_scale() == 2048.0
+    for model in models:
+        assert torch.equal(model.weight, torch.zeros(1, 3))
+
+
+def test_the_scale_is_updated_before_the_next_loss_if_one_optimizer_does_not_step():
+    policy, models, optimizers = make_pair()
+    for scale in (1024.0, 2048.0):
+        assert policy.scaler.get_scale() == scale
+        models[0].zero_grad()
+        policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+        assert policy.step(optimizers[0])
+        assert policy.scaler.get_scale() == scale
+        policy.scale(torch.zeros(()))
+    assert torch.equal(models[0].weight, torch.full((1, 3), -1.0))
+
+
+def test_an_overflow_in_one_optimizer_leaves_the_other_its_step():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum() * float("inf")).backward()
+    policy.scale(models[1](torch.ones(1, 3)).sum()).backward()
+    assert not policy.step(optimizers[0])
+    assert policy.step(optimizers[1])
+    assert [one.steps for one in optimizers] == [0, 1]
+    assert policy.scaler.get_scale() == 512.0
+
+
+def test_an_optimizer_without_gradients_steps_as_it_would_in_plain_torch():
+    policy, models, optimizers = make_pair()
+    assert policy.step(optimizers[0])
+    assert torch.equal(models[0].weight, torch.ones(1, 3))
+
+
+def test_a_state_saved_between_two_steps_has_the_scale_of_the_next():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    policy.step(optimizers[0])
+    assert policy.state_dict()["scale"] == 2048.0
+
+
+def test_clipping_sees_the_true_norm_and_unscales_the_owner_alone():
+    policy, models, optimizers = make_pair()
+    stepper = TorchStepper(precision=policy)
+    loss = sum(model(torch.tensor([[2.0, 3.0, 6.0]])).sum() for model in models)
+    stepper.backward(loss, accumulation=1, sync=True)
+    norm = stepper.clip_grad_norm(models[0].parameters(), 1.0, optimizers=optimizers)
+    assert norm == 7.0
+    torch.testing.assert_close(models[0].weight.grad, torch.tensor([[2.0, 3.0, 6.0]]) / 7)
+    assert torch.equal(models[1].weight.grad, torch.tensor([[2.0, 3.0, 6.0]]) * 1024)
+    stepper.clip_grad_value(models[1].weight, 2.5, optimizers=optimizers)
+    assert torch.equal(models[1].weight.grad, torch.tensor([[2.0, 2.5, 2.5]]))
+    assert stepper.clip_grad_norm(models[0].weight, 1.0, optimizers=optimizers) <= 1.0 + 1e-6
+    assert stepper.step(optimizers[0])
+    assert stepper.step(optimizers[1])
+    assert torch.equal(models[1].weight, torch.tensor([[-1.0, -1.5, -1.5]]))
+
+
+def test_a_closure_is_refused_under_loss_scaling_only():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    with pytest.raises(UnsupportedError, match=r"Counting.step\(closure\).*'fp16'"):
+        policy.step(optimizers[0], lambda: 0.0)
+    weight = torch.ones(1, requires_grad=True)
+    called: list[float] = []
+
+    def closure() -> float:
+        called.append(1.0)
+        return 0.0
+
+    assert build_precision("bf16", CPU).step(torch.optim.SGD([weight], lr=1.0), closure)
+    assert called == [1.0]
+
+
+def test_a_scaler_that_is_switched_off_scales_nothing():
+    policy = build_precision("fp16", CPU, None, GradScalerKwargs(enabled=False))
+    assert policy.scale(torch.tensor(3.0)) == 3.0
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    (model(torch.ones(1, 1)).sum() * float("inf")).backward()
+    policy.unscale([optimizer])
+    assert policy.step(optimizer)
+
+
+def test_a_scaler_alone_can_step_an_optimizer():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = stepping_with(scaler)
+    scaler.scale(model(torch.ones(1, 1)).sum() * float("inf")).backward()
+    assert not step(optimizer, None)
+    assert scaler.get_scale() == 4.0
+    assert stepping_with(None)(optimizer, None)
+
+
+def test_states_of_other_precisions_are_refused_aloud(caplog: pytest.LogCaptureFixture):
+    saved = build_precision("fp16", CPU).state_dict()
+    with caplog.at_level(logging.WARNING):
+        build_precision("bf16", CPU).load_state_dict(saved)
+        build_precision("no", CPU).load_state_dict(saved)
+        build_precision("fp16", CPU).load_state_dict({})
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3
+    assert "'bf16'" in caplog.messages[0]
+    assert "begins anew at 65536" in caplog.messages[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "error", "message"),
+    [
+        ("bf61", "cpu", SettingsError, r"'bf61': expected one of \['no', 'bf16', 'fp16'\]"),
+        ("fp8", "cpu", UnsupportedError, "'fp8'"),
+        ("bf16", "meta", UnsupportedError, "no autocast for devices of type 'meta'"),
+    ],
+)
+def test_what_cannot_be_built_is_named(name: str, device: str, error: type[Exception], message: str):
+    with pytest.raises(error, match=message):
+        build_precision(name, torch.device(device))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_layers_compute_in_the_low_precision(name: str, dtype: torch.dtype):
+    seen: list[torch.dtype] = []
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    build_precision(name, CPU).convert(Bundle(models=[model]))
+    assert model(torch.ones(1, 2)).dtype is torch.float32
+    assert model[0].weight.dtype is torch.float32
+    extract_model_from_parallel(model, keep_fp32_wrapper=False)(torch.ones(1, 2))
+    assert seen == [dtype, torch.float32]
+
+
+def test_the_autocast_of_a_run_can_be_switched_off():
+    policy = build_precision("bf16", CPU, AutocastKwargs(enabled=False))
+    ones = torch.ones(2, 2)
+    with policy.autocast():
+        assert (ones @ ones).dtype is torch.float32
+    with policy.autocast(AutocastKwargs()):
+        assert (ones @ ones).dtype is torch.bfloat16
+
+
+def test_full_precision_can_switch_off_an_autocast_around_it():
+    ones, policy = torch.ones(2, 2), build_precision("no", CPU)
+    with torch.autocast("cpu", torch.bfloat16):
+        with policy.autocast():
+            assert (ones @ ones).dtype is torch.bfloat16
+        with policy.autocast(AutocastKwargs(enabled=False)):
+            assert (ones @ ones).dtype is torch.float32
+
+
+def test_a_model_in_mixed_precision_compiles_into_one_graph():
+    model = nn.Linear(2, 2)
+    build_precision("bf16", CPU).convert(Bundle(models=[model]))
+    expected = model(torch.ones(1, 2))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(torch.ones(1, 2)), expected)
+    assert compiled(torch.ones(1, 2)).dtype is torch.float32
