@@ -210,7 +210,7 @@ def test_a_script_that_is_not_there_starts_nothing():
 
 def choose_port(asked, free, **kwargs):
     launch = replace(plan("--num_processes", "2").launch, main_process_port=asked, **kwargs)
-    return run_torchrun.choose_port(launch, is_free=lambda port: free, free_port=lambda: 40000)
+    return run_torchrun.choose_port(launch, is_in_use=lambda port: not free, free_port=lambda: 40000)
 
 
 def test_a_port_that_was_asked_for_must_be_free_on_the_first_machine():

@@ -146,6 +146,10 @@ if TYPE_CHECKING:
         PartialState,
         wait_for_everyone,
     )
+    from accel_state.ports import (
+        free_port,
+        is_port_in_use,
+    )
     from accel_state.progress import (
         tqdm,
     )
@@ -220,6 +224,7 @@ __all__ = [
     "distributed_type_of",
     "do_nothing",
     "find_executable_batch_size",
+    "free_port",
     "from_environ",
     "get_cpu_distributed_information",
     "get_current_device_type",
@@ -261,6 +266,7 @@ __all__ = [
     "is_pandas_available",
     "is_peft_available",
     "is_pippy_available",
+    "is_port_in_use",
     "is_pynvml_available",
     "is_pytest_available",
     "is_rich_available",
@@ -350,6 +356,7 @@ _MODULES = {
     "logging": "MultiProcessAdapter get_logger",
     "memory": "clear_device_cache release_memory",
     "partial_state": "PartialState wait_for_everyone",
+    "ports": "free_port is_port_in_use",
     "progress": "tqdm",
     "rng": "set_seed synchronize_rng_state synchronize_rng_states",
     "runtime": "NotStartedError Runtime",

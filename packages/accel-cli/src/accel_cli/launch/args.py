@@ -15,7 +15,7 @@ from accel_state.settings.merge import parse
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-USAGE = "usage: accel launch [options] script [arguments of the script]"
+USAGE = "usage: accel launch [options] training_script [training_script_args ...]"
 
 _TOPICS: Mapping[str, str] = {
     "launch": "processes and machines",

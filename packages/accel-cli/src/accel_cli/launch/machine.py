@@ -1,10 +1,9 @@
-"""What the command knows about this machine without torch: its accelerators, its cores, its ports."""
+"""What the command knows about this machine without torch: its accelerators and its cores."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,25 +108,3 @@ def _is_gpu(line: str) -> bool:
 
 def _present() -> int:
     return _nvidia() or _amd()
-
-
-def is_free(port: int) -> bool:
-    """Whether a server on this machine could listen on a TCP port.
-
-    Args:
-        port: From 1 to 65535.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("", port))
-        except OSError:
-            return False
-    return True
-
-
-def free_port() -> int:
-    """A TCP port of this machine that nobody listens on at the moment."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
-        server.bind(("", 0))
-        return server.getsockname()[1]

@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.machine import free_port, is_free
 from accel_cli.launch.run_simple import program
 from accel_state.errors import SettingsError
+from accel_state.ports import free_port, is_port_in_use
 from accel_state.settings import LaunchSettings
 from accel_state.topology import DEFAULT_PORT
 
@@ -42,13 +42,15 @@ def command(plan: LaunchPlan) -> list[str]:
 
 
 def choose_port(
-    launch: LaunchSettings, is_free: Callable[[int], bool] = is_free, free_port: Callable[[], int] = free_port
+    launch: LaunchSettings,
+    is_in_use: Callable[[int], bool] = is_port_in_use,
+    free_port: Callable[[], int] = free_port,
 ) -> int:
     """The port where rank 0 shall listen.
 
     Args:
         launch: Says which; nothing asks for the usual one, or another if that is taken; 0 for any.
-        is_free: Tells whether a port of this machine is free.
+        is_in_use: Tells whether a port of this machine is taken.
         free_port: Finds one that is.
 
     Raises:
@@ -56,10 +58,10 @@ def choose_port(
     """
     port = launch.main_process_port
     if port is None:
-        return DEFAULT_PORT if is_free(DEFAULT_PORT) else free_port()
+        return free_port() if is_in_use(DEFAULT_PORT) else DEFAULT_PORT
     if port == 0:
         return free_port()
-    if launch.machine_rank == 0 and not is_free(port):
+    if launch.machine_rank == 0 and is_in_use(port):
         raise SettingsError(
             f"main_process_port {port} of this machine is taken by another process. Choose another, or 0 "
             "for any free port (on one machine)."

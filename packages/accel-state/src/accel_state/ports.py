@@ -1,0 +1,38 @@
+"""TCP ports of this machine: whether one is taken, and one that is not. Torch-free."""
+
+from __future__ import annotations
+
+import socket
+
+from accel_state.topology import DEFAULT_PORT
+
+
+def is_port_in_use(port: int | str | None = None) -> bool:
+    """Tell whether a server on this machine could not listen on a port, because another does.
+
+    Args:
+        port: From 1 to 65535; the usual port of rank 0 (29500) if None.
+
+    Example:
+        >>> is_port_in_use(free_port())
+        False
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", DEFAULT_PORT if port is None else int(port)))
+        except OSError:
+            return True
+    return False
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on at the moment.
+
+    Example:
+        >>> 0 < free_port() < 65536
+        True
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
+        server.bind(("", 0))
+        return server.getsockname()[1]
