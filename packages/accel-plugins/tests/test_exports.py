@@ -1,0 +1,34 @@
+"""The package's table of names, and the example of its README."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import accel_plugins
+from accel_plugins import precision, testing
+
+TABLES = [accel_plugins, precision, testing]
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.__name__)
+def test_every_name_resolves(table):
+    for name in table.__all__:
+        assert not isinstance(getattr(table, name), ModuleType), "a submodule would hide it"
+    assert dir(table) == sorted(table.__all__)
+
+
+def test_importing_the_package_does_not_import_torch():
+    program = "import accel_plugins, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_the_example_of_the_readme_runs():
+    readme = Path(__file__).parents[1] / "README.md"
+    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
+    exec(example, {})
