@@ -89,6 +89,7 @@ def test_of_two_that_disagree_about_the_cpu_the_stronger_decides(line, file, exp
 
 
 def test_an_argument_overrules_the_number_of_processes_of_a_file():
+    """A flag of the command line wins over the config file: #3203."""
     made = plan("--num_processes", "2", file={"num_processes": 1, "distributed_type": "NO"})
     assert made.launch.num_processes == 2
     assert plan(file={"distributed_type": "NO"}, machine=FOUR_GPUS).launch.num_processes == 1
