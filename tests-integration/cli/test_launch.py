@@ -1,0 +1,168 @@
+"""`accel launch` as users run it: real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from accel_cli.launch.machine import VISIBLE_DEVICES
+from accel_state.devices.kinds import KINDS
+
+TELL = """\
+import json, os, sys
+facts = {
+    "argv": sys.argv, "path": sys.path, "name": __name__, "package": __package__, "file": __file__,
+    "executable": sys.executable, "flags": str(sys.flags),
+    "stdin": sys.stdin.read(), "environ": dict(os.environ),
+}
+place = os.environ.get("TELL_TO")
+if place:
+    open(os.path.join(place, os.environ["RANK"] + ".json"), "w").write(json.dumps(facts))
+else:
+    print(json.dumps(facts))
+"""
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder with a script and a module that tell how they were run, and no config file in reach."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/tell.py").write_text(TELL)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "code"))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return tmp_path
+
+
+def accel(*line, **kwargs):
+    return subprocess.run(
+        [sys.executable, "-m", "accel_cli", "launch", *line],
+        capture_output=True, text=True, check=False, input="typed", **kwargs,
+    )  # fmt: skip
+
+
+def python(*line):
+    return subprocess.run([sys.executable, *line], capture_output=True, text=True, check=True, input="typed")
+
+
+@pytest.mark.parametrize("line", [["code/tell.py", "--lr", "1"], ["-m", "tell", "--cpu", "x"]])
+def test_one_process_runs_exactly_as_python_would(here, line):
+    ours, pythons = json.loads(accel(*line).stdout), json.loads(python(*line).stdout)
+    assert ours == pythons
+    assert ours["name"] == "__main__"
+
+
+def test_one_process_gets_the_settings_in_its_environment_and_nothing_else(here):
+    ours = json.loads(accel("--cpu", "--mixed_precision", "bf16", "code/tell.py").stdout)
+    pythons = json.loads(python("code/tell.py").stdout)
+    added = {"ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16"}
+    assert ours["environ"] == pythons["environ"] | added
+
+
+def test_the_installed_command_is_the_same(here):
+    command = Path(sys.executable).parent / "accel"
+    result = subprocess.run(
+        [command, "launch", "code/tell.py", "x"], capture_output=True, text=True, check=True, input=""
+    )
+    assert json.loads(result.stdout)["argv"] == ["code/tell.py", "x"]
+
+
+def test_a_program_need_not_be_python(here):
+    program = here / "program"
+    program.write_text('#!/bin/sh\necho "$ACCELERATE_MIXED_PRECISION $@"\n')
+    program.chmod(0o755)
+    assert (
+        accel("--no_python", "--mixed_precision", "fp16", str(program), "a b", "c").stdout == "fp16 a b c\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("1 / 0", 1),
+        (f"import os; os.kill(os.getpid(), {int(signal.SIGTERM)})", -signal.SIGTERM),
+    ],
+)
+def test_the_exit_code_is_the_scripts(here, body, code):
+    (here / "ends.py").write_text(body)
+    assert accel("ends.py").returncode == code
+
+
+def test_a_script_that_is_not_there_is_told_by_python_itself(here):
+    result = accel("nowhere.py")
+    assert result.returncode == 2
+    assert "nowhere.py" in result.stderr
+
+
+def test_two_processes_on_the_cpu_know_their_ranks_and_settings(here, monkeypatch):
+    monkeypatch.setenv("TELL_TO", str(here))
+    line = ["--cpu", "--num_processes", "2", "--main_process_port", "0", "--mixed_precision", "bf16"]
+    result = accel(*line, "code/tell.py", "--num_processes", "9")
+    assert result.returncode == 0, result.stderr
+    facts = [json.loads((here / f"{rank}.json").read_text()) for rank in range(2)]
+    for rank, fact in enumerate(facts):
+        assert fact["argv"] == ["code/tell.py", "--num_processes", "9"]
+        assert fact["path"][0] == str(here / "code")
+        wanted = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "ACCELERATE_USE_CPU": "true",
+            "ACCELERATE_MIXED_PRECISION": "bf16",
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // 2)),
+        }
+        assert {name: fact["environ"].get(name) for name in wanted} == wanted
+    assert facts[0]["environ"]["MASTER_PORT"] == facts[1]["environ"]["MASTER_PORT"] != "0"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_of_several_processes_the_first_that_fails_decides_the_exit_code(here, quiet):
+    (here / "fails.py").write_text(
+        "import os, time; os.environ['RANK'] == '1' and os._exit(5); time.sleep(60)"
+    )
+    line = ["--cpu", "--num-processes=2", "--main-process-port=0", *["--quiet"][: int(quiet)]]
+    result = accel(*line, "fails.py")
+    assert result.returncode == 5
+    assert ("Root Cause" in result.stderr) is not quiet
+    assert "Traceback" not in result.stderr
+
+
+def test_a_busy_port_is_told_before_anything_starts(here):
+    (here / "starts.py").write_text(f"open({str(here / 'started')!r}, 'w')")
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        port = str(server.getsockname()[1])
+        result = accel("--cpu", "--num_processes", "2", "--main_process_port", port, "starts.py")
+    assert result.returncode == 2
+    assert port in result.stderr
+    assert not (here / "started").exists()
+
+
+def test_the_command_knows_the_same_device_families_as_the_library():
+    assert {
+        str(kind.distributed_type.value): kind.visible_devices_env
+        for kind in reversed(KINDS)
+        if kind.visible_devices_env and kind.distributed_type.value.startswith("MULTI_")
+    } == VISIBLE_DEVICES
+
+
+def test_the_report_of_this_machine_is_complete(here):
+    result = subprocess.run(
+        [sys.executable, "-m", "accel_cli", "env", "--json"], capture_output=True, text=True, check=True
+    )
+    facts = json.loads(result.stdout)
+    assert facts["devices"]["count"] >= 1
+    assert facts["torch"]["version"]
+    assert "wrap" in facts["stages of prepare"]
