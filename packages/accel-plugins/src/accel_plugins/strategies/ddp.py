@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from accel_plugins.roles import PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
+
+_graphs_seen: WeakSet[nn.Module] = WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +116,14 @@ def _device_ids(model: nn.Module) -> list[torch.device] | None:
 
 def _no_sync(model: nn.Module) -> AbstractContextManager[None]:
     inner = without_compiler(model)
-    return inner.no_sync() if isinstance(inner, DistributedDataParallel) else nullcontext()
+    if not isinstance(inner, DistributedDataParallel):
+        return nullcontext()
+    if inner.static_graph and inner not in _graphs_seen:
+        # torch learns a static graph in the first pass and fails if that is not synchronised. Averaging the
+        # first micro-batch early gives the same sum: later averages of a part that all ranks share keep it.
+        _graphs_seen.add(inner)
+        return nullcontext()
+    return inner.no_sync()
 
 
 def _join(joinables: Sequence[Any], divide_by_initial_world_size: bool) -> AbstractContextManager[None]:
