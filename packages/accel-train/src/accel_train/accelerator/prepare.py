@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
-from accel_state.memory import release_memory
-
 from accel_ops.modules import extract_model_from_parallel
+from accel_state.memory import release_memory
 from accel_train.accelerator.facet import Facet
 from accel_train.prepare.sort import sort_arguments, sort_one
 from accel_train.prepare.stages import Request, run_stages
