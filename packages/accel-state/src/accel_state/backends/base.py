@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -36,6 +38,17 @@ class Collectives(Protocol):
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`, which has the same size and type."""
+        ...
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
+        """Fill `out` with this rank's one of the tensors of rank `src`.
+
+        Args:
+            out: Of the same size and type on all ranks.
+            parts: On rank `src` one such tensor for every rank, elsewhere None. The one of `src` itself may
+                be `out`.
+            src: Who sends.
+        """
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:

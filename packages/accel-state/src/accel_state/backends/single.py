@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
 
@@ -29,6 +31,12 @@ class SingleCollectives:
         """Do nothing, if `src` is this process."""
         del tensor
         self._check(src)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
+        """Copy the only part, if `src` is this process."""
+        self._check(src)
+        if parts is not None and parts[0] is not out:
+            out.copy_(parts[0])
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Do nothing: the sum of one."""

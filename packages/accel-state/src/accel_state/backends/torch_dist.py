@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from accel_state.watch import region
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -65,8 +65,11 @@ class TorchCollectives:
         if tensor.numel() == 0:
             return
         with region("all_gather"), self._carry(out) as target, self._carry(tensor) as source:
-            moved = _as_moved(source.resolve_conj() if source.is_complex() else source)
-            dist.all_gather_into_tensor(_as_moved(target), moved, group=self._group)
+            resolved = source.resolve_conj() if source.is_complex() else source
+            # Flat, since backends differ in which shapes of `out` they take.
+            dist.all_gather_into_tensor(
+                _as_moved(target.view(-1)), _as_moved(resolved.view(-1)), group=self._group
+            )
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`."""
@@ -74,6 +77,16 @@ class TorchCollectives:
             return
         with region("broadcast"), self._carry(tensor) as carried:
             dist.broadcast(_as_moved(carried), src=src, group=self._group)
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
+        """Fill `out` with this rank's one of the tensors of rank `src`."""
+        if out.numel() == 0:
+            return
+        with region("scatter"), self._carry(out) as target:
+            sources = None
+            if parts is not None:
+                sources = [_as_moved(target if part is out else part.to(target.device)) for part in parts]
+            dist.scatter(_as_moved(target), sources, src=src, group=self._group)
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Overwrite `tensor` with the sum over all ranks."""
