@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from accel_ops import checked, exchange
-from accel_ops.packing import Flat, below_autograd, copy_all, cut, flatten, pack, section, size_of
+from accel_ops.packing import (
+    Flat,
+    below_autograd,
+    copy_all,
+    cut_all,
+    flatten,
+    kept_buffer,
+    make_buffer,
+    size_of,
+)
 from accel_ops.tree import recursively_apply
 from accel_state.runtime import current_or_single
 
@@ -190,23 +199,23 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
     for index in flat.plan.large:
         leaf = flat.leaves[index].detach().to(runtime.device)
         copy = leaf.clone(memory_format=torch.contiguous_format)
-        results[index] = _summed(collectives, copy, members, scale)
-    return flat.rebuild(results)
+        results.append(_summed(collectives, copy, members, scale))
+    return flat.rebuild(flat.plan.restore_packed(results))
 
 
 def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
     """Broadcast the leaves that are not large, all types in one message."""
     buckets = flat.plan.packed
-    buffer = torch.empty(size_of(buckets), dtype=torch.uint8, device=device)
+    buffer, new = kept_buffer(flat.plan, "broadcast", buckets, device, capacity=size_of(buckets))
+    if new:
+        buffer.members.extend(cut_all(buckets, buffer.sections))
     if collectives.rank == source:
-        pack(buckets, flat.leaves, buffer)
-    collectives.broadcast(buffer, source)
-    if collectives.rank == source:
-        return
-    with torch.no_grad():
-        for bucket in buckets:
-            leaves = [flat.leaves[index] for index in bucket.members]
-            copy_all(leaves, cut(bucket, section(buffer, bucket)))
+        buffer.fill(flat.leaves)
+    collectives.broadcast(buffer.content, source)
+    if collectives.rank != source:
+        leaves = [flat.leaves[index] for bucket in buckets for index in bucket.members]
+        with torch.no_grad():
+            copy_all(leaves, buffer.members)
 
 
 def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device: torch.device) -> None:
@@ -220,24 +229,27 @@ def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device
 
 def _reduce_packed(
     collectives: Collectives, flat: Flat, members: int | None, scale: float, device: torch.device
-) -> list[Any]:
-    """Reduce the leaves that are not large, one message per element type; the others' places stay empty."""
-    buckets = flat.plan.packed
-    buffer = torch.empty(size_of(buckets), dtype=torch.uint8, device=device)
-    pack(buckets, flat.leaves, buffer)
-    results: list[Any] = [None] * len(flat.leaves)
+) -> list[Tensor]:
+    """Reduce the leaves that are not large, one message per element type; the results come by buckets."""
+    buffer = make_buffer(flat.plan.packed, device)
+    buffer.fill(flat.leaves)
+    leaves: list[Tensor] = []
+    blocks = iter(buffer.sections)
     with below_autograd():
-        for dtype, group in groupby(buckets, attrgetter("dtype")):
+        for dtype, group in groupby(buffer.buckets, attrgetter("dtype")):
             same = list(group)
             start, stop = same[0].start, same[-1].stop
-            total = _summed(collectives, buffer[start:stop].view(dtype), members, scale)
-            for bucket in same:
-                first = (bucket.start - start) // dtype.itemsize
-                last = (bucket.stop - start) // dtype.itemsize
-                leaves = cut(bucket, total[first:last].view(bucket.shape))
-                for index, leaf in zip(bucket.members, leaves, strict=True):
-                    results[index] = leaf
-    return results
+            addends = buffer.content[start:stop].view(dtype)
+            total = _summed(collectives, addends, members, scale)
+            mine = list(islice(blocks, len(same)))
+            if total is not addends:
+                firsts = [(bucket.start - start) // dtype.itemsize for bucket in same]
+                mine = [
+                    total.as_strided(bucket.shape, bucket.strides, first)
+                    for bucket, first in zip(same, firsts, strict=True)
+                ]
+            leaves += cut_all(same, mine)
+    return leaves
 
 
 def _summed(collectives: Collectives, total: Tensor, members: int | None, scale: float) -> Tensor:

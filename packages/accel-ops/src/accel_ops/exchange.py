@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_ops import plan
-from accel_ops.packing import MAX_INDEX, below_autograd, pack, section, size_of
+from accel_ops.packing import below_autograd, cut_all, kept_buffer, sections, size_of
 from accel_ops.plan import describe
 from accel_state.errors import DistributedOperationException
 
@@ -35,17 +35,10 @@ LARGEST = (
 )  # bytes of the largest first chunk: beyond that a second message costs less than a wrong guess
 MAX_GUESSES = 1024
 SHOWN = 8  # differing leaves that a message lists
-# How to move groups of bytes in as few elements as possible, by their size modulo 8.
-_CARRIERS = (
-    torch.int64,
-    torch.uint8,
-    torch.int16,
-    torch.uint8,
-    torch.int32,
-    torch.uint8,
-    torch.int16,
-    torch.uint8,
-)
+MAX_INDEX = 1 << 16  # indices that are kept with a cutter, 4 bytes each
+MAX_CUTTERS = 32  # kept with a plan
+FEW = 4  # pieces that are faster concatenated than found by an index
+_CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 @dataclass(slots=True)
@@ -98,19 +91,21 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutter:
-    """How to get the leaves of one bucket out of the chunks of all ranks.
+    """How to get leaves, joined over the ranks, out of the chunks of all ranks.
 
     Attributes:
-        ranks: The bucket of every rank.
-        joined: Their members after gathering: rows are those of all ranks.
-        order: Which group of rows comes where, or None if they lie in order or are too many for an index.
-        width: Bytes of such a group.
+        joined: Where they lie once the pieces are in order.
+        pieces: Offset and length of every piece, in order.
+        order: The pieces as indices of units; None if they are too few or too many for that.
+        unit: The unit, in elements of `carrier`.
+        carrier: The type in which units are moved.
     """
 
-    ranks: tuple[Bucket, ...]
-    joined: Bucket
+    joined: tuple[Bucket, ...]
+    pieces: list[tuple[int, int]]
     order: Tensor | None
-    width: int
+    unit: int
+    carrier: torch.dtype
 
 
 _guesses: tuple[Any, Guess] = (None, Guess())
@@ -118,7 +113,7 @@ _guesses: tuple[Any, Guess] = (None, Guess())
 
 def gather(
     collectives: Collectives, flat_plan: Plan, leaves: list[Tensor], device: torch.device
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Gather leaves whose sizes of dimension 0 may differ between ranks.
 
     Args:
@@ -135,28 +130,38 @@ def gather(
     """
     header = _header(flat_plan, device)
     guess = _guess(collectives)
-    grid = _exchange(collectives, header, flat_plan, leaves, guess.capacity(), device)
-    prefixes: list[list[int]] = grid.view(torch.int64)[:, :4].tolist()
+    world_size = collectives.world_size
+    capacity = guess.capacity()
+    everything = _exchange(collectives, header, flat_plan, leaves, capacity, device)
+    prefixes: list[list[int]] = everything.view(torch.int64).view(world_size, -1)[:, :4].tolist()
     if any(prefix[0] != header.structure for prefix in prefixes):
         guess.learn(0, SMALLEST)
         raise mismatch("gather", collectives, _essentials(flat_plan))
     need = max(prefix[3] for prefix in prefixes)
     guess.learn(header.structure, need)
-    even = all(prefix[1] == header.sizes for prefix in prefixes)
-    if need > grid.shape[1]:
+    sizes = tuple(prefix[1] for prefix in prefixes)
+    even = sizes.count(header.sizes) == world_size
+    if need > capacity:
         if even:
             return gather_even(collectives, flat_plan, leaves, device)
-        grid = _exchange(collectives, header, flat_plan, leaves, _aligned(need), device)
-    if even:
-        cutters = _even_cutters(flat_plan, flat_plan.buckets, collectives.world_size, device)
-    else:
-        cutters = _uneven_cutters(flat_plan, grid, tuple(prefix[1] for prefix in prefixes))
-    return _cut_out(cutters, grid, header.start, len(leaves))
+        everything = _exchange(collectives, header, flat_plan, leaves, _aligned(need), device)
+    key = (sizes, len(everything), device)
+    cutter = flat_plan.extras.get(key)
+    if cutter is None:
+        ranks = [flat_plan.buckets] * world_size
+        if not even:
+            count = len(leaves)
+            tables: list[list[int]] = (
+                everything.view(torch.int64).view(world_size, -1)[:, 4 : 4 + count].tolist()
+            )
+            ranks = [plan.place(flat_plan.buckets, rows) for rows in tables]
+        cutter = _keep(flat_plan, key, _cutter(ranks, header.start, everything))
+    return flat_plan.restore(_cut_out(cutter, everything))
 
 
 def gather_even(
     collectives: Collectives, flat_plan: Plan, leaves: list[Tensor], device: torch.device
-) -> list[Tensor]:
+) -> Sequence[Tensor]:
     """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied.
 
     Args:
@@ -166,22 +171,23 @@ def gather_even(
         device: Where the collectives run.
     """
     world_size = collectives.world_size
-    results: list[Tensor]
+    results: list[Tensor] = []
     if flat_plan.packed:
         size = _aligned(size_of(flat_plan.packed))
-        chunk = torch.empty(size, dtype=torch.uint8, device=device)
-        pack(flat_plan.packed, leaves, chunk)
-        grid = torch.empty((world_size, size), dtype=torch.uint8, device=device)
-        collectives.all_gather_into(grid.view(-1), chunk)
-        cutters = _even_cutters(flat_plan, flat_plan.packed, world_size, device)
-        results = _cut_out(cutters, grid, 0, len(leaves))
-    else:
-        results = list(leaves)
+        buffer, _ = kept_buffer(flat_plan, "even", flat_plan.packed, device, capacity=size)
+        buffer.fill(leaves)
+        everything = torch.empty(world_size * size, dtype=torch.uint8, device=device)
+        collectives.all_gather_into(everything, buffer.content)
+        key = (world_size, device)
+        cutter = flat_plan.extras.get(key)
+        if cutter is None:
+            cutter = _keep(flat_plan, key, _cutter([flat_plan.packed] * world_size, 0, everything))
+        results = _cut_out(cutter, everything)
     for index in flat_plan.large:
         leaf = leaves[index].detach().to(device).contiguous()
-        results[index] = leaf.new_empty((world_size * leaf.shape[0], *leaf.shape[1:]))
-        collectives.all_gather_into(results[index].view(-1), leaf.view(-1))
-    return results
+        results.append(leaf.new_empty((world_size * leaf.shape[0], *leaf.shape[1:])))
+        collectives.all_gather_into(results[-1].view(-1), leaf.view(-1))
+    return flat_plan.restore_packed(results)
 
 
 def mismatch(
@@ -231,7 +237,7 @@ def _header(flat_plan: Plan, device: torch.device) -> Header:
         rows = [count for bucket in flat_plan.buckets for count in bucket.rows]
         structure = plan.signature(flat_plan.leaves)
         sizes = plan.digest(repr(rows))
-        start = _aligned(PREFIX + 8 * len(rows))
+        start = _aligned(PREFIX + 8 * len(rows), 64)
         nbytes = start + flat_plan.nbytes
         content = struct.pack(f"<{4 + len(rows)}q", structure, sizes, len(rows), nbytes, *rows)
         header = flat_plan.extras[device] = Header(
@@ -253,90 +259,61 @@ def _exchange(
     device: torch.device,
 ) -> Tensor:
     """Everyone's chunk, one row a rank; only its prefix where it did not fit."""
-    chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
     if header.nbytes <= capacity:
-        chunk[: len(header.content)].copy_(header.content)
-        pack(flat_plan.buckets, leaves, chunk, header.start)
+        buffer, new = kept_buffer(
+            flat_plan, "gather", flat_plan.buckets, device, capacity=capacity, start=header.start
+        )
+        if new:
+            buffer.content[: len(header.content)].copy_(header.content)
+        buffer.fill(leaves)
+        chunk = buffer.content
     else:
+        chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
         chunk[:PREFIX].copy_(header.content[:PREFIX])
-    grid = torch.empty((collectives.world_size, capacity), dtype=torch.uint8, device=device)
-    collectives.all_gather_into(grid.view(-1), chunk)
-    return grid
+    everything = torch.empty(collectives.world_size * capacity, dtype=torch.uint8, device=device)
+    collectives.all_gather_into(everything, chunk)
+    return everything
 
 
-def _even_cutters(
-    flat_plan: Plan, buckets: tuple[Bucket, ...], world_size: int, device: torch.device
-) -> list[Cutter]:
-    key = (world_size, device, buckets is flat_plan.packed)
-    cutters = flat_plan.extras.get(key)
-    if cutters is None:
-        cutters = flat_plan.extras[key] = [_cutter((bucket,) * world_size, device) for bucket in buckets]
-    return cutters
+def _cutter(ranks: Sequence[tuple[Bucket, ...]], start: int, everything: Tensor) -> Cutter:
+    stride = len(everything) // len(ranks)
+    pieces = plan.interleave(ranks, start, stride)
+    by_rank = [[count for bucket in buckets for count in bucket.rows] for buckets in ranks]
+    totals = [sum(counts) for counts in zip(*by_rank, strict=True)]
+    order, unit = None, plan.unit_of([*pieces, (0, stride)])
+    carrier = next(dtype for dtype in _CARRIERS if unit % dtype.itemsize == 0)
+    if len(pieces) > FEW and sum(length for _, length in pieces) // unit <= MAX_INDEX:
+        with torch.inference_mode(mode=False):
+            order = torch.tensor(plan.index_of(pieces, unit), dtype=torch.int32, device=everything.device)
+    return Cutter(
+        joined=plan.place(ranks[0], totals, scalars=False),
+        pieces=pieces,
+        order=order,
+        unit=unit // carrier.itemsize,
+        carrier=carrier,
+    )
 
 
-def _uneven_cutters(flat_plan: Plan, grid: Tensor, sizes: tuple[int, ...]) -> list[Cutter]:
-    key = (sizes, grid.device)
-    cutters = flat_plan.extras.get(key)
-    if cutters is None:
-        count = len(flat_plan.leaves)
-        tables: list[list[int]] = grid.view(torch.int64)[:, 4 : 4 + count].tolist()
-        by_rank = [plan.place(flat_plan.buckets, rows) for rows in tables]
-        cutters = [_cutter(same, grid.device) for same in zip(*by_rank, strict=True)]
-        if len(flat_plan.extras) < MAX_GUESSES:
-            flat_plan.extras[key] = cutters
-    return cutters
+def _keep(flat_plan: Plan, key: Hashable, cutter: Cutter) -> Cutter:
+    """Remember a cutter, but not ever more of them where sizes change from call to call."""
+    if len(flat_plan.extras) >= MAX_CUTTERS:
+        flat_plan.extras.clear()
+    flat_plan.extras[key] = cutter
+    return cutter
 
 
-def _cutter(ranks: tuple[Bucket, ...], device: torch.device) -> Cutter:
-    first = ranks[0]
-    totals = [sum(rows) for rows in zip(*(bucket.rows for bucket in ranks), strict=True)]
-    joined = plan.place([first], totals)[0]
-    order, width = None, 0
-    if len(first.members) > 1 and joined.row_bytes:
-        unit = plan.common_rows([bucket.rows for bucket in ranks])
-        if sum(totals) // unit <= MAX_INDEX:
-            order = torch.tensor(plan.interleave([bucket.rows for bucket in ranks], unit), device=device)
-            width = unit * joined.row_bytes
-    return Cutter(ranks=ranks, joined=joined, order=order, width=width)
-
-
-def _cut_out(cutters: Sequence[Cutter], grid: Tensor, start: int, count: int) -> list[Tensor]:
-    results: list[Any] = [None] * count
+def _cut_out(cutter: Cutter, everything: Tensor) -> list[Tensor]:
+    """The joined leaves, bucket after bucket."""
     with below_autograd():
-        for cutter in cutters:
-            for index, leaf in zip(cutter.joined.members, _members(cutter, grid, start), strict=True):
-                results[index] = leaf
-    return results
+        if cutter.order is None:
+            parts = [everything[first : first + length] for first, length in cutter.pieces]
+            content = torch.cat(parts) if parts else everything[:0]
+        else:
+            units = everything.view(cutter.carrier).view(-1, cutter.unit)
+            content = units.index_select(0, cutter.order).view(-1).view(torch.uint8)
+        return cut_all(cutter.joined, sections(cutter.joined, content))
 
 
-def _members(cutter: Cutter, grid: Tensor, start: int) -> Sequence[Tensor]:
-    """The leaves of a bucket, joined over the ranks."""
-    joined = cutter.joined
-    shape = (sum(joined.rows), *joined.trailing)
-    if joined.start == joined.stop:
-        return grid.new_empty(shape, dtype=joined.dtype).split_with_sizes(joined.rows)
-    if cutter.order is None and len(joined.members) > 1:
-        by_rank = [
-            section(row, bucket, start).split_with_sizes(bucket.rows)
-            for row, bucket in zip(grid, cutter.ranks, strict=True)
-        ]
-        return [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
-    block = _block(cutter.ranks, grid, start)
-    if cutter.order is not None:
-        carrier = _CARRIERS[cutter.width % 8]
-        groups = block.view(carrier).view(-1, cutter.width // carrier.itemsize)
-        block = groups.index_select(0, cutter.order).view(-1).view(torch.uint8)
-    return block.view(joined.dtype).view(shape).split_with_sizes(joined.rows)
-
-
-def _block(ranks: Sequence[Bucket], grid: Tensor, start: int) -> Tensor:
-    """The bytes of a bucket, rank after rank."""
-    first = ranks[0]
-    if all(bucket is first for bucket in ranks):
-        return grid[:, start + first.start : start + first.stop].reshape(-1)
-    return torch.cat([row[start + b.start : start + b.stop] for row, b in zip(grid, ranks, strict=True)])
-
-
-def _aligned(nbytes: int) -> int:
-    """The next multiple of 16, the largest element size."""
-    return -(-nbytes // 16) * 16
+def _aligned(nbytes: int, to: int = 16) -> int:
+    """The next multiple: by default of 16, the largest element size."""
+    return -(-nbytes // to) * to

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import groupby, islice
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +13,25 @@ from torch import Tensor
 from accel_ops import plan, tree
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Sequence
 
     from accel_ops.plan import Bucket, Leaf
+
+    Restore = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 # Tensors cut out of a buffer below autograd are no "views" to it: each has its own version counter, so that
 # an in-place change of one result does not invalidate graphs that use another. As torch.library uses it.
 below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd  # pyright: ignore[reportPrivateUsage]
 copy_all: Callable[..., Any] = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
-MAX_PLANS = 256  # structures remembered; a plan's indices take at most MAX_INDEX * 8 bytes
-MAX_INDEX = 1 << 15  # groups of rows moved by one index; beyond that, concatenating slices is as fast
+MAX_PLANS = 256  # structures remembered
+MAX_KEPT = 1 << 18  # bytes of the largest buffer that is kept with a plan
 
 _TENSORS = {Tensor}
 _describe = attrgetter("shape", "dtype")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Plan:
     """What is known of a structure: where its leaves lie in a buffer.
 
@@ -39,7 +41,9 @@ class Plan:
         nbytes: Bytes of all leaves.
         packed: The layout of the leaves that are not large.
         large: Indices of the leaves that travel alone.
-        extras: What users of the plan computed from it, by a key of theirs.
+        restore: Puts leaves that come bucket after bucket into the order of the structure.
+        restore_packed: The same for packed leaves that are followed by the large ones.
+        extras: What users of the plan made with it, by a key of theirs.
     """
 
     leaves: tuple[Leaf, ...]
@@ -47,10 +51,12 @@ class Plan:
     nbytes: int
     packed: tuple[Bucket, ...]
     large: tuple[int, ...]
+    restore: Restore
+    restore_packed: Restore
     extras: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
     """Nested data taken apart."""
 
@@ -62,6 +68,42 @@ class Flat:
     def rebuild(self, leaves: Sequence[Any]) -> Any:
         """The same structure with other leaves."""
         return _rebuild(self.spec, self.data, iter(leaves))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """Bytes in which leaves lie.
+
+    Attributes:
+        content: The bytes.
+        buckets: How the leaves lie in them.
+        sections: The view of every bucket.
+        members: The view of every leaf, bucket after bucket.
+    """
+
+    content: Tensor
+    buckets: tuple[Bucket, ...]
+    sections: list[Tensor]
+    members: list[Tensor] = field(default_factory=list[Tensor])
+
+    def fill(self, leaves: list[Tensor]) -> None:
+        """Copy leaves, from any device, to their places.
+
+        Args:
+            leaves: All leaves of the structure.
+        """
+        with below_autograd():
+            for bucket, section in zip(self.buckets, self.sections, strict=True):
+                if bucket.start == bucket.stop:
+                    continue
+                parts = _pick(bucket.members, leaves)
+                join = torch.stack if bucket.scalar else torch.cat
+                try:
+                    join(parts, out=section)
+                except RuntimeError:
+                    if all(part.device == section.device for part in parts):
+                        raise
+                    section.copy_(join([part.to(section.device) for part in parts]))
 
 
 _plans: dict[Any, Plan] = {}
@@ -93,19 +135,22 @@ def flatten(data: Any, operation: str) -> Flat:
         )
         while len(_plans) > MAX_PLANS:
             del _plans[next(iter(_plans))]
-    return Flat(data, spec, leaves, known)
+    return Flat(data=data, spec=spec, leaves=leaves, plan=known)
 
 
 def make_plan(leaves: Sequence[Leaf]) -> Plan:
     """Lay out the leaves of a structure."""
     buckets = plan.lay_out(leaves)
     small, large = plan.split_large(leaves)
+    packed = plan.lay_out(leaves, small) if large else buckets
     return Plan(
         leaves=tuple(leaves),
         buckets=buckets,
         nbytes=size_of(buckets),
-        packed=plan.lay_out(leaves, small) if large else buckets,
+        packed=packed,
         large=large,
+        restore=_restorer(buckets),
+        restore_packed=_restorer(packed, large),
     )
 
 
@@ -114,38 +159,97 @@ def size_of(buckets: Sequence[Bucket]) -> int:
     return buckets[-1].stop if buckets else 0
 
 
-def pack(buckets: Sequence[Bucket], leaves: list[Tensor], buffer: Tensor, start: int = 0) -> None:
-    """Copy leaves to their places in a buffer.
+def make_buffer(
+    buckets: tuple[Bucket, ...], device: torch.device, *, start: int = 0, capacity: int | None = None
+) -> Buffer:
+    """An uninitialised buffer for leaves.
 
     Args:
-        buckets: Where they belong.
-        leaves: All leaves of the structure.
-        buffer: Bytes.
-        start: Where in the buffer the first bucket begins; a multiple of 16.
+        buckets: Their layout.
+        device: Where.
+        start: Bytes in front of the first bucket; a multiple of 16.
+        capacity: Bytes in all; as few as possible by default.
     """
-    with below_autograd():
-        for bucket in buckets:
-            if bucket.start == bucket.stop:
-                continue
-            place = section(buffer, bucket, start)
-            parts = _pick(bucket.members, leaves)
-            join = torch.stack if bucket.scalar else torch.cat
-            try:
-                join(parts, out=place)
-            except RuntimeError:
-                if all(part.device == buffer.device for part in parts):
-                    raise
-                place.copy_(join([part.to(buffer.device) for part in parts]))
+    size = start + size_of(buckets) if capacity is None else capacity
+    content = torch.empty(size, dtype=torch.uint8, device=device)
+    return Buffer(content=content, buckets=buckets, sections=sections(buckets, content, start))
 
 
-def section(buffer: Tensor, bucket: Bucket, start: int = 0) -> Tensor:
-    """The part of a buffer of bytes that belongs to a bucket, with the bucket's type and shape."""
-    return buffer[start + bucket.start : start + bucket.stop].view(bucket.dtype).view(bucket.shape)
+def kept_buffer(
+    owner: Plan,
+    key: Hashable,
+    buckets: tuple[Bucket, ...],
+    device: torch.device,
+    *,
+    capacity: int,
+    start: int = 0,
+) -> tuple[Buffer, bool]:
+    """A buffer whose content nobody needs after the call: the one of the last call, if it was small.
+
+    Args:
+        owner: The plan with which it is kept.
+        key: What it is for.
+        buckets: As in `make_buffer`.
+        device: As in `make_buffer`.
+        capacity: As in `make_buffer`.
+        start: As in `make_buffer`.
+
+    Returns:
+        The buffer, and whether it is new.
+    """
+    slot = (key, device)
+    kept: Buffer | None = owner.extras.get(slot)
+    if kept is not None and len(kept.content) == capacity:
+        return kept, False
+    with torch.inference_mode(mode=False):  # else later calls outside of it could not write to the buffer
+        made = make_buffer(buckets, device, start=start, capacity=capacity)
+    if capacity <= MAX_KEPT:
+        owner.extras[slot] = made
+    return made, True
 
 
-def cut(bucket: Bucket, block: Tensor) -> Sequence[Tensor]:
-    """The members of a bucket with their own shapes, cut out of a tensor of the bucket's shape."""
-    return block.unbind() if bucket.scalar else block.split_with_sizes(bucket.rows)
+def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list[Tensor]:
+    """The parts of some bytes that belong to buckets, with their types and shapes.
+
+    Args:
+        buckets: The layout.
+        content: The bytes, one-dimensional.
+        start: Where the first bucket begins; a multiple of 16.
+    """
+    found: list[Tensor] = []
+    for dtype, group in groupby(buckets, attrgetter("dtype")):
+        same = list(group)
+        typed = content[: start + same[-1].stop].view(dtype)
+        first = typed.storage_offset() + start // dtype.itemsize
+        found += [
+            typed.as_strided(bucket.shape, bucket.strides, first + bucket.start // dtype.itemsize)
+            for bucket in same
+        ]
+    return found
+
+
+def cut_all(buckets: Sequence[Bucket], blocks: Sequence[Tensor]) -> list[Tensor]:
+    """The leaves with their own shapes, bucket after bucket.
+
+    Args:
+        buckets: The layout.
+        blocks: A tensor of the shape of each.
+    """
+    leaves: list[Tensor] = []
+    for bucket, block in zip(buckets, blocks, strict=True):
+        leaves += block.unbind() if bucket.scalar else block.split_with_sizes(bucket.rows)
+    return leaves
+
+
+def _restorer(buckets: Sequence[Bucket], large: Sequence[int] = ()) -> Restore:
+    order = [*(index for bucket in buckets for index in bucket.members), *large]
+    if order == list(range(len(order))):
+        return _as_they_are
+    return itemgetter(*sorted(range(len(order)), key=order.__getitem__))
+
+
+def _as_they_are(leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+    return leaves
 
 
 def _pick(members: tuple[int, ...], leaves: list[Tensor]) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -53,6 +53,8 @@ class Bucket:
         rows: Their sizes of dimension 0, in the same order.
         start: Offset of the bucket, in bytes.
         stop: Offset of its end, in bytes.
+        shape: The shape of all of it: the members one after the other along dimension 0.
+        strides: The strides of that shape.
     """
 
     dtype: torch.dtype
@@ -63,10 +65,13 @@ class Bucket:
     start: int
     stop: int
     shape: tuple[int, ...] = field(init=False)
+    strides: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         shape = (len(self.members),) if self.scalar else (sum(self.rows), *self.trailing)
+        strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "strides", strides)
 
     @property
     def row_bytes(self) -> int:
@@ -108,29 +113,21 @@ def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tup
     return tuple(buckets)
 
 
-def place(buckets: Sequence[Bucket], rows: Sequence[int]) -> tuple[Bucket, ...]:
-    """The same buckets for a rank whose leaves have other sizes of dimension 0.
+def place(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = True) -> tuple[Bucket, ...]:
+    """The same buckets with other sizes of dimension 0: those of another rank, or of all ranks together.
 
     Args:
         buckets: This rank's buckets.
-        rows: The other rank's sizes, in the order in which the leaves lie.
+        rows: The other sizes, in the order in which the leaves lie.
+        scalars: Whether leaves without dimensions stay so; else they become one-dimensional.
     """
     placed: list[Bucket] = []
     start = taken = 0
     for bucket in buckets:
         mine = tuple(rows[taken : taken + len(bucket.members)])
         stop = start + sum(mine) * bucket.row_bytes
-        placed.append(
-            Bucket(
-                dtype=bucket.dtype,
-                scalar=bucket.scalar,
-                trailing=bucket.trailing,
-                members=bucket.members,
-                rows=mine,
-                start=start,
-                stop=stop,
-            )
-        )
+        scalar = bucket.scalar and scalars
+        placed.append(replace(bucket, rows=mine, start=start, stop=stop, scalar=scalar))
         start, taken = stop, taken + len(mine)
     return tuple(placed)
 
@@ -142,40 +139,53 @@ def split_large(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], tuple[int, ...
     return tuple(index for index in order if leaves[index].nbytes < LARGE), large
 
 
-def common_rows(rows_by_rank: Sequence[Sequence[int]]) -> int:
-    """The greatest number of rows that always stay together when leaves of several ranks are joined."""
-    return math.gcd(*(count for rows in rows_by_rank for count in rows)) or 1
-
-
-def interleave(rows_by_rank: Sequence[Sequence[int]], unit: int = 1) -> list[int]:
-    """How to reorder what lies rank by rank so that it lies leaf by leaf.
+def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> list[tuple[int, int]]:
+    """Where to find, in the chunks of all ranks, what belongs together leaf by leaf.
 
     Args:
-        rows_by_rank: For every rank, the rows of every leaf of a bucket.
-        unit: How many rows make a group; a divisor of all of them.
+        ranks: The buckets of every rank.
+        start: Where in a chunk the first bucket begins, in bytes.
+        stride: Bytes of a chunk.
 
     Returns:
-        A permutation: group `i` of the result is group `permutation[i]` of the input.
+        Offset and length, in bytes, of every piece: for every leaf, in the order in which they lie, the
+        piece of rank 0, of rank 1, and so on.
 
     Example:
-        >>> interleave([[1, 1], [1, 1]])  # leaves a, b: a0 b0 a1 b1 -> a0 a1 b0 b1
-        [0, 2, 1, 3]
-        >>> interleave([[2, 4], [2, 0]], unit=2)
-        [0, 3, 1, 2]
+        >>> a, b = (Leaf(path=path, dtype=torch.uint8, shape=(2,)) for path in "ab")
+        >>> interleave([lay_out([a, b])] * 2, start=0, stride=10)
+        [(0, 2), (10, 2), (2, 2), (12, 2)]
     """
-    starts: list[list[int]] = []
-    position = 0
-    for rows in rows_by_rank:
-        starts.append([])
-        for count in rows:
-            starts[-1].append(position)
-            position += count // unit
-    order: list[int] = []
-    for leaf in range(len(rows_by_rank[0])):
-        for rank, rows in enumerate(rows_by_rank):
-            first = starts[rank][leaf]
-            order.extend(range(first, first + rows[leaf] // unit))
-    return order
+    by_rank: list[list[tuple[int, int]]] = []
+    for rank, buckets in enumerate(ranks):
+        position = rank * stride + start
+        pieces: list[tuple[int, int]] = []
+        for bucket in buckets:
+            for rows in bucket.rows:
+                pieces.append((position, rows * bucket.row_bytes))
+                position += pieces[-1][1]
+        by_rank.append(pieces)
+    return [piece for of_leaf in zip(*by_rank, strict=True) for piece in of_leaf]
+
+
+def unit_of(pieces: Iterable[tuple[int, int]]) -> int:
+    """The greatest number of bytes that divides all offsets and lengths.
+
+    Example:
+        >>> unit_of([(0, 8), (24, 12)])
+        4
+    """
+    return math.gcd(*(number for offset, length in pieces if length for number in (offset, length)))
+
+
+def index_of(pieces: Iterable[tuple[int, int]], unit: int) -> list[int]:
+    """The pieces, one after the other, as indices of units.
+
+    Example:
+        >>> index_of([(0, 8), (24, 12)], 4)
+        [0, 1, 6, 7, 8]
+    """
+    return [index for offset, length in pieces for index in range(offset // unit, (offset + length) // unit)]
 
 
 def signature(leaves: Sequence[Leaf]) -> int:
