@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
 from accel.utils import set_seed, tqdm
 
-epochs = 12
+epochs = 8
 batch_size = 32  # per process
 learning_rate = 3e-3
 
@@ -78,4 +78,3 @@ for image, label in test_loader:
 
 accelerator.print(f"held-out accuracy {correct / seen:.4f} ({correct} of {seen} images)")
 accelerator.print(f"wall time {time.perf_counter() - started:.1f} s, {accelerator.num_processes} process(es)")
-accelerator.end_training()
