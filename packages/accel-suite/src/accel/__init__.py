@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from accel import scheduler as scheduler
     from accel import state as state
     from accel import utils as utils
+    from accel_bigmodel.device_map.infer import infer_auto_device_map
     from accel_bigmodel.empty import init_empty_weights, init_on_device
     from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
@@ -37,8 +38,9 @@ if TYPE_CHECKING:
 __all__ = [
     "Accelerator", "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "DistributedType", "GradScalerKwargs", "InitProcessGroupKwargs",
-    "PartialState", "ProfileKwargs", "find_executable_batch_size", "init_empty_weights", "init_on_device",
-    "is_rich_available", "skip_first_batches", "synchronize_rng_states",
+    "PartialState", "ProfileKwargs", "find_executable_batch_size", "infer_auto_device_map",
+    "init_empty_weights", "init_on_device", "is_rich_available", "skip_first_batches",
+    "synchronize_rng_states",
 ]
 
 __version__ = "0.1.0"
@@ -53,6 +55,7 @@ _EXPORTS = {
     "scheduler": "accel.scheduler:",
     "state": "accel.state:",
     "utils": "accel.utils:",
+    **dict.fromkeys(("infer_auto_device_map",), "accel_bigmodel.device_map.infer"),
     **dict.fromkeys(("init_empty_weights", "init_on_device"), "accel_bigmodel.empty"),
     **dict.fromkeys(("AutocastKwargs", "GradScalerKwargs"), "accel_plugins.kwargs.amp"),
     **dict.fromkeys(("DataLoaderConfiguration",), "accel_plugins.kwargs.dataloader"),

@@ -13,6 +13,11 @@ from accel_state._lazy import attach
 if TYPE_CHECKING:
     from accel.utils import environment as environment
     from accel.utils import fsdp_utils as fsdp_utils
+    from accel_bigmodel.budget import get_balanced_memory, get_max_memory
+    from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
+    from accel_bigmodel.device_map.infer import infer_auto_device_map
+    from accel_bigmodel.placement import set_module_tensor_to_device
+    from accel_bigmodel.sizes import calculate_maximum_sizes, compute_module_sizes, get_max_layer_size
     from accel_ops.collect import broadcast, broadcast_object_list, gather, gather_object, reduce
     from accel_ops.modules import (
         extract_model_from_parallel, has_compiled_regions, is_compiled_module, model_has_dtensor,
@@ -79,6 +84,7 @@ if TYPE_CHECKING:
     )
     from accel_state.memory import release_memory
     from accel_state.partial_state import wait_for_everyone
+    from accel_state.ports import is_port_in_use
     from accel_state.progress import tqdm
     from accel_state.rng import set_seed, synchronize_rng_state, synchronize_rng_states
     from accel_state.topology import get_cpu_distributed_information
@@ -92,15 +98,17 @@ __all__ = [
     "ProjectConfiguration", "RNGType", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
     "SAFE_WEIGHTS_PATTERN_NAME", "SageMakerDistributedType", "TensorInformation", "TorchDynamoPlugin",
     "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME", "are_libraries_initialized", "broadcast",
-    "broadcast_object_list", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_os_kernel",
-    "check_tied_parameters_in_config", "clean_state_dict_for_safetensors", "clear_environment",
-    "compare_versions", "concatenate", "convert_bytes", "convert_dict_to_env_variables",
-    "convert_file_size_to_int", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
-    "dtype_byte_size", "extract_model_from_parallel", "find_batch_size", "find_device",
-    "find_executable_batch_size", "find_tied_parameters", "gather", "gather_object",
-    "get_cpu_distributed_information", "get_current_device_type", "get_data_structure", "get_gpu_info",
-    "get_int_from_env", "has_compiled_regions", "honor_type", "id_tensor_storage",
-    "ignorant_find_batch_size", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
+    "broadcast_object_list", "calculate_maximum_sizes", "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_environment",
+    "compare_versions", "compute_module_sizes", "concatenate", "convert_bytes",
+    "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_outputs_to_fp32",
+    "convert_to_fp32", "copy_tensor_to_devices", "dtype_byte_size", "extract_model_from_parallel",
+    "find_batch_size", "find_device", "find_executable_batch_size", "find_tied_parameters", "gather",
+    "gather_object", "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
+    "get_data_structure", "get_gpu_info", "get_int_from_env", "get_max_layer_size", "get_max_memory",
+    "has_compiled_regions", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
+    "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
     "is_aim_available", "is_amdsmi_available", "is_bf16_available",
     "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
     "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
@@ -109,24 +117,34 @@ __all__ = [
     "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
     "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
     "is_neuron_available", "is_npu_available", "is_pandas_available", "is_peft_available",
-    "is_pippy_available", "is_pynvml_available", "is_pytest_available", "is_rich_available",
-    "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available", "is_sdaa_available",
-    "is_swanlab_available", "is_tensor_information", "is_tensorboard_available", "is_timm_available",
-    "is_torch_tensor", "is_torch_version", "is_torch_xla_available", "is_torchao_available",
-    "is_torchdata_available", "is_torchdata_stateful_dataloader_available", "is_torchvision_available",
-    "is_trackio_available", "is_transformer_engine_available", "is_transformer_engine_mxfp8_available",
-    "is_transformers_available", "is_triton_available", "is_wandb_available", "is_weights_only_available",
-    "is_xccl_available", "is_xpu_available", "listify", "load", "load_state_dict", "model_has_dtensor",
-    "named_module_tensors", "pad_across_processes", "pad_input_tensors", "parse_choice_from_env",
-    "parse_flag_from_env", "patch_environment", "purge_accelerate_environment", "recursively_apply",
-    "reduce", "release_memory", "retie_parameters", "save", "send_to_device", "set_numa_affinity",
-    "set_seed", "slice_tensors", "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "tqdm",
+    "is_pippy_available", "is_port_in_use", "is_pynvml_available", "is_pytest_available",
+    "is_rich_available", "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available",
+    "is_sdaa_available", "is_swanlab_available", "is_tensor_information", "is_tensorboard_available",
+    "is_timm_available", "is_torch_tensor", "is_torch_version", "is_torch_xla_available",
+    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
+    "is_torchvision_available", "is_trackio_available", "is_transformer_engine_available",
+    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
+    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify",
+    "load", "load_state_dict", "model_has_dtensor", "named_module_tensors", "pad_across_processes",
+    "pad_input_tensors", "parse_choice_from_env", "parse_flag_from_env", "patch_environment",
+    "purge_accelerate_environment", "recursively_apply", "reduce", "release_memory", "retie_parameters",
+    "save", "send_to_device", "set_module_tensor_to_device", "set_numa_affinity", "set_seed",
+    "slice_tensors", "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "tqdm",
     "wait_for_everyone",
 ]
 
 _EXPORTS = {
     "environment": "accel.utils.environment:",
     "fsdp_utils": "accel.utils.fsdp_utils:",
+    **dict.fromkeys(("get_balanced_memory", "get_max_memory"), "accel_bigmodel.budget"),
+    **dict.fromkeys((
+        "check_device_map", "check_tied_parameters_on_same_device",
+    ), "accel_bigmodel.device_map.check"),
+    **dict.fromkeys(("infer_auto_device_map",), "accel_bigmodel.device_map.infer"),
+    **dict.fromkeys(("set_module_tensor_to_device",), "accel_bigmodel.placement"),
+    **dict.fromkeys((
+        "calculate_maximum_sizes", "compute_module_sizes", "get_max_layer_size",
+    ), "accel_bigmodel.sizes"),
     **dict.fromkeys((
         "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce",
     ), "accel_ops.collect"),
@@ -202,6 +220,7 @@ _EXPORTS = {
     ), "accel_state.labels"),
     **dict.fromkeys(("release_memory",), "accel_state.memory"),
     **dict.fromkeys(("wait_for_everyone",), "accel_state.partial_state"),
+    **dict.fromkeys(("is_port_in_use",), "accel_state.ports"),
     **dict.fromkeys(("tqdm",), "accel_state.progress"),
     **dict.fromkeys(("set_seed", "synchronize_rng_state", "synchronize_rng_states"), "accel_state.rng"),
     **dict.fromkeys(("get_cpu_distributed_information",), "accel_state.topology"),
