@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
@@ -204,18 +205,23 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
-        self.plan = ShardPlan(
-            num_processes=num_processes,
-            process_index=process_index,
-            batch_size=self.batch_size,
-            drop_last=self.drop_last,
-            split=split_batches,
-            even=even_batches,
-        )
+        _ = self.plan  # refuses what does not fit together
         self.padded: dict[int, int] = {}
         """Of the iteration begun last: number of a padded batch -> how many of its samples are real."""
         self.order: OrderState | None = None
         """Of the iteration begun last: what replays its order."""
+
+    @property
+    def plan(self) -> ShardPlan:
+        """How an epoch is divided; `even_batches` may be changed between epochs."""
+        return ShardPlan(
+            num_processes=self.num_processes,
+            process_index=self.process_index,
+            batch_size=self.batch_size,
+            drop_last=self.drop_last,
+            split=self.split_batches,
+            even=self.even_batches,
+        )
 
     @property
     def sampler(self) -> Any:
@@ -231,6 +237,11 @@ class BatchSamplerShard(BatchSampler):
     def counts_samples(self) -> bool:
         """Whether positions in the epoch are numbers of samples; otherwise of whole batches."""
         return is_plain_batch_sampler(self.batch_sampler)
+
+    @property
+    def unit(self) -> str:
+        """What positions are numbers of: `"samples"` or whole `"batches"`."""
+        return "samples" if self.counts_samples else "batches"
 
     @property
     def stride(self) -> int:
@@ -255,6 +266,18 @@ class BatchSamplerShard(BatchSampler):
             return self.plan.count(max(0, len(self.batch_sampler.sampler) - position))
         return self.plan.count_batches(max(0, len(self.batch_sampler) - position))
 
+    def remainder_from(self, position: int) -> int:
+        """Give how many samples the last round after a position has: 0 for a complete one, -1 if not known.
+
+        Args:
+            position: As for `length_from`.
+        """
+        if self.drop_last:
+            return 0
+        if not self.counts_samples or not isinstance(self.batch_sampler.sampler, Sized):
+            return -1
+        return max(0, len(self.batch_sampler.sampler) - position) % self.plan.stride
+
     def iterate_from(self, position: int, order: OrderState | None = None) -> Iterator[list[int]]:
         """Yield this rank's batches after a position.
 
@@ -274,23 +297,60 @@ class BatchSamplerShard(BatchSampler):
 
     def _open(self, position: int) -> Iterator[tuple[list[int], int]]:
         """Begin an iteration: whatever is random is drawn before this returns."""
+        plan = self.plan
         if self.counts_samples:
             sampler = self.batch_sampler.sampler
             if (order := known_order(sampler)) is not None:
-                return self._cut(order, position)
+                return _cut(order, plan.spans(len(order), position))
             indices = drawn(sampler)
-            head = list(islice(indices, min(position, self.plan.stride)))
+            head = list(islice(indices, min(position, plan.stride)))
             rest = cast("Sampler[int]", islice(indices, position - len(head), None))
-            return self.plan.deal(BatchSampler(rest, self.batch_size, self.drop_last), head)
+            return plan.deal(BatchSampler(rest, self.batch_size, self.drop_last), head)
         batches = drawn(self.batch_sampler)
         head = []
         for batch in islice(batches, position):
-            if self.plan.pads and len(head) < self.plan.stride:
+            if plan.pads and len(head) < plan.stride:
                 head.extend(batch)
-        return self.plan.deal(batches, head)
+        return plan.deal(batches, head)
 
-    def _cut(self, order: Sequence[int], position: int) -> Iterator[tuple[list[int], int]]:
-        total = len(order)
-        for first, last in self.plan.spans(total, position):
-            batch = list(order[first:last])
-            yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)
+
+class EpochRest(BatchSampler):
+    """The batches of a shard after a position.
+
+    Args:
+        shard: The batches of the whole epoch.
+        position: Samples (or whole batches) already consumed by all ranks together.
+        order: What replays the order of the epoch, or None for whatever comes.
+        single: Yield the one index of every batch instead of the batch.
+    """
+
+    def __init__(
+        self,
+        shard: BatchSamplerShard,
+        position: int = 0,
+        order: OrderState | None = None,
+        *,
+        single: bool = False,
+    ) -> None:
+        self.batch_sampler = shard
+        self.batch_size: Any = shard.batch_size
+        self.drop_last = shard.drop_last
+        self.position = position
+        self.order = order
+        self.single = single
+
+    def __len__(self) -> int:
+        """Number of batches left."""
+        return self.batch_sampler.length_from(self.position)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches left."""
+        batches = self.batch_sampler.iterate_from(self.position, self.order)
+        return (batch[0] for batch in batches) if self.single else batches
+
+
+def _cut(order: Sequence[int], spans: Iterable[tuple[int, int]]) -> Iterator[tuple[list[int], int]]:
+    total = len(order)
+    for first, last in spans:
+        batch = list(order[first:last])
+        yield batch + [order[i % total] for i in range(max(first, total), last)], len(batch)

@@ -1,0 +1,284 @@
+"""What all prepared loaders share: a torch loader that knows where it is and can go on from there."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import islice
+from typing import Any, cast
+
+from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
+
+from accel_state.errors import MissingDependencyError
+from accel_train.data.indices import INDEXING, IndexSource, index_source
+from accel_train.data.iterable_shard import DeliveringCollate, Delivery, EpochAware, IterableDatasetShard
+from accel_train.data.reading import (
+    Position,
+    Reading,
+    SamplerReading,
+    StandInWorker,
+    StatefulReading,
+    StreamReading,
+)
+
+logger = logging.getLogger(__name__)
+
+STATE_FORMAT = 1
+_STATEFUL_OPTIONS = ("snapshot_every_n_steps",)
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a loader is, together with the loaders that were made of it to skip batches.
+
+    Args:
+        epoch: Of the pass under way, or that comes next.
+        reading: The pass under way.
+    """
+
+    epoch: int = 0
+    reading: Reading | None = None
+
+
+class DataLoaderAdapter(DataLoader[Any]):
+    """A `torch.utils.data.DataLoader` whose position in the epoch can be saved, and gone on from.
+
+    Args:
+        dataset: The dataset to load.
+        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`, which also keeps the state of
+            iterable datasets that have one.
+        batch_sampler: Yields batches of indices.
+        **kwargs: As for `torch.utils.data.DataLoader`.
+
+    Raises:
+        MissingDependencyError: torchdata is asked for and not installed.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        use_stateful_dataloader: bool = False,
+        batch_sampler: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        special = {name: kwargs.pop(name) for name in _STATEFUL_OPTIONS if name in kwargs}
+        options = kwargs if batch_sampler is None else {**kwargs, "batch_sampler": batch_sampler}
+        self._indices: IndexSource | None = None
+        if isinstance(dataset, IterableDataset):
+            options = _delivering(dataset, options)
+        else:
+            self._indices = index_source(dataset, options)
+            options = {name: value for name, value in options.items() if name not in INDEXING}
+            options |= self._indices.options()
+        super().__init__(dataset, **options)
+        self._options = {name: value for name, value in options.items() if name not in INDEXING}
+        self.use_stateful_dataloader = use_stateful_dataloader
+        self._stateful: Any = None
+        if use_stateful_dataloader:
+            self._stateful = _stateful_class()(dataset, **options, **special)
+        self.skip_batches = 0
+        self._drop_last = False
+        self._batches_per_step = 1  # of the dataset, for one batch on every rank
+        self._resume: Position | None = None
+        self._progress = Progress()
+
+    @property
+    def base_dataloader(self) -> DataLoader[Any]:
+        """The loader that reads: this one, or the stateful one."""
+        return self if self._stateful is None else self._stateful
+
+    @property
+    def iteration(self) -> int:
+        """The epoch of the pass under way, or that comes next."""
+        return self._progress.epoch
+
+    @iteration.setter
+    def iteration(self, epoch: int) -> None:
+        self._progress.epoch = epoch
+
+    def __len__(self) -> int:
+        """Number of batches of this rank, less those that the next pass skips."""
+        whole, rest = divmod(super().__len__(), self._batches_per_step)
+        return max(0, whole + (rest > 0 and not self._drop_last) - self.skip_batches)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that comes next, for the samplers and the dataset.
+
+        A position in another epoch that was loaded before is given up.
+
+        Args:
+            epoch: Counted from 0. Without a call, loaders count their passes.
+        """
+        if self._resume is not None and epoch != self.iteration:
+            logger.warning(
+                "set_epoch(%d) gives up the position in epoch %d that was loaded: epoch %d comes whole.",
+                epoch,
+                self.iteration,
+                epoch,
+            )
+            self._resume = None
+        self.iteration = epoch
+        part: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
+        while part is not None:
+            if isinstance(part, EpochAware):
+                part.set_epoch(epoch)
+            part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
+        if isinstance(self.dataset, EpochAware):
+            self.dataset.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give the position: the epoch, and in the middle of a pass what was consumed, up to the last batch.
+
+        The position holds for all ranks, and for any number of them, except that of a stateful loader over an
+        iterable dataset.
+
+        Returns:
+            Plain data, which `torch.load(..., weights_only=True)` reads back.
+        """
+        reading = self._progress.reading
+        position = self._resume if reading is None else reading.position()
+        return {
+            "format": STATE_FORMAT,
+            "epoch": self.iteration,
+            "position": None if position is None else position.to_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a position in the next pass.
+
+        Args:
+            state_dict: What `state_dict` returned, also in a run with another number of processes; or the
+                state of a `StatefulDataLoader`.
+
+        Raises:
+            ValueError: The position belongs to another kind of loader.
+        """
+        if "format" not in state_dict and self._stateful is not None:
+            self._resume = Position(unit="stateful", order=state_dict)
+            return
+        if state_dict.get("format") != STATE_FORMAT:
+            raise ValueError(
+                f"This is no position of a data loader that this version of accel can read: it has the keys "
+                f"{sorted(state_dict)!r} and format={state_dict.get('format')!r}, not {STATE_FORMAT}."
+            )
+        position = state_dict["position"]
+        self._resume = None if position is None else self._checked(Position.from_dict(position))
+        self.iteration = state_dict["epoch"]
+
+    def adjust_state_dict_for_prefetch(self) -> None:
+        """Do nothing: `state_dict` tells the position of the batch yielded last, whatever is read ahead.
+
+        Loaders of other libraries that count what they have read may override this.
+        """
+
+    def _checked(self, position: Position) -> Position:
+        unit, workers = self._unit, max(1, self.num_workers)
+        if position.unit != unit:
+            raise ValueError(
+                f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. Build "
+                "the loader as in the run that was saved."
+            )
+        if unit == "stream" and len(position.consumed) != workers:
+            raise ValueError(
+                f"The saved data position is that of {len(position.consumed)} worker(s), each with a part of "
+                f"the iterable dataset, but this loader has {workers}. Give it "
+                f"num_workers={len(position.consumed)!r} as in the run that was saved."
+            )
+        return position
+
+    @property
+    def _unit(self) -> str:
+        if self._indices is not None:
+            return self._indices.shard.unit
+        return "stream" if self._stateful is None else "stateful"
+
+    @property
+    def stride(self) -> int:
+        """How far the position moves when every rank gets a batch."""
+        return self._inner_stride * self._batches_per_step
+
+    @property
+    def _inner_stride(self) -> int:
+        if self._indices is not None:
+            return self._indices.shard.stride
+        dataset: Any = self.dataset
+        return dataset.plan.stride if isinstance(dataset, IterableDatasetShard) else self.batch_size or 1
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether other ranks get other batches of the same data."""
+        divider = self.dataset if self._indices is None else self._indices.shard
+        return getattr(divider, "num_processes", 1) > 1
+
+    def _open(self) -> Reading:
+        """Open the pass that is due: where a loaded position or `skip_batches` says, or at the beginning."""
+        position, self._resume = self._resume, None
+        skip, self.skip_batches = self.skip_batches, 0
+        # In a stream, which worker gives how much is only known by asking; and torchdata counts by itself.
+        seeks = self._indices is not None or (self._stateful is None and self.num_workers == 0)
+        if position is None and skip and seeks:
+            position, skip = Position(unit=self._unit, consumed=(skip * self.stride,)), 0
+        reading = self._read() if position is None else self._read_from(position)
+        for item in islice(reading.batches, skip * self._batches_per_step):
+            if reading.advance is not None:
+                reading.advance(item if type(item) is Delivery else None)
+        self._progress.reading = reading
+        return reading
+
+    def _close(self, reading: Reading | None) -> None:
+        if self._progress.reading is reading:
+            self._progress.reading = None
+
+    def _read(self) -> Reading:
+        if self._indices is not None:
+            batches: Any = super().__iter__() if self._stateful is None else iter(self._stateful)
+            return SamplerReading(batches, self._indices.shard, 0)
+        if self._stateful is not None:
+            return StatefulReading(self._stateful)
+        return StreamReading(super().__iter__(), self._inner_stride, (0,) * max(1, self.num_workers))
+
+    def _read_from(self, position: Position) -> Reading:
+        """Open a pass in the middle of an epoch, through a loader made for it alone."""
+        if position.unit == "stateful":
+            self._stateful.load_state_dict(position.order)
+            return StatefulReading(self._stateful)
+        options: dict[str, Any] = {**self._options, "persistent_workers": False}
+        if self._indices is not None:
+            (start,) = position.consumed
+            options |= self._indices.options(start, position.order)
+            return SamplerReading(iter(DataLoader(self.dataset, **options)), self._indices.shard, start)
+        options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
+        options["worker_init_fn"] = StandInWorker(self.worker_init_fn, position.next_worker)
+        batches = iter(DataLoader(self._stream_from(position.consumed), **options))
+        return StreamReading(batches, self._inner_stride, position.consumed, position.next_worker)
+
+    def _stream_from(self, starts: tuple[int, ...]) -> IterableDatasetShard:
+        if isinstance(self.dataset, IterableDatasetShard):
+            return self.dataset.starting_at(starts)
+        return IterableDatasetShard(cast("Any", self.dataset), self._inner_stride, starts=starts)
+
+
+def _delivering(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for torch over an iterable dataset, with a collate that tells the loader enough."""
+    if not options.get("num_workers") and not getattr(dataset, "mark_padding", False):
+        return options
+    batched = options.get("batch_size", 1) is not None
+    collate = options.get("collate_fn") or (default_collate if batched else default_convert)
+    return {**options, "collate_fn": DeliveringCollate(collate, batched=batched)}
+
+
+def _stateful_class() -> Any:
+    try:
+        return import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    except ImportError as error:
+        raise MissingDependencyError(
+            "use_stateful_dataloader=True needs torchdata: pip install 'accel-train[stateful]'."
+        ) from error
+
+
+def is_stateful(dataloader: DataLoader[Any]) -> bool:
+    """Whether a loader is torchdata's `StatefulDataLoader`; does not import torchdata."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(dataloader, module.StatefulDataLoader)

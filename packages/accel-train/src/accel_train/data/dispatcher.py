@@ -1,0 +1,194 @@
+"""The loader that reads on the main process alone, and sends the others their parts."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.runtime import current_or_single
+from accel_train.data.iterable_shard import Delivery
+from accel_train.data.placing import placing
+from accel_train.data.post import Receiver, Sender
+from accel_train.data.prepared import PreparedLoader
+from accel_train.data.reading import look_ahead
+from accel_train.data.rounds import Division, SliceFn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from accel_state.backends.base import Collectives
+    from accel_train.data.reading import Position, Reading
+
+
+class MainReading:
+    """A pass of the main process, which reads for all.
+
+    Args:
+        open_inner: Opens the pass over the data.
+        division: How it is divided.
+        collectives: Of all ranks.
+    """
+
+    remainder = -1
+
+    def __init__(
+        self, open_inner: Callable[[], Reading], division: Division, collectives: Collectives
+    ) -> None:
+        self.batches: Iterator[Any] = iter(())
+        self.taken = 0
+        self._open_inner = open_inner
+        self._inner: Reading | None = None
+        self._division = division
+        self._collectives = collectives
+        self._read: deque[list[Any]] = deque()
+
+    def pairs(self) -> Iterator[tuple[Any, bool]]:
+        """Each part of the main process, with whether it is the last one."""
+        if self._collectives.world_size == 1:
+            return look_ahead(part for (part,) in self._parts())
+        return Sender(self._parts(), self._collectives).pairs()
+
+    def _parts(self) -> Iterator[list[Delivery | None]]:
+        inner = self._inner = self._open_inner()  # here, where the others are told if it fails
+        for turn in self._division.rounds(inner.batches):
+            if not self._read and not self.taken:
+                inner.opened()
+            self._read.append(turn)
+            yield self._division.parts([item.batch if type(item) is Delivery else item for item in turn])
+
+    def opened(self) -> dict[int, int]:
+        """Nothing is known beforehand: what is padding comes with each batch."""
+        return {}
+
+    def advance(self, delivery: Delivery | None) -> None:
+        """Count the batches of the round that is yielded."""
+        del delivery
+        inner = self._inner
+        for item in self._read.popleft():
+            if inner is not None:
+                inner.taken += 1
+                if inner.advance is not None:
+                    inner.advance(item if type(item) is Delivery else None)
+
+    def position(self) -> Position | None:
+        """Where the epoch is after the rounds that were `taken`."""
+        return None if self._inner is None else self._inner.position()
+
+
+class RemoteReading:
+    """A pass of a process that is sent its batches.
+
+    Args:
+        collectives: Of all ranks.
+    """
+
+    remainder = -1
+    batches: Iterator[Any] = iter(())
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.taken = 0
+        self._collectives = collectives
+
+    def pairs(self) -> Iterator[tuple[Any, bool]]:
+        """Each part of this process, with whether it is the last one."""
+        return Receiver(self._collectives).pairs()
+
+    def opened(self) -> dict[int, int]:
+        """Nothing is known beforehand: what is padding comes with each batch."""
+        return {}
+
+    def advance(self, delivery: Delivery | None) -> None:
+        """Do nothing: the main process counts."""
+
+    def position(self) -> Position | None:
+        """None: the main process knows."""
+        return None
+
+
+class DataLoaderDispatcher(PreparedLoader):
+    """A torch loader that reads on the main process, and gives every process its part of what was read.
+
+    For datasets that only one process can read. All processes make it, with the same arguments. A batch is
+    sent as one message of bytes, each process getting only its own part.
+
+    Args:
+        dataset: The dataset to load; only the main process reads it.
+        split_batches: Whether every batch is divided among the processes; otherwise each gets a whole one.
+        skip_batches: How many batches the first pass leaves out; later ones are complete.
+        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
+        _drop_last: Whether a last round of batches that is not complete is left out.
+        _non_blocking: Whether batches are copied to the device without waiting.
+        slice_fn: Called on the main process as `slice_fn(batch, rows, process_index=..., num_processes=...)`
+            with the batches of a round joined into one, and the rows that are due to a process. If `None`,
+            the rows are cut out of every tensor, and of every list with one object per sample.
+        torch_device_mesh: Not available yet.
+        iteration: The epoch that comes first.
+        device: Where batches are moved to; the device of this process if `None`.
+        even_batches: Whether the last round is completed with its first samples, so that all processes get
+            equally many.
+        **kwargs: As for `torch.utils.data.DataLoader`.
+
+    Raises:
+        MainProcessReadError: On the other processes, when the main one fails to read.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        split_batches: bool = False,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        _drop_last: bool = False,
+        _non_blocking: bool = False,
+        slice_fn: SliceFn | None = None,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        *,
+        device: torch.device | str | None = None,
+        even_batches: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            dataset,
+            skip_batches=skip_batches,
+            use_stateful_dataloader=use_stateful_dataloader,
+            torch_device_mesh=torch_device_mesh,
+            iteration=iteration,
+            _drop_last=_drop_last,
+            **kwargs,
+        )
+        runtime = current_or_single()
+        self.split_batches = split_batches
+        self.even_batches = even_batches
+        self.slice_fn = slice_fn
+        self.device = runtime.device if device is None else torch.device(device)
+        self._non_blocking = _non_blocking
+        self._collectives = runtime.collectives
+        self._batches_per_step = self._division.batches_per_round
+
+    @property
+    def _division(self) -> Division:
+        return Division(
+            num_processes=self._collectives.world_size,
+            split=self.split_batches,
+            even=self.even_batches,
+            drop_last=self._drop_last,
+            slice_fn=self.slice_fn,
+        )
+
+    def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
+        """Yield this process's parts."""
+        return self._pass(placing(self.device, non_blocking=self._non_blocking))
+
+    def _open(self) -> Reading:
+        if self._collectives.rank == 0:
+            reading: Reading = MainReading(super()._open, self._division, self._collectives)
+        else:
+            # The main process's torch loader draws a seed here; all go on with the same random numbers.
+            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            self._resume, self.skip_batches = None, 0
+            reading = RemoteReading(self._collectives)
+        self._progress.reading = reading
+        return reading

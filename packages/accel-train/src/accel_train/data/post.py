@@ -1,0 +1,149 @@
+"""The main process sends every rank its part of each round: one collective once the layout is known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.errors import AccelError
+from accel_train.data.message import Next, Parcel, read, take_apart, write
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+    from accel_state.backends.base import Collectives
+    from accel_train.data.iterable_shard import Delivery
+
+
+class MainProcessReadError(AccelError, RuntimeError):
+    """The main process could not read a batch for all; it raises the error itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """What is sent as an object, when a layout is new or nothing can be sent.
+
+    Args:
+        layouts: For every rank the layout of its next batch.
+        nbytes: The size of the message with it.
+        error: Why there is none.
+    """
+
+    layouts: Sequence[Any] = ()
+    nbytes: int = 0
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Round:
+    """A round that is ready to be sent: every rank's part, and how it is sent."""
+
+    parts: Sequence[Delivery | None]
+    parcels: Sequence[Parcel]
+    layouts: Sequence[Any]
+    nbytes: int
+
+
+class Sender:
+    """The main process's side.
+
+    A round is read before the one before it is sent, since every message says what follows it.
+
+    Args:
+        rounds: For every rank its part of each round, or None if there is none for it.
+        collectives: Of all ranks; this is rank 0.
+    """
+
+    def __init__(self, rounds: Iterator[Sequence[Delivery | None]], collectives: Collectives) -> None:
+        self._rounds = rounds
+        self._collectives = collectives
+        self._buffers: list[Tensor] = []
+
+    def pairs(self) -> Iterator[tuple[Delivery, bool]]:
+        """Send round after round; yield this rank's parts, each with whether it is the last one."""
+        current = self._take()
+        self._announce(current)
+        while isinstance(current, Round):
+            upcoming = self._take()
+            self._send(current, upcoming)
+            if (mine := current.parts[0]) is not None:
+                yield mine, _is_last(upcoming, 0)
+            current = upcoming
+        if current is not None:
+            raise current
+
+    def _take(self) -> Round | Exception | None:
+        try:
+            parts = next(self._rounds, None)
+            if parts is None:
+                return None
+            parcels = [take_apart(part) for part in parts]
+        except Exception as error:  # noqa: BLE001 - whatever a dataset raises, the others must hear of it
+            return error
+        nbytes = max(parcel.nbytes for parcel in parcels)
+        return Round(parts, parcels, [parcel.layout for parcel in parcels], nbytes)
+
+    def _announce(self, upcoming: Round | Exception | None) -> None:
+        notice = None
+        if isinstance(upcoming, Round):
+            notice = Notice(upcoming.layouts, upcoming.nbytes)
+        elif upcoming is not None:
+            notice = Notice(error=f"{type(upcoming).__name__}: {upcoming}")
+        self._collectives.broadcast_object_list([notice], 0)
+
+    def _send(self, current: Round, upcoming: Round | Exception | None) -> None:
+        same = isinstance(upcoming, Round) and upcoming.layouts == current.layouts
+        following = Next.SAME if same else Next.END if upcoming is None else Next.NOTICE
+        nbytes = upcoming.nbytes if same and isinstance(upcoming, Round) else 0
+        if not self._buffers or self._buffers[0].numel() != current.nbytes:
+            count = self._collectives.world_size
+            self._buffers = list(torch.empty(count, current.nbytes, dtype=torch.uint8).unbind())
+        for rank, parcel in enumerate(current.parcels):
+            if rank != 0:  # this rank has its part
+                write(parcel, self._buffers[rank], following, nbytes, is_last=_is_last(upcoming, rank))
+        self._collectives.scatter(self._buffers[0], self._buffers, 0)
+        if following is Next.NOTICE:
+            self._announce(upcoming)
+
+
+class Receiver:
+    """The side of every other process.
+
+    Args:
+        collectives: Of all ranks; this is not rank 0.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def pairs(self) -> Iterator[tuple[Delivery, bool]]:
+        """Receive round after round; yield this rank's parts, each with whether it is the last one."""
+        notice = self._hear()
+        while notice is not None:
+            if notice.error is not None:
+                raise MainProcessReadError(f"The main process failed to read a batch: {notice.error}")
+            layout, nbytes = notice.layouts[self._collectives.rank], notice.nbytes
+            notice = None
+            while nbytes:
+                buffer = torch.empty(nbytes, dtype=torch.uint8)
+                self._collectives.scatter(buffer, None, 0)
+                letter = read(buffer, layout)
+                nbytes = letter.following_bytes
+                if letter.following is Next.NOTICE:
+                    notice = self._hear()
+                if letter.delivery is not None:
+                    yield letter.delivery, letter.is_last
+
+    def _hear(self) -> Notice | None:
+        heard: list[Notice | None] = [None]
+        self._collectives.broadcast_object_list(heard, 0)
+        return heard[0]
+
+
+def _is_last(upcoming: Round | Exception | None, rank: int) -> bool:
+    """Whether a rank gets nothing more: at the end, and before a last round in which it has no part."""
+    return upcoming is None or (isinstance(upcoming, Round) and upcoming.parts[rank] is None)

@@ -1,0 +1,231 @@
+"""`prepare_data_loader`: a torch loader in, the loader of this rank out."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from accel_state.labels import RNGType
+from accel_state.runtime import current_or_single
+from accel_train.data.adapter import is_stateful
+from accel_train.data.dispatcher import DataLoaderDispatcher
+from accel_train.data.indices import INDEXING, index_source, loader_options
+from accel_train.data.iterable_shard import IterableDatasetShard
+from accel_train.data.loader import DataLoaderShard
+from accel_train.data.samplers import innermost_sampler
+from accel_train.data.sharing import SharedOrder, share_order
+from accel_train.data.skip import SkipDataLoader
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from accel_train.data.rounds import SliceFn
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_data_loader(
+    dataloader: DataLoader[Any],
+    device: torch.device | str | int | None = None,
+    num_processes: int | None = None,
+    process_index: int | None = None,
+    split_batches: bool = False,
+    put_on_device: bool = False,
+    rng_types: Sequence[str | RNGType] | None = None,
+    dispatch_batches: bool | None = None,
+    even_batches: bool = True,
+    slice_fn_for_dispatch: SliceFn | None = None,
+    use_seedable_sampler: bool = False,
+    data_seed: int | None = None,
+    non_blocking: bool = False,
+    use_stateful_dataloader: bool = False,
+    torch_device_mesh: Any = None,
+) -> DataLoaderShard | DataLoaderDispatcher:
+    """Make the loader of this rank out of a torch loader over the whole data.
+
+    The given loader is not changed. A loader that this function returned is given back as it is, and data
+    that is divided among the ranks already (an `IterableDatasetShard`, a dataset that `datasets` has split
+    by node) is not divided again.
+
+    Args:
+        dataloader: The loader, the same on all ranks.
+        device: Where batches are moved to; the device of this process if `None`.
+        num_processes: The number of ranks that share the data; all if `None`.
+        process_index: Which of them this is.
+        split_batches: Whether a batch of the loader is divided among the ranks. Otherwise every rank gets
+            whole batches, and the global batch is `num_processes` times as large.
+        put_on_device: Whether batches are moved to the device.
+        rng_types: The sources of randomness that ranks share from the beginning of each pass on. If the order
+            of samples is random, its source is always shared.
+        dispatch_batches: Whether the main process reads for all and sends the others their parts. If `None`,
+            it does so for iterable datasets if batches are put on the device and there are several ranks.
+        even_batches: Whether samples from the beginning complete the last batches where the data does not
+            divide, so that all ranks have equally many batches of one size.
+        slice_fn_for_dispatch: As `slice_fn` of `DataLoaderDispatcher`; without effect where nothing is
+            dispatched.
+        use_seedable_sampler: Whether shuffling depends on the seed and the epoch alone.
+        data_seed: The seed of that; the one of torch on the main process if `None`.
+        non_blocking: Whether batches are copied to the device while the one before is computed with.
+        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
+        torch_device_mesh: Not available yet.
+
+    Raises:
+        TypeError: It is no torch loader.
+        ValueError: The arguments do not fit together, or to the loader.
+        UnsupportedError: A device mesh is given.
+
+    Example:
+        >>> loader = DataLoader(list(range(10)), batch_size=2)
+        >>> parts = [prepare_data_loader(loader, num_processes=2, process_index=rank) for rank in (0, 1)]
+        >>> [[batch.tolist() for batch in part] for part in parts]
+        [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [0, 1]]]
+    """
+    if isinstance(dataloader, (DataLoaderShard, DataLoaderDispatcher)):
+        logger.debug("%r is prepared already.", dataloader)
+        return dataloader
+    if not isinstance(dataloader, DataLoader):
+        raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
+    runtime = current_or_single()
+    world = runtime.topology.world_size if num_processes is None else num_processes
+    rank = runtime.topology.rank if process_index is None else process_index
+    if data_seed is not None and not use_seedable_sampler:
+        logger.warning("data_seed=%r has no effect without use_seedable_sampler=True.", data_seed)
+    split = split_batches and world > 1
+    options = loader_options(dataloader)
+    shared: dict[str, Any] = {
+        "device": (runtime.device if device is None else device) if put_on_device else None,
+        "skip_batches": dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0,
+        "use_stateful_dataloader": use_stateful_dataloader or is_stateful(dataloader),
+        "torch_device_mesh": torch_device_mesh,
+        "_drop_last": dataloader.drop_last or getattr(_indices_of(dataloader), "drop_last", False),
+        "_non_blocking": non_blocking,
+    }
+    dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=world > 1)
+    if slice_fn_for_dispatch is not None and not dispatch and world > 1:
+        logger.warning("slice_fn_for_dispatch has no effect: every process reads its own batches.")
+    if isinstance(dataloader.dataset, IterableDataset):
+        order = SharedOrder(indices=None, rng_types=_without_generator(rng_types), generator=None)
+    else:
+        _check_samplers(dataloader, several=world > 1, pads=even_batches and not shared["_drop_last"])
+        order = share_order(
+            _indices_of(dataloader),
+            num_processes=world,
+            rng_types=rng_types or (),
+            seedable=use_seedable_sampler,
+            seed=data_seed,
+        )
+        options["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = order.indices
+    if dispatch:
+        _check_split(dataloader, world if split else 1)
+        return DataLoaderDispatcher(
+            dataloader.dataset,
+            split_batches=split,
+            slice_fn=slice_fn_for_dispatch,
+            even_batches=even_batches,
+            **shared,
+            **options,
+        )
+    shards = {
+        "num_processes": world,
+        "process_index": rank,
+        "split_batches": split,
+        "even_batches": even_batches,
+    }
+    dataset, options = _divided(dataloader, options, shards)
+    return DataLoaderShard(
+        dataset, rng_types=order.rng_types, synchronized_generator=order.generator, **shared, **options
+    )
+
+
+def get_sampler(dataloader: DataLoader[Any]) -> Any:
+    """Give the sampler of indices of a loader, below all batch samplers.
+
+    Args:
+        dataloader: Any torch loader, prepared or not.
+
+    Returns:
+        The sampler; of an iterable dataset, the one that torch makes up.
+
+    Example:
+        >>> get_sampler(DataLoader(range(3), batch_size=2, shuffle=True))  # doctest: +ELLIPSIS
+        <torch.utils.data.sampler.RandomSampler object at ...>
+    """
+    return innermost_sampler(_indices_of(dataloader))
+
+
+def _divided(
+    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """The dataset and the options with which one rank's loader is made."""
+    dataset: Any = dataloader.dataset
+    if not isinstance(dataset, IterableDataset):
+        indexing = {name: value for name, value in options.items() if name in INDEXING}
+        plain = {name: value for name, value in options.items() if name not in INDEXING}
+        return dataset, plain | index_source(dataset, indexing, **shards).options()
+    if shards["num_processes"] == 1 or _is_divided_dataset(dataset):
+        return dataset, options
+    size = dataloader.batch_size
+    if shards["split_batches"] and size is None:
+        raise ValueError(
+            "split_batches=True cannot divide the batches that a dataset makes itself (batch_size=None). Let "
+            "the main process read and divide them, with dispatch_batches=True."
+        )
+    shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
+    return shard, {**options, "batch_size": None if size is None else shard.plan.rows}
+
+
+def _indices_of(dataloader: DataLoader[Any]) -> Any:
+    return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
+
+
+def _is_divided_dataset(dataset: Any) -> bool:
+    """Whether ranks get different samples of an iterable dataset already."""
+    if isinstance(dataset, IterableDatasetShard):
+        return dataset.num_processes > 1
+    return getattr(dataset, "_distributed", None) is not None  # what datasets.split_dataset_by_node sets
+
+
+def _dispatches(
+    dataloader: DataLoader[Any], asked: bool | None, *, put_on_device: bool, several: bool
+) -> bool:
+    if asked and not put_on_device:
+        raise ValueError(
+            "dispatch_batches=True needs put_on_device=True (in Accelerator: device_placement=True): what "
+            "the main process sends arrives on the device."
+        )
+    if asked is not None:
+        return asked
+    iterable = isinstance(dataloader.dataset, IterableDataset) and not _is_divided_dataset(dataloader.dataset)
+    return put_on_device and several and iterable
+
+
+def _check_samplers(dataloader: DataLoader[Any], *, several: bool, pads: bool) -> None:
+    sampler = get_sampler(dataloader)
+    if several and isinstance(sampler, DistributedSampler):
+        raise ValueError(
+            f"The loader has a {type(sampler).__name__}, which divides the samples among the processes, "
+            "and so does prepare: every process would get a part of a part. Make the loader without it."
+        )
+    if several and pads and not dataloader.in_order:
+        raise ValueError(
+            "in_order=False with even_batches=True: which batch is the one that was completed could not "
+            "be told. Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
+        )
+
+
+def _check_split(dataloader: DataLoader[Any], parts: int) -> None:
+    size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
+    if size is not None and size % parts:
+        raise ValueError(
+            f"split_batches=True divides every batch among the processes, but batch_size={size!r} is not a "
+            f"multiple of num_processes={parts!r}."
+        )
+
+
+def _without_generator(rng_types: Sequence[str | RNGType] | None) -> tuple[RNGType, ...]:
+    kinds = (RNGType(kind) for kind in rng_types or ())
+    return tuple(kind for kind in kinds if kind is not RNGType.GENERATOR)

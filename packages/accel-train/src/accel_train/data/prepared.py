@@ -1,0 +1,202 @@
+"""A pass over a loader with one batch of look-ahead, and what it tells about the batch at hand."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Self
+
+from accel_ops.tree import ignorant_find_batch_size
+from accel_state.errors import UnsupportedError
+from accel_state.gradient_state import GradientState
+from accel_train.data.adapter import DataLoaderAdapter
+from accel_train.data.iterable_shard import Delivery, IterableDatasetShard
+from accel_train.data.samplers import innermost_sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from accel_train.data.placing import Place
+    from accel_train.data.reading import Reading
+
+_END: Any = object()
+
+
+class DataLoaderStateMixin:
+    """What a loader tells the gradient state, and those who ask, about the batch that it yielded last.
+
+    Args:
+        *args: For the next class.
+        **kwargs: For the next class.
+
+    Attributes:
+        end_of_dataloader (bool): Whether the batch is the last one.
+        remainder (int): How many samples are in the last batches of all ranks together if these are not
+            complete, 0 if they are, -1 while that is not known.
+        real_in_batch (int | None): How many samples of the batch, from its beginning, are not padding; all
+            of them if `None`.
+    """
+
+    end_of_dataloader: bool = False
+    remainder: int = -1
+    real_in_batch: int | None = None
+    _batch: Any = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.gradient_state = GradientState()
+
+    @property
+    def batch_size_seen(self) -> int | None:
+        """Number of samples in the batch, padding included; `None` where it holds no tensors."""
+        return ignorant_find_batch_size(self._batch)
+
+    def reset(self) -> None:
+        """Forget the last pass."""
+        self.end_of_dataloader = False
+        self.remainder = -1
+        self.real_in_batch = None
+        self._batch = None
+
+    def begin(self) -> None:
+        """Begin a pass: the loader becomes the active one."""
+        self.reset()
+        self.gradient_state._add_dataloader(self)  # pyright: ignore[reportPrivateUsage]
+
+    def end(self) -> None:
+        """End a pass, complete or not: the loader that was active before is so again."""
+        self._batch = None
+        self.gradient_state._remove_dataloader(self)  # pyright: ignore[reportPrivateUsage]
+
+
+class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
+    """What `DataLoaderShard`, `DataLoaderDispatcher` and `SkipDataLoader` share.
+
+    Args:
+        dataset: The dataset to load.
+        skip_batches: How many batches the first pass leaves out; later ones are complete.
+        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
+        torch_device_mesh: Not available yet.
+        iteration: The epoch that comes first.
+        _drop_last: Whether a last batch that is not complete is left out.
+        **kwargs: As for `torch.utils.data.DataLoader`.
+
+    Raises:
+        UnsupportedError: A device mesh is given.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        skip_batches: int = 0,
+        use_stateful_dataloader: bool = False,
+        torch_device_mesh: Any = None,
+        iteration: int = 0,
+        _drop_last: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if torch_device_mesh is not None:
+            raise UnsupportedError(
+                f"torch_device_mesh={torch_device_mesh!r}: data loaders know no device meshes yet. "
+                "Leave it out, and give num_processes and process_index of the data-parallel dimension."
+            )
+        super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
+        self.skip_batches = skip_batches
+        self.torch_device_mesh = torch_device_mesh
+        self.iteration = iteration
+        self._drop_last = _drop_last
+
+    @property
+    def total_batch_size(self) -> int:
+        """Number of samples in the batches of all ranks together."""
+        return self.stride
+
+    @property
+    def total_dataset_length(self) -> int:
+        """Number of samples in the dataset, over all ranks."""
+        dataset: Any = self.dataset
+        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
+
+    def get_sampler(self) -> Any:
+        """Give the sampler of indices, below all batch samplers."""
+        return innermost_sampler(self.sampler if self.batch_sampler is None else self.batch_sampler)
+
+    def set_sampler(self, sampler: Any) -> None:
+        """Replace the sampler of indices.
+
+        Args:
+            sampler: Another one over the same dataset.
+
+        Raises:
+            ValueError: The loader has a batch sampler of its own, without a sampler below.
+        """
+        above: Any = self.sampler if self.batch_sampler is None else self.batch_sampler
+        while (below := getattr(above, "batch_sampler", None)) is not None:
+            above = below
+        if getattr(above, "sampler", None) is None:
+            raise ValueError(f"{above!r} has no sampler that could be replaced by {sampler!r}.")
+        above.sampler = sampler
+
+    def skipping(self, batches: int) -> Self:
+        """Give this loader again, so that its next pass begins later in the epoch.
+
+        Both count epochs together, and each knows the position of the other's pass.
+
+        Args:
+            batches: How many batches of this rank to leave out, from the beginning of the epoch.
+        """
+        other = copy(self)
+        other.__dict__["_iterator"] = None  # workers that live on belong to the original
+        other.skip_batches = self.skip_batches + batches
+        position, self._resume = self._resume, None
+        if (
+            position is not None and self._indices is not None
+        ):  # the batches to leave out are those of its order
+            other.skip_batches = 0
+            other._resume = replace(position, consumed=(batches * self.stride,))
+        return other
+
+    def _pass(self, place: Place | None = None) -> Generator[Any]:
+        """Yield the batches of one pass.
+
+        Args:
+            place: What moves a batch to its device.
+        """
+        epoch = self.iteration
+        self.set_epoch(epoch)
+        self.begin()
+        reading: Reading | None = None
+        try:
+            reading = self._open()
+            advance, padded = reading.advance, None
+            for item, is_last in reading.pairs():
+                if padded is None:  # by now the order is drawn
+                    padded, self.remainder = reading.opened(), reading.remainder
+                delivery = item if type(item) is Delivery else None
+                batch = item if delivery is None else delivery.batch
+                if padded:
+                    self.real_in_batch = padded.get(reading.taken)
+                reading.taken += 1
+                if advance is not None:
+                    advance(delivery)
+                    self.real_in_batch = None if delivery is None else delivery.real
+                if place is not None:
+                    batch = place(batch)
+                self._batch = batch
+                self.end_of_dataloader = is_last
+                if is_last:
+                    self._last(delivery)
+                yield batch
+        finally:
+            self.end()
+            self._close(reading)
+            if self.iteration == epoch:  # nobody has chosen another one meanwhile
+                self.iteration = epoch + 1
+
+    def _last(self, delivery: Delivery | None) -> None:
+        """Find out how many samples the last round has, where that was not known before."""
+        if delivery is not None and delivery.real_in_round is not None:
+            self.remainder = delivery.real_in_round % self.stride
+        elif self.remainder < 0 and not self.is_divided and (rows := self.batch_size_seen) is not None:
+            self.remainder = rows % self.stride

@@ -1,0 +1,263 @@
+"""One pass over the data behind a loader: where it began, how far it is, and how to begin in the middle."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.utils.data import get_worker_info
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from accel_train.data.batch_shard import BatchSamplerShard
+    from accel_train.data.iterable_shard import Delivery
+    from accel_train.data.samplers import OrderState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where an epoch is: the same for all ranks, and for any number of them.
+
+    Args:
+        unit: What is counted: `"samples"`, whole `"batches"` of a batch sampler, samples of a `"stream"`, or
+            nothing, if a `"stateful"` loader counts by itself.
+        consumed: How many of them all ranks together have got; of a stream, for every worker of the loader.
+        next_worker: Of a stream: the worker whose turn it is.
+        order: What replays the order of the epoch; of a stateful loader, its state.
+    """
+
+    unit: str
+    consumed: tuple[int, ...] = ()
+    next_worker: int = 0
+    order: OrderState | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, which `torch.load(..., weights_only=True)` reads back.
+
+        Example:
+            >>> position = Position(unit="samples", consumed=(6,))
+            >>> Position.from_dict(position.to_dict()) == position
+            True
+        """
+        return {
+            "unit": self.unit,
+            "consumed": list(self.consumed),
+            "next_worker": self.next_worker,
+            "order": self.order,
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Position:
+        """Read what `to_dict` wrote."""
+        return cls(
+            unit=data["unit"],
+            consumed=tuple(data["consumed"]),
+            next_worker=data["next_worker"],
+            order=data["order"],
+        )
+
+
+def look_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield every item with whether it is the last one; one more is always read already.
+
+    Args:
+        batches: The items.
+
+    Example:
+        >>> list(look_ahead(iter("abc")))
+        [('a', False), ('b', False), ('c', True)]
+    """
+    item = next(batches, _END)
+    while item is not _END:
+        upcoming = next(batches, _END)
+        yield item, upcoming is _END
+        item = upcoming
+
+
+_END: Any = object()
+
+
+class Reading(Protocol):
+    """A pass over the data behind a loader.
+
+    Attributes:
+        batches: The batches, or `Delivery`s, as they come.
+        taken: How many of them the loader has yielded.
+    """
+
+    batches: Iterator[Any]
+    taken: int
+
+    @property
+    def advance(self) -> Callable[[Delivery | None], None] | None:
+        """What counts a batch that is about to be yielded, if that needs more than `taken`."""
+        ...
+
+    @property
+    def remainder(self) -> int:
+        """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
+        ...
+
+    def pairs(self) -> Iterator[tuple[Any, bool]]:
+        """Each of the batches, with whether it is the last one."""
+        ...
+
+    def opened(self) -> dict[int, int]:
+        """Take note of the order, which is drawn for the first batch.
+
+        Returns:
+            Number of a padded batch in this pass -> how many of its samples are real; grows.
+        """
+        ...
+
+    def position(self) -> Position | None:
+        """Where the epoch is after the batches that were `taken`; None if only another rank knows."""
+        ...
+
+
+class SamplerReading:
+    """A pass over a map-style dataset.
+
+    Args:
+        batches: The batches, as they come.
+        shard: The indices behind them.
+        start: At which position of the epoch they begin.
+    """
+
+    advance: Callable[[Delivery | None], None] | None = None
+
+    def __init__(self, batches: Iterator[Any], shard: BatchSamplerShard, start: int) -> None:
+        self.batches = batches
+        self.taken = 0
+        self._shard = shard
+        self._stride = shard.stride
+        self._start = start
+        self._order: OrderState | None = None
+
+    def pairs(self) -> Iterator[tuple[Any, bool]]:
+        """Each of the batches, with whether it is the last one."""
+        return look_ahead(self.batches)
+
+    @property
+    def remainder(self) -> int:
+        """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
+        return self._shard.remainder_from(self._start)
+
+    def opened(self) -> dict[int, int]:
+        """Take note of the order that was drawn for the first batch.
+
+        Returns:
+            Number of a padded batch in this pass -> how many of its samples are real; grows.
+        """
+        self._order = self._shard.order
+        return self._shard.padded
+
+    def position(self) -> Position:
+        """Where the epoch is after the batches that were `taken`."""
+        consumed = self._start + self.taken * self._stride
+        return Position(unit=self._shard.unit, consumed=(consumed,), order=self._order)
+
+
+class StreamReading:
+    """A pass over an iterable dataset.
+
+    Args:
+        batches: The batches, or `Delivery`s, as they come.
+        stride: How many samples of a worker's stream all ranks together get in one batch each.
+        starts: How many samples of its stream every worker had given before.
+        next_worker: Whose turn it is.
+    """
+
+    remainder = -1
+
+    def __init__(
+        self, batches: Iterator[Any], stride: int, starts: tuple[int, ...], next_worker: int = 0
+    ) -> None:
+        self.batches = batches
+        self.taken = 0
+        self._stride = stride
+        self._consumed = list(starts)
+        self._next_worker = next_worker
+
+    def pairs(self) -> Iterator[tuple[Any, bool]]:
+        """Each of the batches, with whether it is the last one."""
+        return look_ahead(self.batches)
+
+    def opened(self) -> dict[int, int]:
+        """Nothing is known beforehand: what is padding comes with each batch."""
+        return {}
+
+    def advance(self, delivery: Delivery | None) -> None:
+        """Count a batch that was taken."""
+        worker = 0 if delivery is None or delivery.worker is None else delivery.worker
+        self._consumed[worker] += self._stride
+        self._next_worker = (worker + 1) % len(self._consumed)
+
+    def position(self) -> Position:
+        """Where the epoch is after the batches that were `taken`."""
+        return Position(unit="stream", consumed=tuple(self._consumed), next_worker=self._next_worker)
+
+
+class StatefulReading:
+    """A pass over a torchdata loader, which is asked for its state at every batch, before it reads on.
+
+    Args:
+        loader: The `StatefulDataLoader`.
+    """
+
+    remainder = -1
+
+    def __init__(self, loader: Any) -> None:
+        self.taken = 0
+        self._loader = loader
+        self._states: deque[dict[str, Any]] = deque()
+        self._state: dict[str, Any] = {}
+        self.batches = self._record(iter(loader))
+
+    def _record(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            self._states.append(self._loader.state_dict())
+            yield batch
+
+    def pairs(self) -> Iterator[tuple[Any, bool]]:
+        """Each of the batches, with whether it is the last one."""
+        return look_ahead(self.batches)
+
+    def opened(self) -> dict[int, int]:
+        """Nothing is known beforehand: what is padding comes with each batch."""
+        return {}
+
+    def advance(self, delivery: Delivery | None) -> None:
+        """Make the state after the batch that was taken the current one."""
+        del delivery
+        self._state = self._states.popleft()
+
+    def position(self) -> Position:
+        """Where the loader is after the batches that were `taken`."""
+        return Position(unit="stateful", order=self._state)
+
+
+class StandInWorker:
+    """A `worker_init_fn` that lets every worker stand in for another, so that the right one begins.
+
+    Torch's loader begins with worker 0; a pass that goes on where worker 2 had its turn calls that one 0.
+
+    Args:
+        inner: The user's `worker_init_fn`.
+        first: The worker for which worker 0 stands in.
+    """
+
+    def __init__(self, inner: Callable[[int], None] | None, first: int) -> None:
+        self.inner = inner
+        self.first = first
+
+    def __call__(self, worker_id: int) -> None:
+        """Take the other worker's number, as `get_worker_info` gives it."""
+        info = get_worker_info()
+        if info is not None:
+            worker_id = (worker_id + self.first) % info.num_workers
+            object.__setattr__(info, "id", worker_id)  # frozen against mistakes, not against need
+        if self.inner is not None:
+            self.inner(worker_id)
