@@ -1,11 +1,9 @@
-"""The package's table of names, and the example of its README."""
+"""The package's tables of names."""
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -26,9 +24,3 @@ def test_every_name_resolves(table):
 def test_importing_the_package_does_not_import_torch():
     program = "import accel_plugins, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], check=True)
-
-
-def test_the_example_of_the_readme_runs():
-    readme = Path(__file__).parents[1] / "README.md"
-    (example,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
-    exec(example, {})
