@@ -88,22 +88,19 @@ def check_once(kind, way, size, batch):
         assert names == [f"sample {one}" for one in ids]
 
 
-def sizes(batch, world_size):
+def sizes(way, batch, world_size):
     """Whole rounds; one sample over; one missing; a last batch that leaves ranks empty; next to nothing."""
     rows = batch * world_size
+    if way == "uneven":  # ranks with different numbers of batches cannot gather every batch
+        return [2 * rows, 2 * rows - 1]
     return sorted({2 * rows, 2 * rows + 1, 2 * rows - 1, rows + batch, 1, world_size - 1})
-
-
-def meaningful(kind, way):
-    # Ranks of an uneven map-style loader have different numbers of batches: they cannot gather every batch.
-    return way != "uneven" or "iterable" in kind
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
 @distributed(world_size=2)
 def test_every_sample_comes_exactly_once_on_two_ranks(kind, way):
-    for size in sizes(4, 2) if meaningful(kind, way) else [16]:
+    for size in sizes(way, 4, 2):
         check_once(kind, way, size, 4)
 
 
@@ -111,7 +108,7 @@ def test_every_sample_comes_exactly_once_on_two_ranks(kind, way):
 @pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
 @distributed(world_size=4)
 def test_every_sample_comes_exactly_once_on_four_ranks(kind, way):
-    for size in sizes(4, 4) if meaningful(kind, way) else [32]:
+    for size in sizes(way, 4, 4):
         check_once(kind, way, size, 4)
 
 
@@ -124,7 +121,7 @@ def test_every_sample_comes_exactly_once_from_worker_processes(kind, way):
 
 @distributed(world_size=3)
 def test_every_sample_comes_exactly_once_on_three_ranks():
-    for size in sizes(2, 3):
+    for size in sizes("default", 2, 3):
         check_once("map-style", "default", size, 2)
         check_once("iterable", "sharded", size, 2)
 
@@ -180,3 +177,11 @@ def test_the_innermost_loader_counts():
     for _ in outer:
         found = [one for batch in inner for one in accelerator.gather_for_metrics(batch["id"]).tolist()]
         assert sorted(found) == list(range(5))
+
+
+@distributed(world_size=2)
+def test_whole_batches_of_many_sizes_are_divided_and_gathered_once():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Blocks(), batch_size=None))
+    ids = [one for batch in loader for one in accelerator.gather_for_metrics(batch).tolist()]
+    assert sorted(ids) == list(range(10))

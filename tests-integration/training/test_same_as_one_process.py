@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 import pytest
 import torch
@@ -63,18 +63,25 @@ def make_optimizer(model):
     return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + 0.1 * step))
 
 
+def global_batches(case, world_size):
+    """An epoch is filled up with its first samples; where one process reads, the last round with its own."""
+    rows = BATCH * world_size
+    rounds = [list(range(first, min(first + rows, case.samples))) for first in range(0, case.samples, rows)]
+    last = rounds.pop()
+    if case.dispatch:
+        return [*rounds, list(islice(cycle(last), -(-len(last) // world_size) * world_size))]
+    return [*rounds, list(islice(chain(last, cycle(range(case.samples))), rows))]
+
+
 def plainly(case, world_size):
-    """One process, plain PyTorch, global batches; an epoch is filled up with its first samples."""
+    """One process, plain PyTorch, global batches."""
     inputs, targets = make_data(case)
     model = make_model()
     optimizer, scheduler = make_optimizer(model)
-    rows = BATCH * world_size
-    rounds = -(-case.samples // rows)
-    order = list(islice(cycle(range(case.samples)), rounds * rows))
+    batches = global_batches(case, world_size)
     for _ in range(EPOCHS):
-        for first in range(0, rounds, case.accumulation):
-            for number in range(first, min(first + case.accumulation, rounds)):
-                chosen = order[number * rows : (number + 1) * rows]
+        for first in range(0, len(batches), case.accumulation):
+            for chosen in batches[first : first + case.accumulation]:
                 (mse_loss(model(inputs[chosen]), targets[chosen]) / case.accumulation).backward()
             if case.clip:
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
