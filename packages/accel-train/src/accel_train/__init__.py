@@ -8,14 +8,57 @@ from accel_state._lazy import attach
 
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator as Accelerator
+    from accel_train.data.adapter import DataLoaderAdapter as DataLoaderAdapter
+    from accel_train.data.batch_shard import BatchSamplerShard as BatchSamplerShard
+    from accel_train.data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
+    from accel_train.data.iterable_shard import IterableDatasetShard as IterableDatasetShard
+    from accel_train.data.iterable_shard import SeekableDataset as SeekableDataset
+    from accel_train.data.loader import DataLoaderShard as DataLoaderShard
+    from accel_train.data.post import MainProcessReadError as MainProcessReadError
+    from accel_train.data.prepare import get_sampler as get_sampler
+    from accel_train.data.prepare import prepare_data_loader as prepare_data_loader
+    from accel_train.data.prepared import DataLoaderStateMixin as DataLoaderStateMixin
+    from accel_train.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+    from accel_train.data.skip import SkipBatchSampler as SkipBatchSampler
+    from accel_train.data.skip import SkipDataLoader as SkipDataLoader
+    from accel_train.data.skip import skip_first_batches as skip_first_batches
     from accel_train.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_train.optimizer import move_to_device as move_to_device
     from accel_train.scheduler import AcceleratedScheduler as AcceleratedScheduler
 
-__all__ = ["AcceleratedOptimizer", "AcceleratedScheduler", "Accelerator", "move_to_device"]
+__all__ = [
+    "AcceleratedOptimizer",
+    "AcceleratedScheduler",
+    "Accelerator",
+    "BatchSamplerShard",
+    "DataLoaderAdapter",
+    "DataLoaderDispatcher",
+    "DataLoaderShard",
+    "DataLoaderStateMixin",
+    "IterableDatasetShard",
+    "MainProcessReadError",
+    "SeedableRandomSampler",
+    "SeekableDataset",
+    "SkipBatchSampler",
+    "SkipDataLoader",
+    "get_sampler",
+    "move_to_device",
+    "prepare_data_loader",
+    "skip_first_batches",
+]
 
 _MODULES = {
     "accelerator": ("Accelerator",),
+    "data.adapter": ("DataLoaderAdapter",),
+    "data.batch_shard": ("BatchSamplerShard",),
+    "data.dispatcher": ("DataLoaderDispatcher",),
+    "data.iterable_shard": ("IterableDatasetShard", "SeekableDataset"),
+    "data.loader": ("DataLoaderShard",),
+    "data.post": ("MainProcessReadError",),
+    "data.prepare": ("get_sampler", "prepare_data_loader"),
+    "data.prepared": ("DataLoaderStateMixin",),
+    "data.samplers": ("SeedableRandomSampler",),
+    "data.skip": ("SkipBatchSampler", "SkipDataLoader", "skip_first_batches"),
     "optimizer": ("AcceleratedOptimizer", "move_to_device"),
     "scheduler": ("AcceleratedScheduler",),
 }
