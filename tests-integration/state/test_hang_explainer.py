@@ -1,0 +1,170 @@
+"""Ranks that wait for each other in vain are told where all of them are; each is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+BEGIN = """\
+import functools, os, sys, time, threading
+from datetime import timedelta
+import torch
+from accel_state import PartialState, StalledCollectiveError
+from accel_state.watch import region
+state = PartialState(cpu=True, timeout=timedelta(seconds=4))
+collectives = state.runtime.collectives
+gather = functools.partial(collectives.all_gather_into, torch.empty(state.num_processes), torch.ones(1))
+backward = functools.partial(collectives.all_reduce, torch.ones(3))
+gather()
+"""
+PROGRAMS = {
+    "elsewhere": (
+        2,
+        """
+try:
+    if state.process_index == 1:
+        while not os.path.exists("given_up"):
+            time.sleep(0.05)  # busy with something else
+    gather()  # what the others do
+except StalledCollectiveError as error:
+    print(error)
+    open("given_up", "w").close()
+""",
+    ),
+    "disagreement": (
+        3,
+        """
+try:
+    if state.process_index == 2:
+        gather()  # evaluates already
+    else:
+        backward()  # still trains
+        backward()
+except RuntimeError as error:
+    print(error)
+""",
+    ),
+    "death": (
+        2,
+        """
+if state.process_index == 1:
+    time.sleep(2)  # long enough to be seen here
+    os._exit(7)
+try:
+    gather()  # in vain
+except StalledCollectiveError as error:
+    print(error)
+""",
+    ),
+    "early end": (
+        2,
+        """
+if state.process_index == 1:
+    sys.exit(0)
+try:
+    gather()
+except StalledCollectiveError as error:
+    print(error)
+""",
+    ),
+    "destroyed": (2, "state.destroy_process_group()\nprint([t.name for t in threading.enumerate()])"),
+    "left alone": (2, "print([t.name for t in threading.enumerate()])"),
+    "one by one": (2, "time.sleep(state.process_index)"),
+}
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    output: str
+    errors: str
+
+
+@pytest.fixture(scope="module")
+def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
+    """How the ranks of each program ended. They all run at once, forked from one process."""
+    base = tmp_path_factory.mktemp("programs")
+    jobs = []
+    with ExitStack() as ports:
+        for name, (world_size, source) in PROGRAMS.items():
+            folder = base / name.replace(" ", "_")
+            folder.mkdir()
+            (folder / "program.py").write_text(BEGIN + source)
+            port = ports.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            jobs.append({"script": str(folder / "program.py"), "world_size": world_size, "port": port})
+    (base / "programs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fork_ranks.py"), str(base / "programs.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return {
+        name: [
+            Ended(
+                *(
+                    kind((Path(job["script"]).parent / f"{rank}.{suffix}").read_text())
+                    for kind, suffix in ((int, "code"), (str, "out"), (str, "err"))
+                )
+            )
+            for rank in range(job["world_size"])
+        ]
+        for name, job in zip(PROGRAMS, jobs, strict=True)
+    }
+
+
+def test_every_rank_hears_who_is_where(ends) -> None:
+    for end in ends["elsewhere"]:
+        assert end.code == 0, end.errors
+        assert "rank 0 is at program.py:16 `gather()  # what the others do` (collective 2)" in end.output
+        assert "rank 1 is at program.py:15 `time.sleep(0.05)  # busy with something else`" in end.output
+        assert "(in no collective, after 1)" in end.output
+    assert "Rank 0 heard from its backend: Timed out waiting 4000ms" in ends["elsewhere"][0].output
+
+
+def test_a_wait_is_warned_about_before_the_limit(ends) -> None:
+    assert re.search(
+        r"Waiting for \d+ s in `all_gather` \(limit 4 s\): rank 0 is at", ends["elsewhere"][0].errors
+    )
+
+
+def test_ranks_in_different_collectives_are_told_apart(ends) -> None:
+    for end in ends["disagreement"]:
+        assert end.code == 0, end.errors
+        assert "rank 2 is at program.py:14 `gather()  # evaluates already` (collective 2)" in end.output
+        assert "ranks 0-1 are at program.py:16 `backward()  # still trains` (collective 2)" in end.output
+
+
+def test_a_rank_that_died_is_named(ends) -> None:
+    survivor, dead = ends["death"]
+    assert dead.code == 7
+    assert survivor.code == 0, survivor.errors
+    assert "rank 1 no longer answers, last seen at program.py:13 `time.sleep(2)" in survivor.output
+    assert "rank 0 is at program.py:16 `gather()  # in vain` (collective 2)" in survivor.output
+
+
+def test_a_rank_that_ended_early_is_named(ends) -> None:
+    assert [end.code for end in ends["early end"]] == [0, 0]
+    assert "rank 1 has left after 1 collectives" in ends["early end"][0].output
+
+
+@pytest.mark.parametrize("name", ["destroyed", "left alone", "one by one"])
+def test_a_run_without_a_hang_ends_in_silence(ends, name) -> None:
+    assert [(end.code, end.errors) for end in ends[name]] == [(0, "")] * 2
+
+
+def test_leaving_the_group_ends_the_thread(ends) -> None:
+    assert {end.output for end in ends["destroyed"]} == {"['MainThread']\n"}
+    assert {end.output for end in ends["left alone"]} == {"['MainThread', 'accel-watch']\n"}
