@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby, islice
 from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,12 @@ if TYPE_CHECKING:
 
     Restore = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
-# Tensors cut out of a buffer below autograd are no "views" to it: each has its own version counter, so that
-# an in-place change of one result does not invalidate graphs that use another. As torch.library uses it.
-below_autograd: Callable[[], Any] = torch._C._AutoDispatchBelowAutograd  # pyright: ignore[reportPrivateUsage]
+# Tensors cut out of a buffer inside this guard are no "views" to autograd: each has its own version counter,
+# so that an in-place change of one result does not invalidate graphs that use another. It also costs less.
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality) | torch._C.DispatchKeySet(  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue]
+    torch._C.DispatchKey.ADInplaceOrView  # pyright: ignore[reportPrivateUsage]
+)
+below_autograd: Callable[[], Any] = partial(torch._C._ExcludeDispatchKeyGuard, _KEYS)  # pyright: ignore[reportPrivateUsage]
 copy_all: Callable[..., Any] = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 MAX_PLANS = 256  # structures remembered
