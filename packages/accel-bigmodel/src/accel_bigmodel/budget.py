@@ -1,0 +1,170 @@
+"""How much each device may hold: what is free, and the shares that balance a model."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from accel_bigmodel.device_map.layers import class_names, read_layers
+from accel_bigmodel.device_map.plan import Units, fill, units_of
+from accel_bigmodel.sizes import byte_count
+from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from accel_bigmodel.device_map.workload import Workload
+    from accel_bigmodel.sizes import ElementType
+
+_log = logging.getLogger(__name__)
+_HOST = ("cpu", "disk")
+
+MemoryMap = dict[int | str, int]
+
+
+def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> MemoryMap:
+    """Say how many bytes each device may take.
+
+    Args:
+        max_memory: Device to bytes, or to text like `"10GB"`; devices that it lacks get nothing. By default,
+            what is free now on every accelerator and in main memory.
+
+    Returns:
+        Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
+
+    Raises:
+        SettingsError: A size cannot be read, or a key is no device.
+
+    Example:
+        >>> get_max_memory({"cpu": "1GB", 0: "2GiB"})
+        {0: 2147483648, 'cpu': 1000000000}
+    """
+    if max_memory is None:
+        found: MemoryMap = {index: _free(index) for index in range(_accelerator_count())}
+        return {**found, "cpu": psutil.virtual_memory().available}
+    sizes = {_device_key(key): convert_file_size_to_int(size) for key, size in max_memory.items()}
+    negative = [key for key, size in sizes.items() if size < 0]
+    if negative:
+        raise SettingsError(
+            f"max_memory[{negative[0]!r}] is {sizes[negative[0]]}: a device holds 0 bytes or more"
+        )
+    indexed = sorted(key for key in sizes if isinstance(key, int))
+    named = [key for key in sizes if isinstance(key, str) and key not in _HOST]
+    return {key: sizes[key] for key in (*indexed, *named, *(key for key in _HOST if key in sizes))}
+
+
+def get_balanced_memory(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: ElementType | None = None,
+    special_dtypes: Mapping[str, ElementType] | None = None,
+    low_zero: bool = False,
+    *,
+    workload: Workload | None = None,
+) -> MemoryMap:
+    """Bound each accelerator so that `infer_auto_device_map` makes the largest share as small as can be.
+
+    The smallest bound is found exactly, by bisection over contiguous partitions of the layers. The last
+    accelerator keeps all its memory, in case the model is larger once it runs.
+
+    Args:
+        model: The model, on any device, the meta device too.
+        max_memory: What each device may take; by default what is free.
+        no_split_module_classes: Names of classes whose modules stay whole.
+        dtype: The type that floating weights will have once loaded.
+        special_dtypes: Types of single tensors, by name.
+        low_zero: Give the first accelerator only what the others cannot hold, so that it has room for
+            generation.
+        workload: Activations and cache to be counted with the weights.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(*[nn.Linear(4, 4, bias=False) for _ in range(4)])
+        >>> get_balanced_memory(model, {0: 1000, 1: 1000})
+        {0: 192, 1: 1000}
+    """
+    memory = get_max_memory(max_memory)
+    devices = [key for key, size in memory.items() if key not in _HOST and size > 0]
+    if len(devices) < 2:
+        return memory
+    layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
+    units = units_of(layers, workload)
+    if low_zero:
+        others = sum(memory[key] for key in devices[1:])
+        memory[devices[0]] = min(memory[devices[0]], max(0, units.sums[-1] - others))
+        devices = devices[1:]
+    first_reserve = 0 if low_zero else max(units.wholes, default=0)
+    room = [memory[key] for key in devices]
+    for reserve in (first_reserve, 0):
+        bound = smallest_bound(units, [max(0, room[0] - reserve), *room[1:]])
+        if bound is not None:
+            bounds = [bound + reserve, *[bound] * len(devices)]
+            bounded = {key: min(memory[key], size) for key, size in zip(devices[:-1], bounds, strict=False)}
+            return {**memory, **bounded}
+    _log.info("The model is larger than all accelerators together: they are filled, not balanced.")
+    return memory
+
+
+def smallest_bound(units: Units, capacities: Sequence[int]) -> int | None:
+    """Find the smallest largest share of a contiguous partition that no capacity forbids.
+
+    Bisection on the answer with a greedy check, exact for contiguous parts (Skiena, The Algorithm Design
+    Manual, "linear partition", solved by search on the bound).
+
+    Args:
+        units: What is placed, in order.
+        capacities: Bytes of each device, in order.
+
+    Returns:
+        The bound in bytes, or `None` when the capacities cannot hold everything.
+
+    Example:
+        >>> from accel_bigmodel.device_map.layers import Layers
+        >>> layers = Layers(names=["a", "b", "c"], sizes=[3, 1, 2], wholes=[3, 1, 2], buffers=[0, 0, 0])
+        >>> smallest_bound(units_of(layers), [10, 10])
+        3
+    """
+    high = units.sums[-1] + max(units.actives, default=0)
+
+    def fits(bound: int) -> bool:
+        return fill(units, [min(bound, room) for room in capacities])[-1] == len(units.sizes)
+
+    if not fits(high):
+        return None
+    low = 0
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def _device_key(key: int | str) -> int | str:
+    if isinstance(key, str) and key.isdecimal():
+        return int(key)
+    if isinstance(key, str) and key != "disk":
+        try:
+            torch.device(key)
+        except RuntimeError as error:
+            raise SettingsError(
+                f"max_memory names {key!r}, which is no device: write 0, 'cpu' or 'disk'"
+            ) from error
+    return key
+
+
+def _accelerator_count() -> int:
+    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+
+
+def _free(index: int) -> int:
+    accelerator = torch.accelerator.current_accelerator()
+    module = getattr(torch, accelerator.type if accelerator is not None else "cuda")
+    if hasattr(module, "mem_get_info"):
+        return int(module.mem_get_info(index)[0])
+    return psutil.virtual_memory().available  # unified memory (mps)

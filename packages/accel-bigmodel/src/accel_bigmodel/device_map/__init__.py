@@ -1,0 +1,1 @@
+"""Which layer lives where: plans as pure functions, in time linear in the model."""

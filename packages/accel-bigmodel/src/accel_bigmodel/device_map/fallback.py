@@ -1,0 +1,47 @@
+"""When the next layer fits on no accelerator that is still empty: place another layer that does."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accel_bigmodel.device_map.plan import Machine, Units
+
+
+def rescue(units: Units, depths: Sequence[int], placed: Sequence[int], machine: Machine) -> list[int]:
+    """Give accelerators that a plan left empty the first layer, in breadth-first order, that fits.
+
+    Args:
+        units: What is placed, in order.
+        depths: How deep each unit lies in the model.
+        placed: The plan so far, as `fill` gives it.
+        machine: The devices.
+
+    Returns:
+        The plan with those units moved.
+
+    Example:
+        >>> from accel_bigmodel.device_map.plan import Machine, Units
+        >>> units = Units(
+        ...     sizes=[9, 2], wholes=[9, 2], buffers=[0, 0], caches=[0, 0], actives=[], members=[(0,), (1,)]
+        ... )
+        >>> machine = Machine(capacities=(12,), executors=1, host=None, keep_buffers=False)
+        >>> rescue(units, [0, 0], [1, 1], machine)
+        [1, 0]
+    """
+    result = list(placed)
+    order = sorted(range(len(placed)), key=lambda index: (depths[index], index))
+    for device in range(machine.executors):
+        if any(result[index] == device and units.sizes[index] for index in order):
+            continue
+        away = [index for index in order if result[index] >= machine.executors and units.sizes[index]]
+        for index in away:
+            # The main device must still be able to run the largest of those that stay away.
+            reserve = max((units.wholes[other] for other in away if other != index), default=0)
+            active = units.actives[index] if units.actives else 0
+            if units.sizes[index] + max(active, reserve if device == 0 else 0) <= machine.capacities[device]:
+                result[index] = device
+                break
+    return result

@@ -1,0 +1,151 @@
+"""Make a device map: which module lives where."""
+
+from __future__ import annotations
+
+import logging
+from itertools import accumulate
+from operator import ne
+from typing import TYPE_CHECKING
+
+from accel_bigmodel.budget import get_max_memory
+from accel_bigmodel.device_map.fallback import rescue
+from accel_bigmodel.device_map.layers import class_names, read_layers
+from accel_bigmodel.device_map.plan import Machine, devices_of, place, units_of
+from accel_bigmodel.sizes import byte_count
+from accel_ops.weights.sizes import convert_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import nn
+
+    from accel_bigmodel.device_map.layers import Layers
+    from accel_bigmodel.device_map.plan import Units
+    from accel_bigmodel.device_map.workload import Workload
+    from accel_bigmodel.sizes import ElementType
+
+_log = logging.getLogger(__name__)
+
+Device = int | str
+
+
+def infer_auto_device_map(
+    model: nn.Module,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    dtype: ElementType | None = None,
+    special_dtypes: Mapping[str, ElementType] | None = None,
+    verbose: bool = False,
+    clean_result: bool = True,
+    offload_buffers: bool = False,
+    fallback_allocation: bool = False,
+    *,
+    workload: Workload | None = None,
+) -> dict[str, Device]:
+    """Fill accelerators in order, then the CPU, then the disk, with the layers of a model.
+
+    Promises: no device gets more than its memory. When something is offloaded, the main device has room left
+    for the largest offloaded layer, and the CPU for the largest one on the disk. Modules of the classes named
+    stay whole. Tied weights count once and live together. The time is linear in the number of modules.
+
+    Args:
+        model: The model, on any device, the meta device too.
+        max_memory: Device to bytes or text like `"10GB"`; by default what is free. The disk is endless.
+        no_split_module_classes: Names of classes whose modules stay whole, such as blocks with residuals.
+        dtype: The type that floating weights will have once loaded.
+        special_dtypes: Types of single tensors, by name; they come before `dtype`.
+        verbose: Log where each layer goes.
+        clean_result: Give one entry for a module whose parts all live together.
+        offload_buffers: Whether buffers of offloaded layers are offloaded; else the main device keeps them.
+        fallback_allocation: Where an accelerator would stay empty since the next layer is too large for it,
+            give it another layer that fits.
+        workload: Activations and cache to be counted with the weights.
+
+    Returns:
+        Module (or tensor) name to device: an index, `"cpu"` or `"disk"`.
+
+    Raises:
+        SettingsError: A size or a device in `max_memory` cannot be read.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> infer_auto_device_map(model, {0: 240, "cpu": 1000})
+        {'': 0}
+        >>> infer_auto_device_map(model, {0: 200, "cpu": 1000})
+        {'0': 0, '1': 'cpu', '2': 'cpu'}
+    """
+    memory = get_max_memory(max_memory)
+    devices = [key for key in memory if key != "disk"]
+    layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
+    units = units_of(layers, workload)
+    machine = _machine(devices, memory, keep_buffers=not offload_buffers)
+    placed = devices_of(place(units, machine), len(units.sizes))
+    if fallback_allocation:
+        depths = [layers.names[members[0]].count(".") for members in units.members]
+        placed = rescue(units, depths, placed, machine)
+    _warn_of_buffers(units, placed, machine)
+    where = [0] * len(layers.names)
+    for members, device in zip(units.members, placed, strict=True):
+        for layer in members:
+            where[layer] = device
+    keys: list[Device] = [*devices, "disk"]
+    if verbose:
+        for name, size, device in zip(layers.names, layers.wholes, where, strict=True):
+            _log.info("%s: %s on %s", name or "the model", convert_bytes(size), keys[device])
+    if not clean_result:
+        return {name: keys[device] for name, device in zip(layers.names, where, strict=True)}
+    return {name: keys[device] for name, device in merged(layers, where)}
+
+
+def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
+    """Say where modules live with the fewest entries: one for each topmost module whose layers live together.
+
+    Args:
+        layers: The layers of a model.
+        where: The device of each.
+
+    Example:
+        >>> from torch import nn
+        >>> layers = read_layers(nn.Sequential(nn.ReLU(), nn.ReLU()), frozenset(), byte_count(None, None))
+        >>> merged(layers, [0, 0]), merged(layers, [0, 1])
+        ([('', 0)], [('0', 0), ('1', 1)])
+    """
+    changes = list(accumulate(map(ne, where, where[1:]), initial=0))
+    result: list[tuple[str, int]] = []
+    index = 0
+    while index < len(layers.modules):
+        name, first, end, following = layers.modules[index]
+        if changes[first] == changes[end - 1]:
+            result.append((name, where[first]))
+            index = following
+        else:
+            index += 1
+    return result
+
+
+def _machine(devices: Sequence[Device], memory: Mapping[Device, int], *, keep_buffers: bool) -> Machine:
+    accelerators = [key for key in devices if key != "cpu"]
+    alone = not accelerators  # then the CPU executes what it holds
+    return Machine(
+        capacities=tuple(memory[key] for key in devices),
+        executors=len(devices) if alone else len(accelerators),
+        host=None if alone or "cpu" not in memory else list(devices).index("cpu"),
+        keep_buffers=keep_buffers,
+    )
+
+
+def _warn_of_buffers(units: Units, placed: Sequence[int], machine: Machine) -> None:
+    main = min(placed, default=0)
+    if not machine.keep_buffers or main >= machine.executors:
+        return
+    used = buffers = 0
+    for size, buffer, device in zip(units.sizes, units.buffers, placed, strict=True):
+        used += size if device == main else 0
+        buffers += buffer if device >= machine.executors else 0
+    if buffers and used + buffers > machine.capacities[main]:
+        _log.warning(
+            "The buffers of offloaded layers take %s on the main device, which has no room for them: pass "
+            "offload_buffers=True.",
+            convert_bytes(buffers),
+        )

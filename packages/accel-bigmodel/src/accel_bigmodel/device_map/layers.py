@@ -1,0 +1,145 @@
+"""A model as columns of plain data: the layers that are never split, and the modules above them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from accel_ops.weights.tensors import buffer_table, parameter_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+    from torch import Tensor, nn
+
+    ByteCount = Callable[[str, str, Tensor], int]
+    """Bytes of a tensor by the prefix of its module (with a trailing dot), its own name there, and itself."""
+    _Sums = tuple[int, int, int]
+    """Bytes of a layer so far: counted once, with tied ones, of buffers."""
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Give the module's own table of children; `named_children()` hides one that is registered twice."""
+    return module._modules  # pyright: ignore[reportPrivateUsage] - torch has no accessor
+
+
+def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
+    """Read the documented argument: one class name, several, or none.
+
+    Example:
+        >>> class_names("Block") == class_names(["Block"])
+        True
+    """
+    return frozenset([classes] if isinstance(classes, str) else classes or ())
+
+
+@dataclass(slots=True)
+class Layers:
+    """The layers of a model in order of registration, as columns; tensors beside children come before them.
+
+    A layer is a module of a class that stays whole, a module without children, or a tensor beside children.
+
+    Attributes:
+        names: Full names.
+        sizes: Bytes, each tied tensor counted in the first layer that has it.
+        wholes: Bytes with tied tensors: what running a layer alone takes.
+        buffers: How many of `sizes` belong to buffers.
+        ties: Pairs of layers that share a tensor.
+        modules: All modules down to the layers, in preorder: name, first layer, end of layers, index of the
+            next module that is not below.
+    """
+
+    names: list[str] = field(default_factory=list[str])
+    sizes: list[int] = field(default_factory=list[int])
+    wholes: list[int] = field(default_factory=list[int])
+    buffers: list[int] = field(default_factory=list[int])
+    ties: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    modules: list[tuple[str, int, int, int]] = field(default_factory=list[tuple[str, int, int, int]])
+
+
+def read_layers(model: nn.Module, kept: frozenset[str], count: ByteCount | None) -> Layers:
+    """Read a model once, in time linear in its modules and tensors.
+
+    Args:
+        model: The model, on any device; a module that is registered twice is read at both names.
+        kept: Names of classes that stay whole.
+        count: Says a tensor's bytes; by default those that it has.
+    """
+    reader = _Reader(kept, count)
+    reader.visit(model, "", "")
+    return reader.layers
+
+
+class _Reader:
+    """The one pass; written for speed, since models of 200,000 tensors come by."""
+
+    def __init__(self, kept: frozenset[str], count: ByteCount | None) -> None:
+        self.layers = Layers()
+        self._kept = kept
+        self._count = count
+        self._owner: dict[int, int] = {}
+
+    def visit(self, module: nn.Module, name: str, prefix: str) -> None:
+        layers, children = self.layers, child_table(module)
+        if not children:
+            self._close(name, self._tensors(module, prefix, (0, 0, 0)))
+            return
+        if type(module).__name__ in self._kept:
+            self._close(name, self._below(module, prefix, (0, 0, 0)))
+            return
+        index, first = len(layers.modules), len(layers.names)
+        layers.modules.append((name, 0, 0, 0))
+        for is_buffer, table in enumerate((parameter_table(module), buffer_table(module))):
+            for leaf, tensor in table.items():
+                if tensor is not None:
+                    found = self._tensors_of({leaf: tensor}, prefix, (0, 0, 0), is_buffer)
+                    self._close(prefix + leaf, found)
+        for leaf, child in children.items():
+            if child is not None:
+                path = prefix + leaf
+                self.visit(child, path, path + ".")
+        layers.modules[index] = (name, first, len(layers.names), len(layers.modules))
+
+    def _below(self, module: nn.Module, prefix: str, sums: _Sums) -> _Sums:
+        sums = self._tensors(module, prefix, sums)
+        for leaf, child in child_table(module).items():
+            if child is not None:
+                sums = self._below(child, f"{prefix}{leaf}.", sums)
+        return sums
+
+    def _tensors(self, module: nn.Module, prefix: str, sums: _Sums) -> _Sums:
+        table = parameter_table(module)
+        if table:
+            sums = self._tensors_of(table, prefix, sums, 0)
+        buffers = buffer_table(module)
+        return self._tensors_of(buffers, prefix, sums, 1) if buffers else sums
+
+    def _tensors_of(
+        self, table: Mapping[str, Tensor | None], prefix: str, sums: _Sums, is_buffer: int
+    ) -> _Sums:
+        size, whole, buffers = sums
+        owners, count, layer = self._owner, self._count, len(self.layers.names)
+        for leaf, tensor in table.items():
+            if tensor is None:
+                continue
+            owner = owners.get(id(tensor), -1)
+            if owner == layer:
+                continue
+            taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
+            whole += taken
+            if owner < 0:
+                owners[id(tensor)] = layer
+                size += taken
+                buffers += taken * is_buffer
+            else:
+                self.layers.ties.append((owner, layer))
+        return size, whole, buffers
+
+    def _close(self, name: str, sums: _Sums) -> None:
+        layers = self.layers
+        place = len(layers.names)
+        layers.modules.append((name, place, place + 1, len(layers.modules) + 1))
+        layers.names.append(name)
+        layers.sizes.append(sums[0])
+        layers.wholes.append(sums[1])
+        layers.buffers.append(sums[2])

@@ -1,0 +1,202 @@
+"""Fill devices in order with the layers of a model: the pure core of every device map."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from accel_bigmodel.device_map.layers import Layers
+    from accel_bigmodel.device_map.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Units:
+    """What is placed together, as columns: a layer, or all layers that share a tied tensor.
+
+    A unit stands where its first layer stands.
+
+    Attributes:
+        sizes: Bytes that stay on the device: weights counted once, and the cache.
+        wholes: Bytes of the largest layer in it, with what is active: what running an offloaded one takes.
+        buffers: Bytes of buffers.
+        caches: Bytes of key-value cache, which lies where the layer runs.
+        actives: Bytes in use only while it runs; empty when nothing was declared.
+        members: The layers of each unit.
+        sums: Running totals of `sizes`, from 0.
+    """
+
+    sizes: list[int]
+    wholes: list[int]
+    buffers: list[int]
+    caches: list[int]
+    actives: list[int]
+    members: list[tuple[int, ...]]
+    sums: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sums", list(accumulate(self.sizes, initial=0)))
+
+
+def units_of(layers: Layers, workload: Workload | None = None) -> Units:
+    """Merge layers that share tied tensors.
+
+    Args:
+        layers: The layers of a model.
+        workload: Activations and cache of named modules.
+    """
+    sizes, wholes, buffers = list(layers.sizes), list(layers.wholes), list(layers.buffers)
+    caches, actives = [0] * len(sizes), list[int]()
+    if workload is not None:
+        caches, actives = workload.per_layer(layers.names)
+        sizes = [size + cache for size, cache in zip(sizes, caches, strict=True)]
+        wholes = [whole + active for whole, active in zip(wholes, actives, strict=True)]
+    members = [(index,) for index in range(len(sizes))]
+    if not layers.ties:
+        return Units(
+            sizes=sizes, wholes=wholes, buffers=buffers, caches=caches, actives=actives, members=members
+        )
+    groups = _groups(len(sizes), layers.ties)
+    return Units(
+        sizes=[sum(sizes[i] for i in group) for group in groups],
+        wholes=[max(wholes[i] for i in group) for group in groups],
+        buffers=[sum(buffers[i] for i in group) for group in groups],
+        caches=[sum(caches[i] for i in group) for group in groups],
+        actives=[max(actives[i] for i in group) for group in groups] if actives else [],
+        members=groups,
+    )
+
+
+def fill(units: Units, capacities: Sequence[int]) -> list[int]:
+    """Place units in order, each on the present device if it fits, else on the next that has room.
+
+    Args:
+        units: What to place.
+        capacities: Bytes of each device, in order.
+
+    Returns:
+        Where each device's run of units ends; units from the last end on found no room.
+    """
+    ends: list[int] = []
+    start = 0
+    for capacity in capacities:
+        start = _reach(units, start, capacity)
+        ends.append(start)
+    return ends
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The devices of a plan, in the order in which they are filled.
+
+    Attributes:
+        capacities: Bytes of each; what none takes goes to the disk.
+        executors: How many of them, from the first, execute what they hold; the rest only store.
+        host: The index of the CPU where it only stores, else `None`.
+        keep_buffers: Whether buffers of offloaded layers stay on the main device.
+    """
+
+    capacities: tuple[int, ...]
+    executors: int
+    host: int | None
+    keep_buffers: bool
+
+
+def place(units: Units, machine: Machine) -> list[int]:
+    """Place units so that layers that are offloaded find room to run.
+
+    The main device keeps room for the largest offloaded layer (and the buffers of all of them, if they are
+    not offloaded), the CPU for the largest layer on the disk. What needs no offload is first tried with room
+    for the largest layer of all, so that small changes of a model do not move its layers about.
+
+    Returns:
+        As `fill`.
+    """
+    count = len(units.sizes)
+    largest = max(units.wholes, default=0)
+    steady = fill(units, _less(machine, largest, largest, main=0))
+    if _end(steady, machine.executors) == count:
+        return steady
+    ends = fill(units, machine.capacities)
+    # Reserving more offloads more: both only grow, so that this ends; far out, with the bound for everything.
+    for _ in range(8):
+        away, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
+        first = max(units.wholes[away:], default=0) + _kept(units, away, machine)
+        host = max(units.wholes[on_disk:], default=0)
+        again = fill(units, _less(machine, first, host, main=_main(ends)))
+        if again == ends:
+            return ends
+        ends = again
+    everything = largest + _kept(units, 0, machine)
+    return fill(units, _less(machine, everything, largest, main=machine.executors - 1))
+
+
+def devices_of(ends: Sequence[int], count: int) -> list[int]:
+    """Turn the ends of runs into one device per unit; `len(ends)` is the disk.
+
+    Example:
+        >>> devices_of([2, 2, 3], 4)
+        [0, 0, 2, 3]
+    """
+    placed: list[int] = []
+    for device, end in enumerate([*ends, count]):
+        placed.extend([device] * (end - len(placed)))
+    return placed
+
+
+def _reach(units: Units, start: int, capacity: int) -> int:
+    """Find where the run that begins at `start` ends on a device of that capacity."""
+    if not units.actives:
+        return max(start, bisect_right(units.sums, units.sums[start] + capacity) - 1)
+    used = peak = 0
+    for index in range(start, len(units.sizes)):
+        used += units.sizes[index]
+        peak = max(peak, units.actives[index])
+        if used + peak > capacity:
+            return index
+    return len(units.sizes)
+
+
+def _kept(units: Units, away: int, machine: Machine) -> int:
+    return sum(units.caches[away:]) + (sum(units.buffers[away:]) if machine.keep_buffers else 0)
+
+
+def _less(machine: Machine, first: int, host: int, *, main: int) -> list[int]:
+    """Take away what is reserved: on every device up to the main one, and on the CPU that only stores."""
+    rooms = list(machine.capacities)
+    for device in range(min(main + 1, machine.executors)):
+        rooms[device] = max(0, rooms[device] - first)
+    if machine.host is not None:
+        rooms[machine.host] = max(0, rooms[machine.host] - host)
+    return rooms
+
+
+def _end(ends: Sequence[int], devices: int) -> int:
+    return ends[devices - 1] if devices else 0
+
+
+def _main(ends: Sequence[int]) -> int:
+    """Find the device that executes what is offloaded: the first that holds anything."""
+    return next((device for device, end in enumerate(ends) if end), 0)
+
+
+def _groups(count: int, ties: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    parent = list(range(count))
+
+    def root(index: int) -> int:
+        while parent[index] != index:
+            parent[index] = parent[parent[index]]
+            index = parent[index]
+        return index
+
+    for left, right in ties:
+        low, high = sorted((root(left), root(right)))
+        parent[high] = low
+    groups: dict[int, list[int]] = {}
+    for index in range(count):
+        groups.setdefault(root(index), []).append(index)
+    return [tuple(group) for group in groups.values()]

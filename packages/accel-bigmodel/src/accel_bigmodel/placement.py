@@ -1,0 +1,172 @@
+"""Put one tensor of a module somewhere, with a value, a type, and its ties kept."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_ops.weights.tensors import buffer_table, parameter_table
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import MutableMapping
+
+    from torch import Tensor
+
+    TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
+
+_HOST = ("cpu", "meta")
+
+
+def set_module_tensor_to_device(
+    module: nn.Module,
+    tensor_name: str,
+    device: int | str | torch.device,
+    value: Tensor | None = None,
+    dtype: str | torch.dtype | None = None,
+    fp16_statistics: Tensor | None = None,
+    tied_params_map: TiedMap | None = None,
+    non_blocking: bool = False,
+    clear_cache: bool = True,
+) -> None:
+    """Put a parameter or buffer on a device, as the module's own tensor.
+
+    `param.to(device)` gives a tensor that the module does not know; this replaces the one it has. A value
+    that is already where and what it should be is used as it is, without a copy.
+
+    Args:
+        module: The module that holds the tensor, at any depth.
+        tensor_name: Its dotted name.
+        device: Where it goes.
+        value: Its value; needed when it is on the meta device now.
+        dtype: Cast floating values to this; otherwise to the type that the module has now.
+        fp16_statistics: The row statistics of an int8 weight, kept beside it as `weight.SCB`.
+        tied_params_map: Address of a tensor to the copies of it that devices already have: a tied weight is
+            copied once per device.
+        non_blocking: Let a copy from pinned memory run on.
+        clear_cache: Give cached memory back to an accelerator that the tensor leaves.
+
+    Raises:
+        CheckpointError: The value's shape is not the tensor's.
+        ValueError: There is no such tensor, or it has no value and none is given.
+
+    Example:
+        >>> from torch import nn
+        >>> layer = nn.Linear(2, 2, device="meta")
+        >>> set_module_tensor_to_device(layer, "weight", "cpu", value=torch.eye(2))
+        >>> layer.weight.device
+        device(type='cpu')
+    """
+    owner, leaf = owner_of(module, tensor_name)
+    target = torch.device(device)
+    parameters, buffers = parameter_table(owner), buffer_table(owner)
+    old = parameters[leaf] if leaf in parameters else buffers[leaf]
+    if old is None and value is None:
+        return
+    if value is None and old is not None and old.is_meta and target.type != "meta":
+        raise ValueError(f"{tensor_name!r} is on the meta device: it needs a `value` to be put on {target}")
+    if value is not None and old is not None:
+        _check_shape(tensor_name, old, value)
+    source: Tensor = value if value is not None else old  # pyright: ignore[reportAssignmentType] - one is there
+    new = _shared_copy(source, target, tied_params_map)
+    if new is None:
+        wanted = _target_dtype(source, old, dtype) if value is not None else torch_dtype(dtype)
+        new = source.to(device=target, dtype=wanted, non_blocking=non_blocking)
+        if tied_params_map is not None and source.data_ptr() in tied_params_map:
+            tied_params_map[source.data_ptr()][target] = new
+    if leaf in parameters:
+        parameters[leaf] = as_parameter(new, old)
+    else:
+        buffers[leaf] = new
+    if fp16_statistics is not None:
+        held: Any = parameters[leaf]
+        held.SCB = fp16_statistics.to(target)
+    if clear_cache and old is not None and old.device.type not in _HOST and old.device != target:
+        torch.accelerator.empty_cache()
+
+
+def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
+    """Find the module that holds a tensor directly, and the tensor's name there.
+
+    Raises:
+        ValueError: The module has no such parameter or buffer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2))
+        >>> owner_of(model, "0.bias") == (model[0], "bias")
+        True
+    """
+    prefix, _, leaf = tensor_name.rpartition(".")
+    try:
+        owner = module.get_submodule(prefix)
+    except AttributeError as error:
+        raise ValueError(f"{type(module).__name__} has no submodule {prefix!r}") from error
+    if leaf not in parameter_table(owner) and leaf not in buffer_table(owner):
+        known = ", ".join([*parameter_table(owner), *buffer_table(owner)]) or "none"
+        raise ValueError(
+            f"{type(owner).__name__} has no parameter or buffer named {tensor_name!r}; it has {known}"
+        )
+    return owner, leaf
+
+
+def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
+    """Wrap a tensor as the parameter that it replaces: same class, attributes and `requires_grad`.
+
+    Args:
+        tensor: The new data; a parameter that is `like` already comes back as it is.
+        like: The parameter that the module has now, if any.
+    """
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if like is None or type(like) in (nn.Parameter, torch.Tensor):
+        wanted = like is not None and like.requires_grad
+        # Integers cannot require gradients, whatever the skeleton says.
+        new = nn.Parameter(tensor, requires_grad=wanted and tensor.is_floating_point())
+        if like is not None and vars(like):
+            vars(new).update(vars(like))
+        return new
+    rebuild: Any = type(like)
+    return rebuild(tensor, requires_grad=like.requires_grad, **vars(like))
+
+
+def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    """Read an element type that may be written as text, `"float16"` or `"torch.float16"`.
+
+    Raises:
+        ValueError: torch has no such type.
+
+    Example:
+        >>> torch_dtype("torch.bfloat16"), torch_dtype(None)
+        (torch.bfloat16, None)
+    """
+    if dtype is None or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{dtype!r} is no torch dtype: write for instance 'float16' or torch.float16")
+    return found
+
+
+def _target_dtype(value: Tensor, old: Tensor | None, dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is not None:
+        return torch_dtype(dtype) if value.is_floating_point() else None
+    return old.dtype if old is not None else None
+
+
+def _shared_copy(source: Tensor, target: torch.device, tied: TiedMap | None) -> Tensor | None:
+    if not tied or source.is_meta:
+        return None
+    return tied.get(source.data_ptr(), {}).get(target)
+
+
+def _check_shape(name: str, old: Tensor, value: Tensor) -> None:
+    packed = type(old) not in (
+        nn.Parameter,
+        torch.Tensor,
+    )  # quantised classes change their shape as they load
+    if not packed and old.shape != value.shape:
+        raise CheckpointError(
+            f"{name!r} has shape {tuple(old.shape)}; the value given for it has shape {tuple(value.shape)}"
+        )
