@@ -107,21 +107,20 @@ class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, Proje
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
-        self._parts = build_parts(
-            Arguments(
-                device_placement=device_placement,
-                split_batches=split_batches,
-                mixed_precision=mixed_precision,
-                gradient_accumulation_steps=gradient_accumulation_steps,
-                cpu=cpu,
-                dataloader_config=dataloader_config,
-                rng_types=rng_types,
-                project_dir=project_dir,
-                project_config=project_config,
-                gradient_accumulation_plugin=gradient_accumulation_plugin,
-                step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-                kwargs_handlers=kwargs_handlers,
-                dynamo_backend=dynamo_backend,
-                dynamo_plugin=dynamo_plugin,
-            )
+        arguments = Arguments(
+            device_placement=device_placement,
+            split_batches=split_batches,
+            mixed_precision=mixed_precision,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            cpu=cpu,
+            dataloader_config=dataloader_config,
+            rng_types=rng_types,
+            project_dir=project_dir,
+            project_config=project_config,
+            gradient_accumulation_plugin=gradient_accumulation_plugin,
+            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
+            kwargs_handlers=kwargs_handlers,
+            dynamo_backend=dynamo_backend,
+            dynamo_plugin=dynamo_plugin,
         )
+        self._parts = build_parts(arguments)
