@@ -329,7 +329,8 @@ def test_it_prints(capsys):
 def test_preparing_and_unwrapping_a_model_does_not_import_the_compiler():
     code = (
         "import sys, torch; from accel_train import Accelerator; accelerator = Accelerator(cpu=True);"
-        "model = accelerator.prepare(torch.nn.Linear(1, 1)); accelerator.backward(model(torch.ones(1, 1)).sum());"
+        "model = accelerator.prepare(torch.nn.Linear(1, 1));"
+        "accelerator.backward(model(torch.ones(1, 1)).sum());"
         "accelerator.unwrap_model(model); print('torch._dynamo' in sys.modules)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
