@@ -369,7 +369,14 @@ def test_in_a_loop_of_different_gathers_the_guesses_become_right() -> None:
         rounds.append((first, guess.capacity()))
         guess.learn(2, 100_000)
     assert rounds[2] == (8192, 131072)
-    guess.learn(1, exchange.LARGEST + 1)
-    guess.learn(1, 16)
-    guess.learn(1, 16)
+
+
+def test_a_guess_is_large_enough_for_either_of_two_successors_and_forgets() -> None:
+    guess = exchange.Guess(last=1)
+    needs = [5000, 16, 5000, 16]
+    for need in needs:
+        guess.learn(1, need)
+    assert guess.capacity() == 8192
+    for need in (exchange.LARGEST + 1, 16):  # what is too large for any first chunk counts as small
+        guess.learn(1, need)
     assert guess.capacity() == exchange.SMALLEST

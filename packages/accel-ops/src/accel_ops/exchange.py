@@ -3,8 +3,8 @@
 Every rank sends a chunk of the same size: a prefix of four numbers (a hash of the structure, a hash of the
 sizes of dimension 0, the number of leaves, the bytes it needs), these sizes, and the data. Ranks learn from
 the prefixes whether they agree, and whether everything was in the chunk; if not, a second collective of the
-right size follows. The size of the first chunk is guessed from what followed the last time, on grounds that
-all ranks share: in a loop the guess is right from the second round on.
+right size follows. The size of the first chunk is guessed from what followed the last two times, on grounds
+that all ranks share: in a loop the guess soon is right.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class Guess:
     """
 
     last: int = 0
-    after: dict[int, int] = field(default_factory=dict[int, int])
+    after: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def capacity(self) -> int:
-        """Bytes of the first chunk."""
-        return self.after.get(self.last, SMALLEST)
+        """Bytes of the first chunk: what would have been enough the last two times."""
+        return max(self.after.get(self.last, (SMALLEST,)))
 
     def learn(self, structure: int, need: int) -> None:
         """Remember what was gathered.
@@ -65,8 +65,9 @@ class Guess:
         """
         if len(self.after) >= MAX_GUESSES:
             self.after.clear()
-        fits = need <= LARGEST
-        self.after[self.last] = max(SMALLEST, 1 << (need - 1).bit_length()) if fits else SMALLEST
+        enough = max(SMALLEST, 1 << (need - 1).bit_length()) if need <= LARGEST else SMALLEST
+        before = self.after.get(self.last, (SMALLEST,))[0]
+        self.after[self.last] = (enough, before)
         self.last = structure
 
 

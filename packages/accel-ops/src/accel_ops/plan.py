@@ -152,6 +152,7 @@ def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> li
         piece of rank 0, of rank 1, and so on.
 
     Example:
+        >>> import torch
         >>> a, b = (Leaf(path=path, dtype=torch.uint8, shape=(2,)) for path in "ab")
         >>> interleave([lay_out([a, b])] * 2, start=0, stride=10)
         [(0, 2), (10, 2), (2, 2), (12, 2)]
