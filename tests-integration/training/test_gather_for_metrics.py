@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_state.errors import DistributedOperationException
 from accel_train import Accelerator
 from harness import distributed
 
@@ -142,21 +143,22 @@ def test_a_number_per_rank_is_gathered_as_it_is():
     assert torch.cat(list(evaluate_losses(accelerator, loader))).sort().values.tolist() == list(range(9))
 
 
+@pytest.mark.parametrize("size", [9, 13], ids=["padding on both ranks", "padding on rank 1"])
 @pytest.mark.parametrize("as_objects", [False, True])
 @distributed(world_size=2)
-def test_data_that_cannot_be_trimmed_is_an_error_on_every_rank(as_objects):
+def test_data_that_cannot_be_trimmed_is_an_error_on_every_rank(as_objects, size):
     accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Ids(9), batch_size=4))
+    loader = accelerator.prepare(DataLoader(Ids(size), batch_size=4))
     outcomes = []
     for batch in loader:
         wrong = batch["id"][:, None].expand(-1, 3).flatten()
         data = wrong.tolist() if as_objects else wrong
         try:
             outcomes.append(len(accelerator.gather_for_metrics(data)))
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, DistributedOperationException) as error:
             outcomes.append(str(error))
     assert outcomes[0] == 24, "there is no padding in the first batch"
-    assert "padding" in outcomes[1]
+    assert "of them padding" in outcomes[1]
     assert len(outcomes) == 2
     assert accelerator.gather(torch.ones(1)).tolist() == [1, 1], "the ranks are still in step"
 
