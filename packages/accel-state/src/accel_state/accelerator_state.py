@@ -82,10 +82,12 @@ class AcceleratorState:
             parallelism_config=parallelism_config,
         )
         partial = PartialState(cpu, **kwargs)
-        wanted = _precision(mixed_precision, partial)
         known = self.__dict__.get("_mixed_precision")
+        if known is not None and mixed_precision is None and dynamo_plugin is None:
+            return
+        wanted = known if known and mixed_precision is None else _precision(mixed_precision, partial)
         if known is not None and not _from_accelerator:
-            if mixed_precision is not None and wanted != known:
+            if wanted != known:
                 raise SettingsError(
                     f"mixed_precision={mixed_precision!r} was asked for, but this process uses {known!r} "
                     "already. Pass it to `Accelerator(mixed_precision=...)`, which may change it."

@@ -6,9 +6,12 @@ import builtins
 import functools
 import logging
 from contextlib import nullcontext
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
 
 from accel_state import environ, runtime
+from accel_state.available import require
+from accel_state.devices.affinity import set_numa_affinity
 from accel_state.devices.kinds import available_kind
 from accel_state.devices.select import default_device, make_current
 from accel_state.errors import SettingsError
@@ -86,6 +89,11 @@ class PartialState:
         settings = from_environ(variables)
         started = runtime.start(settings, variables, cpu=cpu, **kwargs)
         topology = started.topology
+        if settings.process.cpu_affinity:
+            set_numa_affinity(topology.local_rank)
+        if settings.process.enable_rich:
+            require("rich", "ACCELERATE_ENABLE_RICH")
+            import_module("rich.traceback").install(show_locals=False)
         self.__dict__.update(
             _cpu=started.device.type == "cpu",
             _options=dict(kwargs),

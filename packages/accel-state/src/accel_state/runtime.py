@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,6 +100,11 @@ def start(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False
             f"unexpected arguments {', '.join(map(repr, unknown))}: a process group takes "
             f"{', '.join(sorted(GROUP_OPTIONS))}."
         )
+    timeout = group.get("timeout")
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(
+            f"timeout={timeout!r} is no datetime.timedelta; write timedelta(seconds={timeout!r})."
+        )
     topology = _topology(variables, group)
     kind, device = choose_device(
         settings.process.torch_device, cpu=cpu or settings.process.use_cpu, local_rank=topology.local_rank
@@ -166,7 +172,7 @@ def limit_waiting(timeout: timedelta) -> None:
 
 def leave(group: Any = None) -> None:
     """Destroy a process group, the default one and all others if `None`; harmless where there is none."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         if group is None:
             watch.end(closing=True)
         dist.destroy_process_group(group)
@@ -174,7 +180,7 @@ def leave(group: Any = None) -> None:
 
 def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topology:
     found = places.detect(variables)
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif "rank" in group and "world_size" in group:
         rank, world_size = group["rank"], group["world_size"]
@@ -196,8 +202,6 @@ def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topolog
 
 def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]) -> Runtime:
     """The runtime with a process group behind it."""
-    if not dist.is_available():
-        raise UnsupportedError("This build of torch has no torch.distributed, which several processes need.")
     _share_cores(runtime, variables)
     timeout = options.get("timeout")
     if not dist.is_initialized():
@@ -212,9 +216,11 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
 
 
 def _watch(runtime: Runtime, limit: timedelta) -> None:
-    topology = runtime.topology
+    topology, store = runtime.topology, default_store()
+    if store is None or dist.get_backend() == "fake":  # MPI has no store; a fake group has nobody to wait for
+        return
     watch.begin(
-        default_store(),
+        store,
         rank=topology.rank,
         world_size=topology.world_size,
         limit=limit,

@@ -84,6 +84,9 @@ class region:  # noqa: N801 - used like a function, in `with`
         watch = self._mine
         if watch is None:
             return
+        if error is None:
+            watch.slot = None
+            return
         try:
             if isinstance(error, RuntimeError) and _is_of_backend(error):
                 stalled = _STALL_WORDS.search(str(error)) is not None
