@@ -105,8 +105,12 @@ def test_accumulation_comes_from_the_argument_then_the_plugin_then_the_environme
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "5")
     assert Accelerator(cpu=True).gradient_accumulation_steps == 5
     assert Accelerator(cpu=True, gradient_accumulation_steps=2).gradient_accumulation_steps == 2
-    plugin = GradientAccumulationPlugin(num_steps=3)
-    assert Accelerator(cpu=True, gradient_accumulation_plugin=plugin).gradient_accumulation_steps == 3
+    for plugin, steps in (
+        (GradientAccumulationPlugin(num_steps=3), 3),
+        (GradientAccumulationPlugin(sync_each_batch=True), 5),
+    ):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+        assert accelerator.gradient_accumulation_steps == steps
 
 
 def test_accumulation_given_twice_is_refused():

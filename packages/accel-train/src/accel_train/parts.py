@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.choose import choose
@@ -250,16 +250,16 @@ def _refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
 
 def _accumulation(arguments: Arguments, settings: Settings) -> GradientAccumulationPlugin:
     steps, plugin = arguments.gradient_accumulation_steps, arguments.gradient_accumulation_plugin
-    if plugin is not None:
-        if steps != 1:
-            raise SettingsError(
-                f"Accelerator(gradient_accumulation_steps={steps!r}, "
-                f"gradient_accumulation_plugin={plugin!r}): give one of the two."
-            )
-        return plugin
-    return GradientAccumulationPlugin(
-        num_steps=steps if steps != 1 else settings.training.gradient_accumulation_steps
-    )
+    if plugin is None:
+        plugin = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
+    elif steps != 1:
+        raise SettingsError(
+            f"Accelerator(gradient_accumulation_steps={steps!r}, gradient_accumulation_plugin={plugin!r}): "
+            "give one of the two."
+        )
+    if plugin.num_steps is None:
+        return replace(plugin, num_steps=settings.training.gradient_accumulation_steps)
+    return plugin
 
 
 def _dataloading(arguments: Arguments) -> DataLoaderConfiguration:
