@@ -106,9 +106,7 @@ def measure() -> None:
     total = cost * REGIONS_PER_STEP / small + share
     if state.is_main_process:
         print(f"one region                       {cost:8.2f} us")
-        print(
-            f"all_reduce of 1 KB, plain torch   {reduce:8.1f} us   ratio with a region {1 + cost / reduce:.4f}"
-        )
+        print(f"all_reduce of 1 KB, plain torch  {reduce:8.1f} us   ratio with it {1 + cost / reduce:.4f}")
         print(f"small DDP step, plain torch      {small:8.1f} us")
         print(f"thread on the side               {share:8.4%} of a core")
         verdict = "ok" if total < 0.01 else "MISSED"

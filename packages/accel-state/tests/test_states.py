@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import types
 from datetime import timedelta
 
 import pytest
@@ -105,6 +106,32 @@ def test_a_backend_of_another_family_is_refused():
         PartialState(cpu=True, backend="nccl")
 
 
+def test_a_timeout_in_seconds_is_explained():
+    with pytest.raises(TypeError, match=r"timeout=30 .*timedelta"):
+        PartialState(cpu=True, timeout=30)
+
+
+def test_pinning_to_cores_is_done_when_asked_for(monkeypatch):
+    pinned: list[int] = []
+    monkeypatch.setattr("accel_state.partial_state.set_numa_affinity", pinned.append)
+    PartialState(cpu=True)
+    assert pinned == []
+    PartialState._reset_state()
+    with patch_environment(accelerate_cpu_affinity="1"):
+        PartialState(cpu=True)
+    assert pinned == [0]
+
+
+def test_rich_tracebacks_are_installed_when_asked_for_and_need_rich(monkeypatch):
+    asked: list[object] = []
+    module = types.SimpleNamespace(install=lambda *, show_locals: asked.append(show_locals))
+    monkeypatch.setattr("accel_state.partial_state.require", lambda name, what: asked.append((name, what)))
+    monkeypatch.setattr("accel_state.partial_state.import_module", {"rich.traceback": module}.__getitem__)
+    with patch_environment(accelerate_enable_rich="1"):
+        PartialState(cpu=True)
+    assert asked == [("rich", "ACCELERATE_ENABLE_RICH"), False]
+
+
 def test_contradicting_launcher_variables_are_refused():
     with patch_environment(rank=2, world_size=2), pytest.raises(SettingsError, match="RANK=2"):
         PartialState(cpu=True)
@@ -190,6 +217,11 @@ def test_another_precision_is_refused_except_from_an_accelerator():
     assert AcceleratorState().mixed_precision == "no"
     AcceleratorState("bf16", _from_accelerator=True)
     assert AcceleratorState().mixed_precision == "bf16"
+
+
+def test_an_accelerator_without_a_precision_keeps_the_one_in_use():
+    AcceleratorState("bf16", cpu=True, _from_accelerator=True)
+    assert AcceleratorState(_from_accelerator=True).mixed_precision == "bf16"
 
 
 def test_an_unknown_precision_lists_those_that_exist():

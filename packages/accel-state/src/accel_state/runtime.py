@@ -22,7 +22,6 @@ from accel_state.topology import Topology
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from datetime import timedelta
 
     from accel_state.backends.base import Collectives
     from accel_state.settings.model import Settings
@@ -100,11 +99,7 @@ def start(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False
             f"unexpected arguments {', '.join(map(repr, unknown))}: a process group takes "
             f"{', '.join(sorted(GROUP_OPTIONS))}."
         )
-    timeout = group.get("timeout")
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise TypeError(
-            f"timeout={timeout!r} is no datetime.timedelta; write timedelta(seconds={timeout!r})."
-        )
+    _check_timeout(group.get("timeout"))
     topology = _topology(variables, group)
     kind, device = choose_device(
         settings.process.torch_device, cpu=cpu or settings.process.use_cpu, local_rank=topology.local_rank
@@ -165,7 +160,11 @@ def limit_waiting(timeout: timedelta) -> None:
 
     Args:
         timeout: The new limit.
+
+    Raises:
+        TypeError: It is no `timedelta`.
     """
+    _check_timeout(timeout)
     set_group_timeout(timeout)
     _watch(current(), timeout)
 
@@ -176,6 +175,11 @@ def leave(group: Any = None) -> None:
         if group is None:
             watch.end(closing=True)
         dist.destroy_process_group(group)
+
+
+def _check_timeout(timeout: object) -> None:
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout={timeout!r} is no datetime.timedelta; write timedelta(seconds=...).")
 
 
 def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topology:
