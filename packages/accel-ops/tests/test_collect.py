@@ -275,6 +275,37 @@ def test_broadcast_overwrites_the_tensors_of_the_others_in_place(world, source: 
         assert found["parameter"].requires_grad
 
 
+@pytest.mark.parametrize("data", [(), torch.ones(0), torch.ones(300_000)], ids=["nothing", "empty", "large"])
+def test_one_leaf_or_none_is_a_structure_too(world, data) -> None:
+    def body(rank: int):
+        return gather(data), broadcast(data, 1), reduce(data, "sum")
+
+    for gathered, sent, summed in world(2).run(body):
+        if data == ():
+            assert gathered == sent == summed == ()
+        else:
+            assert same(gathered, torch.cat([data, data]))
+            assert same(sent, data)
+            assert same(summed, data * 2)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25, 3.0])
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_large_leaves_reduce_as_small_ones_do(world, reduction: str, scale: float, world_size: int) -> None:
+    def body(rank: int):
+        large = torch.linspace(rank, 7, 300_000)
+        return (
+            reduce(large, reduction, scale),
+            reduce(large[:1000], reduction, scale),
+            large[0].item() == rank,
+        )
+
+    for large, small, kept in world(world_size).run(body):
+        torch.testing.assert_close(large[:1000], small, rtol=3e-7, atol=0)
+        assert kept
+
+
 def test_broadcasting_lists_of_objects_fills_them_in_place(world) -> None:
     def body(rank: int):
         mine = [rank, {"name": f"run {rank}"}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import groupby, islice
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 Reduction = Literal["sum", "mean", "none"]
 
 _REDUCTIONS = ("sum", "mean", "none")
+_WIDE_EXPONENTS = {torch.float32, torch.float64, torch.bfloat16}
 
 
 def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
@@ -196,16 +198,18 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
         )
     flat = flatten(tensor, "reduce")
     results = _reduce_packed(collectives, flat, members, scale, runtime.device)
-    for index in flat.plan.large:
-        leaf = flat.leaves[index].detach().to(runtime.device)
-        copy = leaf.clone(memory_format=torch.contiguous_format)
-        results.append(_summed(collectives, copy, members, scale))
+    results += [
+        _reduce_alone(collectives, flat.leaves[index], members, scale, runtime.device)
+        for index in flat.plan.large
+    ]
     return flat.rebuild(flat.plan.restore_packed(results))
 
 
 def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
     """Broadcast the leaves that are not large, all types in one message."""
     buckets = flat.plan.packed
+    if not buckets:
+        return
     buffer, new = kept_buffer(flat.plan, "broadcast", buckets, device, capacity=size_of(buckets))
     if new:
         buffer.members.extend(cut_all(buckets, buffer.sections))
@@ -250,6 +254,20 @@ def _reduce_packed(
                 ]
             leaves += cut_all(same, mine)
     return leaves
+
+
+def _reduce_alone(
+    collectives: Collectives, leaf: Tensor, members: int | None, scale: float, device: torch.device
+) -> Tensor:
+    """Reduce a large leaf, reading and writing its memory as rarely as possible."""
+    leaf = leaf.detach().to(device)
+    factor = scale / (members or 1)
+    total = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
+    if leaf.dtype in _WIDE_EXPONENTS and math.frexp(factor)[0] == 0.5:
+        # Scaling by a power of two is exact, so it can come first, together with the copy.
+        collectives.all_reduce(torch.mul(leaf, factor, out=total))
+        return total
+    return _summed(collectives, total.copy_(leaf), members, scale)
 
 
 def _summed(collectives: Collectives, total: Tensor, members: int | None, scale: float) -> Tensor:
