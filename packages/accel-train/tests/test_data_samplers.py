@@ -29,7 +29,7 @@ def test_an_epoch_is_that_of_a_random_sampler_seeded_with_seed_and_epoch(
     plain = list(RandomSampler(range(size), generator=generator, **options))
     assert list(sampler) == plain
     assert list(sampler.order()) == plain
-    assert list(sampler.order().iterate(chunk=7)) == plain
+    assert list(sampler.order().iterate_from(0, chunk=7)) == plain
     assert len(sampler) == len(plain)
 
 

@@ -7,8 +7,9 @@ import sys
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import islice
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from accel_state.errors import MissingDependencyError
@@ -22,6 +23,9 @@ from accel_train.data.reading import (
     StatefulReading,
     StreamReading,
 )
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +85,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         self.skip_batches = 0
         self._drop_last = False
         self._batches_per_step = 1  # of the dataset, for one batch on every rank
+        self._reads = True
+        self._has_drawn = False
         self._resume: Position | None = None
         self._progress = Progress()
 
@@ -166,6 +172,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         position = state_dict["position"]
         self._resume = None if position is None else self._checked(Position.from_dict(position))
         self.iteration = state_dict["epoch"]
+        self._has_drawn = position is not None or self.iteration > 0
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: `state_dict` tells the position of the batch yielded last, whatever is read ahead.
@@ -174,7 +181,14 @@ class DataLoaderAdapter(DataLoader[Any]):
         """
 
     def _checked(self, position: Position) -> Position:
+        if not self._reads:
+            return position
         unit, workers = self._unit, max(1, self.num_workers)
+        if position.unit == "remote":
+            raise ValueError(
+                "The saved data position is that of a process which was sent its batches. Load the one that "
+                "the main process has saved."
+            )
         if position.unit != unit:
             raise ValueError(
                 f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. Build "
@@ -216,11 +230,12 @@ class DataLoaderAdapter(DataLoader[Any]):
         """Open the pass that is due: where a loaded position or `skip_batches` says, or at the beginning."""
         position, self._resume = self._resume, None
         skip, self.skip_batches = self.skip_batches, 0
+        resumed = position is not None
         # In a stream, which worker gives how much is only known by asking; and torchdata counts by itself.
         seeks = self._indices is not None or (self._stateful is None and self.num_workers == 0)
         if position is None and skip and seeks:
             position, skip = Position(unit=self._unit, consumed=(skip * self.stride,)), 0
-        reading = self._read() if position is None else self._read_from(position)
+        reading = self._read() if position is None else self._read_from(position, resumed=resumed)
         for item in islice(reading.batches, skip * self._batches_per_step):
             if reading.advance is not None:
                 reading.advance(item if type(item) is Delivery else None)
@@ -233,18 +248,31 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def _read(self) -> Reading:
         if self._indices is not None:
-            batches: Any = super().__iter__() if self._stateful is None else iter(self._stateful)
+            batches: Any = self._torch_batches() if self._stateful is None else iter(self._stateful)
             return SamplerReading(batches, self._indices.shard, 0)
         if self._stateful is not None:
             return StatefulReading(self._stateful)
-        return StreamReading(super().__iter__(), self._inner_stride, (0,) * max(1, self.num_workers))
+        return StreamReading(self._torch_batches(), self._inner_stride, (0,) * max(1, self.num_workers))
 
-    def _read_from(self, position: Position) -> Reading:
+    def _torch_batches(self) -> Iterator[Any]:
+        """A pass of torch's loader."""
+        if not (self._has_drawn and self.persistent_workers):
+            return super().__iter__()
+        # Workers that live on have got their seed when the run began that is continued.
+        generator, self.generator, self._has_drawn = self.generator, torch.Generator(), False
+        try:
+            return super().__iter__()
+        finally:
+            self.generator = generator
+
+    def _read_from(self, position: Position, *, resumed: bool) -> Reading:
         """Open a pass in the middle of an epoch, through a loader made for it alone."""
         if position.unit == "stateful":
             self._stateful.load_state_dict(position.order)
             return StatefulReading(self._stateful)
         options: dict[str, Any] = {**self._options, "persistent_workers": False}
+        if resumed:  # torch's loader draws a seed for its workers, as it did when the pass began
+            options["generator"] = torch.Generator()
         if self._indices is not None:
             (start,) = position.consumed
             options |= self._indices.options(start, position.order)

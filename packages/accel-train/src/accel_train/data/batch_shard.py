@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, Sampler
 from accel_train.data.samplers import (
     OrderState,
     drawn,
+    indices_from,
     innermost_sampler,
     is_plain_batch_sampler,
     known_order,
@@ -286,32 +287,41 @@ class BatchSamplerShard(BatchSampler):
             order: What replays the order of the epoch, or None for whatever comes.
         """
         padded = self.padded = {}
-        sampler = self.sampler
-        with replay_order(sampler, order):
+        sampler, plan = self.sampler, self.plan
+        batches: Iterable[list[int]] = ()
+        with replay_order(sampler, order):  # whatever is random is drawn inside
             self.order = record_order(sampler) if order is None else order
-            batches = self._open(position)
-        for number, (batch, real) in enumerate(batches):
+            known = known_order(sampler) if self.counts_samples else None
+            if known is not None and plan.num_processes > 1:
+                shares = _cut(known, plan.spans(len(known), position))
+            else:
+                batches, head = self._rest(position, known)
+                shares = None if plan.num_processes == 1 else plan.deal(batches, head)
+        if shares is None:
+            yield from batches
+            return
+        for number, (batch, real) in enumerate(shares):
             if real != len(batch):
                 padded[number] = real
             yield batch
 
-    def _open(self, position: int) -> Iterator[tuple[list[int], int]]:
-        """Begin an iteration: whatever is random is drawn before this returns."""
-        plan = self.plan
-        if self.counts_samples:
-            sampler = self.batch_sampler.sampler
-            if (order := known_order(sampler)) is not None:
-                return _cut(order, plan.spans(len(order), position))
-            indices = drawn(sampler)
-            head = list(islice(indices, min(position, plan.stride)))
-            rest = cast("Sampler[int]", islice(indices, position - len(head), None))
-            return plan.deal(BatchSampler(rest, self.batch_size, self.drop_last), head)
-        batches = drawn(self.batch_sampler)
-        head = []
-        for batch in islice(batches, position):
-            if plan.pads and len(head) < plan.stride:
-                head.extend(batch)
-        return plan.deal(batches, head)
+    def _rest(self, position: int, known: Sequence[int] | None) -> tuple[Iterator[list[int]], list[int]]:
+        """The undivided batches after a position, and the samples before it that padding may need."""
+        needed = self.plan.stride if self.plan.pads else 0
+        head: list[int] = []
+        if not self.counts_samples:
+            batches = drawn(self.batch_sampler)
+            for batch in islice(batches, position):
+                if len(head) < needed:
+                    head.extend(batch)
+            return batches, head
+        if known is not None:
+            indices = indices_from(known, position)
+        else:
+            indices = drawn(self.batch_sampler.sampler)
+            head = list(islice(indices, min(position, needed)))
+            indices = islice(indices, position - len(head), None)
+        return iter(BatchSampler(cast("Any", indices), self.batch_size, self.drop_last)), head
 
 
 class EpochRest(BatchSampler):

@@ -12,14 +12,14 @@ from accel_train.data.iterable_shard import Delivery
 from accel_train.data.placing import placing
 from accel_train.data.post import Receiver, Sender
 from accel_train.data.prepared import PreparedLoader
-from accel_train.data.reading import look_ahead
+from accel_train.data.reading import Position, look_ahead
 from accel_train.data.rounds import Division, SliceFn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
 
     from accel_state.backends.base import Collectives
-    from accel_train.data.reading import Position, Reading
+    from accel_train.data.reading import Reading
 
 
 class MainReading:
@@ -72,9 +72,9 @@ class MainReading:
                 if inner.advance is not None:
                     inner.advance(item if type(item) is Delivery else None)
 
-    def position(self) -> Position | None:
+    def position(self) -> Position:
         """Where the epoch is after the rounds that were `taken`."""
-        return None if self._inner is None else self._inner.position()
+        return Position(unit="remote") if self._inner is None else self._inner.position()
 
 
 class RemoteReading:
@@ -102,9 +102,9 @@ class RemoteReading:
     def advance(self, delivery: Delivery | None) -> None:
         """Do nothing: the main process counts."""
 
-    def position(self) -> Position | None:
-        """None: the main process knows."""
-        return None
+    def position(self) -> Position:
+        """That a pass is under way, of which the main process knows where it is."""
+        return Position(unit="remote")
 
 
 class DataLoaderDispatcher(PreparedLoader):
@@ -166,6 +166,7 @@ class DataLoaderDispatcher(PreparedLoader):
         self.device = runtime.device if device is None else torch.device(device)
         self._non_blocking = _non_blocking
         self._collectives = runtime.collectives
+        self._reads = self._collectives.rank == 0
         self._batches_per_step = self._division.batches_per_round
 
     @property
@@ -183,11 +184,12 @@ class DataLoaderDispatcher(PreparedLoader):
         return self._pass(placing(self.device, non_blocking=self._non_blocking))
 
     def _open(self) -> Reading:
-        if self._collectives.rank == 0:
+        if self._reads:
             reading: Reading = MainReading(super()._open, self._division, self._collectives)
         else:
-            # The main process's torch loader draws a seed here; all go on with the same random numbers.
-            torch.empty((), dtype=torch.int64).random_(generator=self.generator)
+            if self._resume is None:
+                # The main process's torch loader draws a seed here; all go on with the same random numbers.
+                torch.empty((), dtype=torch.int64).random_(generator=self.generator)
             self._resume, self.skip_batches = None, 0
             reading = RemoteReading(self._collectives)
         self._progress.reading = reading

@@ -70,6 +70,8 @@ class DataLoaderShard(PreparedLoader):
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this rank's batches."""
+        return self._pass(placing(self.device, non_blocking=self._non_blocking), before=self._synchronize)
+
+    def _synchronize(self) -> None:
         if self.rng_types:
             synchronize_rng_states(self.rng_types, self.synchronized_generator)
-        yield from self._pass(placing(self.device, non_blocking=self._non_blocking))

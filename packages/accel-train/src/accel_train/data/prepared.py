@@ -14,7 +14,7 @@ from accel_train.data.iterable_shard import Delivery, IterableDatasetShard
 from accel_train.data.samplers import innermost_sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from accel_train.data.placing import Place
     from accel_train.data.reading import Reading
@@ -157,12 +157,17 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             other._resume = replace(position, consumed=(batches * self.stride,))
         return other
 
-    def _pass(self, place: Place | None = None) -> Generator[Any]:
+    def _pass(
+        self, place: Place | None = None, *, before: Callable[[], None] | None = None
+    ) -> Generator[Any]:
         """Yield the batches of one pass.
 
         Args:
             place: What moves a batch to its device.
+            before: Called at the beginning.
         """
+        if before is not None:
+            before()
         epoch = self.iteration
         self.set_epoch(epoch)
         self.begin()
@@ -170,21 +175,22 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         try:
             reading = self._open()
             advance, padded = reading.advance, None
+            facts = vars(self)  # torch's loaders have a slow `__setattr__`
             for item, is_last in reading.pairs():
                 if padded is None:  # by now the order is drawn
                     padded, self.remainder = reading.opened(), reading.remainder
                 delivery = item if type(item) is Delivery else None
                 batch = item if delivery is None else delivery.batch
                 if padded:
-                    self.real_in_batch = padded.get(reading.taken)
+                    facts["real_in_batch"] = padded.get(reading.taken)
                 reading.taken += 1
                 if advance is not None:
                     advance(delivery)
-                    self.real_in_batch = None if delivery is None else delivery.real
+                    facts["real_in_batch"] = None if delivery is None else delivery.real
                 if place is not None:
                     batch = place(batch)
-                self._batch = batch
-                self.end_of_dataloader = is_last
+                facts["_batch"] = batch
+                facts["end_of_dataloader"] = is_last
                 if is_last:
                     self._last(delivery)
                 yield batch

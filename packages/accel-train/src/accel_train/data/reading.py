@@ -22,7 +22,7 @@ class Position:
 
     Args:
         unit: What is counted: `"samples"`, whole `"batches"` of a batch sampler, samples of a `"stream"`, or
-            nothing, if a `"stateful"` loader counts by itself.
+            nothing, if a `"stateful"` loader counts by itself, or a `"remote"` process does.
         consumed: How many of them all ranks together have got; of a stream, for every worker of the loader.
         next_worker: Of a stream: the worker whose turn it is.
         order: What replays the order of the epoch; of a stateful loader, its state.
@@ -112,8 +112,8 @@ class Reading(Protocol):
         """
         ...
 
-    def position(self) -> Position | None:
-        """Where the epoch is after the batches that were `taken`; None if only another rank knows."""
+    def position(self) -> Position:
+        """Where the epoch is after the batches that were `taken`."""
         ...
 
 

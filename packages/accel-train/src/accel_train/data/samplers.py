@@ -45,7 +45,7 @@ class SeedableRandomSampler(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         """Yield the indices of the current epoch."""
-        return self.order().iterate()
+        return self.order().iterate_from(0)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next.
@@ -89,9 +89,9 @@ class TensorOrder(Sequence[int]):
     def __getitem__(self, index: int | slice) -> int | list[int]:
         return self._indices[index].tolist()
 
-    def iterate(self, chunk: int = 8192) -> Iterator[int]:
-        """Yield the indices, without ever making a list of all of them."""
-        return chain.from_iterable(part.tolist() for part in self._indices.split(chunk))
+    def iterate_from(self, position: int, chunk: int = 8192) -> Iterator[int]:
+        """Yield the indices from a position on, without ever making a list of all of them."""
+        return chain.from_iterable(part.tolist() for part in self._indices[position:].split(chunk))
 
 
 def known_order(sampler: object) -> Sequence[int] | None:
@@ -108,6 +108,16 @@ def known_order(sampler: object) -> Sequence[int] | None:
     if type(sampler) is SequentialSampler:
         return range(len(sampler))
     return None
+
+
+def indices_from(order: Sequence[int], position: int) -> Iterator[int]:
+    """Iterate over a known order from a position on.
+
+    Args:
+        order: What `known_order` returned.
+        position: Where to begin.
+    """
+    return order.iterate_from(position) if isinstance(order, TensorOrder) else iter(order[position:])
 
 
 def innermost_sampler(sampler: object) -> object:

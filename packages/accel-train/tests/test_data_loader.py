@@ -1,0 +1,308 @@
+"""What a prepared loader yields, and what it tells about each batch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
+
+from accel_state.errors import UnsupportedError
+from accel_state.gradient_state import GradientState
+from accel_train.data.loader import DataLoaderShard
+from accel_train.data.prepare import prepare_data_loader
+from accel_train.data.skip import skip_first_batches
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+# Torch counts the cores of this machine.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+class Numbers(IterableDataset[int]):
+    """The numbers up to a size, every worker its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        return iter(range(self.size) if info is None else range(info.id, self.size, info.num_workers))
+
+
+class Sized(Numbers):
+    def __len__(self) -> int:
+        return self.size
+
+
+def ranks(loader: DataLoader[Any], world: int, **options: Any) -> list[Any]:
+    return [
+        prepare_data_loader(loader, num_processes=world, process_index=rank, **options)
+        for rank in range(world)
+    ]
+
+
+def real_samples(loader: Any) -> list[int]:
+    """The samples of a pass without the padding, as `gather_for_metrics` finds them."""
+    samples: list[int] = []
+    for batch in loader:
+        samples += batch.tolist()[: loader.real_in_batch]
+        assert loader.batch_size_seen == len(batch)
+    return samples
+
+
+def test_the_last_batch_is_known_to_be_the_last_in_every_pass() -> None:
+    loader = DataLoaderShard(list(range(16)), batch_size=4)
+    for _ in range(2):
+        assert [loader.end_of_dataloader for _ in loader] == [False, False, False, True]
+
+
+def test_a_prepared_loader_is_a_torch_loader() -> None:
+    loader = prepare_data_loader(DataLoader(list(range(10)), batch_size=4))
+    assert isinstance(loader, DataLoader)
+    assert isinstance(loader, DataLoaderShard)
+    assert len(loader) == 3
+    assert loader.total_batch_size == 4
+    assert loader.total_dataset_length == 10
+
+
+@pytest.mark.parametrize(("size", "remainder"), [(10, 2), (12, 0), (3, 3)])
+def test_the_remainder_is_what_the_last_round_has(size: int, remainder: int) -> None:
+    for loader in ranks(DataLoader(list(range(size)), batch_size=2), 2):
+        assert {loader.remainder for _ in loader} == {remainder}
+    dropping = prepare_data_loader(DataLoader(list(range(10)), batch_size=4, drop_last=True))
+    assert {dropping.remainder for _ in dropping} == {0}
+
+
+def test_a_loader_is_active_only_while_it_is_iterated_over() -> None:
+    state = GradientState()
+    outer, inner = (DataLoaderShard(list(range(4)), batch_size=2) for _ in range(2))
+    assert not state.in_dataloader
+    for _ in outer:
+        assert state.active_dataloader is outer
+        for _ in inner:
+            assert state.active_dataloader is inner
+        assert state.active_dataloader is outer
+        assert state.end_of_dataloader is outer.end_of_dataloader
+    assert not state.in_dataloader
+    assert state.remainder == -1
+
+
+def _stop(loader: DataLoaderShard) -> None:
+    for _ in loader:
+        break
+
+
+def _divide_by_zero(loader: DataLoaderShard) -> None:
+    for batch in loader:
+        _ = batch.tolist()[0] // 0
+
+
+def _fail(loader: DataLoaderShard) -> None:
+    with pytest.raises(ZeroDivisionError):
+        _divide_by_zero(loader)
+
+
+def _fail_in_the_dataset(loader: DataLoaderShard) -> None:
+    loader.dataset.append("no number")  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(TypeError):
+        list(loader)
+
+
+@pytest.mark.parametrize("end", [_stop, _fail, _fail_in_the_dataset])
+def test_a_loader_is_not_active_after_its_loop_was_left(end: Any) -> None:
+    loader = DataLoaderShard(list(range(7)), batch_size=2)
+    end(loader)
+    assert not GradientState().in_dataloader
+
+
+def test_a_loader_within_itself_tells_of_the_batch_at_hand() -> None:
+    loader = DataLoaderShard(list(range(4)), batch_size=2)
+    for _ in loader:
+        for _ in loader:
+            pass
+        assert loader.end_of_dataloader
+    assert [loader.end_of_dataloader for _ in loader] == [False, True]
+    assert not GradientState().in_dataloader
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("size", [0, 1, 7, 12, 13])
+def test_map_style_samples_come_once_without_the_padding(size: int, world: int, workers: int) -> None:
+    loaders = ranks(DataLoader(list(range(size)), batch_size=2, num_workers=workers), world)
+    assert sorted(sample for loader in loaders for sample in real_samples(loader)) == list(range(size))
+    assert len({len(list(loader)) for loader in loaders}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("kind", [Numbers, Sized])
+def test_iterable_samples_come_once_without_the_padding(
+    kind: type[Numbers], world: int, workers: int
+) -> None:
+    loaders = ranks(DataLoader(kind(29), batch_size=2, num_workers=workers), world)
+    assert sorted(sample for loader in loaders for sample in real_samples(loader)) == list(range(29))
+    assert len({len(list(loader)) for loader in loaders}) == 1
+
+
+@pytest.mark.parametrize("dataset", [list(range(11)), Numbers(11)])
+def test_without_even_batches_nothing_is_padded(dataset: Any) -> None:
+    loaders = ranks(DataLoader(dataset, batch_size=2), 3, even_batches=False)
+    batches = [[batch.tolist() for batch in loader] for loader in loaders]
+    assert batches == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10]]]
+
+
+@pytest.mark.parametrize("dataset", [list(range(11)), Numbers(11)])
+def test_split_batches_divides_each_batch(dataset: Any) -> None:
+    loaders = ranks(DataLoader(dataset, batch_size=4), 2, split_batches=True)
+    batches = [[batch.tolist() for batch in loader] for loader in loaders]
+    assert batches == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]]
+    assert [loader.total_batch_size for loader in loaders] == [4, 4]
+
+
+@pytest.mark.parametrize("dataset", [list(range(11)), Numbers(11)])
+def test_drop_last_drops_rounds_that_are_not_complete(dataset: Any) -> None:
+    loaders = ranks(DataLoader(dataset, batch_size=2, drop_last=True), 3)
+    batches = [[batch.tolist() for batch in loader] for loader in loaders]
+    assert batches == [[[0, 1]], [[2, 3]], [[4, 5]]]
+
+
+def test_batches_that_the_dataset_makes_are_dealt_whole() -> None:
+    loaders = ranks(DataLoader([torch.tensor([i]) for i in range(5)], batch_size=None), 2)  # pyright: ignore[reportArgumentType]
+    assert [real_samples(loader) for loader in loaders] == [[0, 2, 4], [1, 3]]
+    assert [len(loader) for loader in loaders] == [3, 3]
+    stream = ranks(DataLoader(Numbers(5), batch_size=None, collate_fn=lambda n: torch.tensor([n])), 2)
+    assert [real_samples(loader) for loader in stream] == [[0, 2, 4], [1, 3]]
+
+
+class Squares:
+    """A dataset that is asked for many indices at once."""
+
+    def __getitem__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor(indices) ** 2
+
+    def __len__(self) -> int:
+        return 7
+
+
+def test_a_batch_sampler_in_place_of_the_sampler_is_divided() -> None:
+    sampler = BatchSampler(range(7), batch_size=2, drop_last=False)
+    loaders = ranks(DataLoader(Squares(), batch_size=None, sampler=sampler), 2)  # pyright: ignore[reportArgumentType]
+    assert [real_samples(loader) for loader in loaders] == [[0, 1, 16, 25], [4, 9, 36]]
+
+
+class Lengths:
+    """A batch sampler without a batch size."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0], [1, 2, 3], [4, 5]])
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_a_batch_sampler_of_any_kind_is_divided() -> None:
+    loader = DataLoader(list(range(6)), batch_sampler=Lengths())  # pyright: ignore[reportArgumentType]
+    loaders = ranks(loader, 2, even_batches=False)
+    assert [[batch.tolist() for batch in loader] for loader in loaders] == [[[0], [4, 5]], [[1, 2, 3]]]
+    with pytest.raises(ValueError, match="even_batches=False"):
+        ranks(loader, 2)
+
+
+def test_the_users_collate_function_gets_the_samples() -> None:
+    def collate(samples: list[int]) -> str:
+        return "+".join(map(str, samples))
+
+    assert list(prepare_data_loader(DataLoader(list(range(3)), batch_size=2, collate_fn=collate))) == [
+        "0+1",
+        "2",
+    ]
+    loaders = ranks(DataLoader(Numbers(3), batch_size=2, collate_fn=collate), 2)
+    assert [list(loader) for loader in loaders] == [["0+1"], ["2+0"]]
+    assert [loader.batch_size_seen for loader in loaders for _ in loader] == [None, None]
+
+
+def test_workers_may_live_on() -> None:
+    loader = prepare_data_loader(
+        DataLoader(list(range(7)), batch_size=2, num_workers=2, persistent_workers=True), num_processes=1
+    )
+    first = [batch.tolist() for batch in loader]
+    assert first == [[0, 1], [2, 3], [4, 5], [6]]
+    assert [batch.tolist() for batch in loader] == first
+
+
+class Epochs(IterableDataset[int]):
+    """Four times the epoch."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.epoch] * 4)
+
+
+def test_the_epoch_reaches_workers_that_live_on() -> None:
+    loader = DataLoader(Epochs(), batch_size=2, num_workers=1, persistent_workers=True)
+    prepared = prepare_data_loader(loader, num_processes=2, process_index=0)
+    for epoch in range(3):
+        assert [batch.tolist() for batch in prepared] == [[epoch, epoch]]
+
+
+def test_passes_are_epochs_unless_told_otherwise() -> None:
+    loader = prepare_data_loader(
+        DataLoader(list(range(20)), batch_size=20, shuffle=True), use_seedable_sampler=True, data_seed=3
+    )
+    orders = [next(iter(loader)).tolist() for _ in range(3)]
+    assert len({tuple(order) for order in orders}) == 3
+    assert loader.iteration == 3
+    loader.set_epoch(1)
+    assert next(iter(loader)).tolist() == orders[1]
+
+
+def test_batches_are_moved_to_the_device() -> None:
+    loader = prepare_data_loader(
+        DataLoader([{"x": torch.ones(1), "name": "a"}] * 2, batch_size=2), device="meta", put_on_device=True
+    )
+    (batch,) = list(loader)
+    assert batch["x"].device.type == "meta"
+    assert batch["name"] == ["a", "a"]
+
+
+def test_batches_that_are_on_the_cpu_are_not_touched() -> None:
+    made: list[Any] = []
+
+    def collate(samples: list[int]) -> tuple[torch.Tensor, ...]:
+        made.append((torch.tensor(samples), torch.tensor(samples)))
+        return made[-1]
+
+    loader = prepare_data_loader(
+        DataLoader(list(range(4)), batch_size=2, collate_fn=collate), device="cpu", put_on_device=True
+    )
+    assert all(batch is original for batch, original in zip(loader, made, strict=True))
+
+
+def test_a_mesh_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="torch_device_mesh"):
+        DataLoaderShard([0], torch_device_mesh="mesh")
+
+
+def test_the_sampler_can_be_looked_at_and_replaced() -> None:
+    loader = prepare_data_loader(DataLoader(list(range(4)), batch_size=2), num_processes=2, process_index=1)
+    assert list(loader.get_sampler()) == [0, 1, 2, 3]
+    loader.set_sampler([3, 2, 1, 0])
+    assert [batch.tolist() for batch in loader] == [[1, 0]]
+
+
+def test_skipping_concerns_the_next_pass_only() -> None:
+    loader = prepare_data_loader(DataLoader(list(range(7)), batch_size=2), num_processes=1)
+    rest = skip_first_batches(loader, 2)
+    assert (len(rest), len(loader)) == (2, 4)
+    assert [batch.tolist() for batch in rest] == [[4, 5], [6]]
+    assert len(rest) == 4
+    assert len(list(rest)) == 4
+    assert len(list(loader)) == 4
