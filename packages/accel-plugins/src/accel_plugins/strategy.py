@@ -23,6 +23,8 @@ class Feature(Enum):
     """`clip_grad_value` works on the gradients that the strategy keeps."""
     CUSTOM_DEVICE_PLACEMENT = auto()
     """The caller may keep a model from being moved to the device."""
+    ITEM_COUNTS = auto()
+    """Gradients, the mean over the ranks, can be divided once a backward pass has brought them together."""
     MODEL_WITHOUT_OPTIMIZER = auto()
     """A model can be prepared in a call of its own, without its optimizer."""
     MULTIPLE_MODELS = auto()

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
     from torch.amp.grad_scaler import GradScaler
 
+    from accel_train.items import ItemWindow
+
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:
     """Move the tensors of an optimizer's state, however nested, to a device.
@@ -42,6 +44,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: The loss scaler to step through, where float16 is used without an `Accelerator`.
         step: How to step, as of a strategy's `Stepper`; returns False for a skipped step. By default
             the optimizer itself, through `scaler` where there is one.
+        window: The items that are counted until the next step, which ends the window.
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
@@ -59,6 +62,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         scaler: GradScaler | None = None,
         *,
         step: Callable[..., bool] | None = None,
+        window: ItemWindow | None = None,
     ) -> None:
         # Optimizer.__init__ would make a second set of groups and state: all of that is the wrapped one's.
         self.optimizer = optimizer
@@ -66,6 +70,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.device_placement = device_placement
         self.gradient_state = GradientState()
         self._step = step or stepping_with(scaler)
+        self._window = window
         self._skipped = False
         if device_placement and _state_lags_behind(optimizer):
             # Loading its own state is how an optimizer moves it to its parameters.
@@ -82,6 +87,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
+        window = self._window
+        if window is not None and window.is_open:
+            window.settle()
+            window.close()
         if closure is None:
             self._skipped = not self._step(self.optimizer, None)
             return None
@@ -102,6 +111,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return
+        if self._window is not None:
+            self._window.close()
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:

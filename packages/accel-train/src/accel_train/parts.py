@@ -23,13 +23,15 @@ from accel_state.gradient_state import GradientState
 from accel_state.labels import DynamoBackend, RNGType
 from accel_state.partial_state import PartialState
 from accel_state.settings import from_environ
+from accel_train.items import ItemWindow
 from accel_train.sync import Synchronizer
 from accel_train.triggers import Trigger
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    import torch
     from torch import nn
 
     from accel_plugins.kwargs.base import KwargsHandler
@@ -101,6 +103,14 @@ class Prepared:
         kinds = (self.models, self.optimizers, self.schedulers, self.dataloaders)
         return any(something is one for kind in kinds for one in kind)
 
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The parameters of optimizers and models; some come more than once."""
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+        for model in self.models:
+            yield from model.parameters()
+
     def clear(self) -> None:
         """Forget everything."""
         for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders):
@@ -119,6 +129,7 @@ class Parts:
         precision: In which number formats.
         compiler: How models are compiled.
         synchronizer: Counts micro-batches.
+        items: Counts items, where losses are sums.
         trigger: The flag that processes share.
         handlers: Every given kwargs handler by its type.
         dataloading: How loaders are prepared.
@@ -136,6 +147,7 @@ class Parts:
     precision: PrecisionPolicy
     compiler: TorchDynamoPlugin
     synchronizer: Synchronizer
+    items: ItemWindow
     trigger: Trigger
     handlers: Mapping[type, KwargsHandler]
     dataloading: DataLoaderConfiguration
@@ -179,6 +191,7 @@ def build_parts(arguments: Arguments) -> Parts:
     strategy = load(name)(settings, runtime, precision, handlers)
     gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
     several = runtime.topology.world_size > 1
+    prepared = Prepared()
     return Parts(
         process=process,
         state=state,
@@ -187,6 +200,7 @@ def build_parts(arguments: Arguments) -> Parts:
         precision=precision,
         compiler=compiler,
         synchronizer=Synchronizer(gradient_state, strategy.stepper.no_sync if several else None),
+        items=ItemWindow(runtime, prepared.parameters),
         trigger=Trigger(runtime),
         handlers=handlers,
         dataloading=dataloading,
@@ -194,7 +208,7 @@ def build_parts(arguments: Arguments) -> Parts:
         project=project,
         device_placement=arguments.device_placement,
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
-        prepared=Prepared(),
+        prepared=prepared,
     )
 
 

@@ -203,6 +203,37 @@ def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
         demand_equal(own, gradients_alone(problem), subject.tolerance, "the gradients of two passes")
 
 
+def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
+    """Gradients of summed losses, divided after they were brought together, are those of one big batch.
+
+    Every rank and micro-batch has another number of items; gradients come as the mean over the ranks.
+    """
+    problem = subject.problem()
+    trained = prepare(subject.make(), problem.model(), sgd)
+    items = torch.zeros((), device=subject.runtime.device)
+    for step in (0, 1):
+        inputs, targets = (tensor[: 1 + problem.shard_index + 2 * step] for tensor in problem.shard(step))
+        trained.backward((inputs, targets), sync=step == 1, items=len(inputs))
+        items += len(inputs)
+    subject.runtime.collectives.all_reduce(items)
+    for group in trained.optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.div_(items / subject.runtime.topology.world_size)
+    trained.step()
+    right = problem.model()
+    for step in (0, 1):
+        for index in range(problem.num_shards):
+            rows = 1 + index + 2 * step
+            inputs, targets = (tensor[:rows].cpu() for tensor in problem.shard(step, index))
+            (loss_of(right, (inputs, targets)) * rows / _items(problem.num_shards)).backward()
+    sgd([*right.parameters()]).step()
+    demand_equal(trained.state(), right.state_dict(), subject.tolerance, "after division by items")
+
+
+def _items(num_shards: int) -> int:
+    return sum(1 + index + 2 * step for step in (0, 1) for index in range(num_shards))
+
+
 def what_is_saved_is_loaded(subject: StrategySubject) -> None:
     """Model and optimizer go on after loading as if nothing had been in between."""
     problem = subject.problem()
@@ -303,6 +334,7 @@ STRATEGY_CHECKS: Mapping[str, Callable[[StrategySubject], None]] = {
         clipping_by_norm_equals_one_process,
         clipping_by_value_equals_one_process,
         backward_passes_its_arguments_on,
+        gradients_can_be_divided_by_items,
         what_is_saved_is_loaded,
         ranks_may_run_out_of_batches,
         evaluation_needs_no_training,
@@ -315,6 +347,7 @@ STRATEGY_CHECKS: Mapping[str, Callable[[StrategySubject], None]] = {
 NEEDS: Mapping[str, Feature] = {
     "gradients_stay_local_without_sync": Feature.NO_SYNC,
     "backward_passes_its_arguments_on": Feature.NO_SYNC,
+    "gradients_can_be_divided_by_items": Feature.ITEM_COUNTS,
     "clipping_by_value_equals_one_process": Feature.CLIP_GRAD_VALUE,
     "ranks_may_run_out_of_batches": Feature.UNEVEN_INPUTS,
     "several_models_are_trained": Feature.MULTIPLE_MODELS,

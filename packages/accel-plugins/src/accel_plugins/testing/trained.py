@@ -35,11 +35,21 @@ class Trained:
         """The unwrapped model."""
         return self.strategy.wrapper.unwrap(self.model)
 
-    def backward(self, batch: tuple[Tensor, Tensor], *, accumulation: int = 1, sync: bool = True) -> None:
-        """Run forward and backward on a batch; without `sync` inside `no_sync`, if there is one."""
+    def backward(
+        self, batch: tuple[Tensor, Tensor], *, accumulation: int = 1, sync: bool = True, items: int = 1
+    ) -> None:
+        """Run forward and backward on a batch; without `sync` inside `no_sync`, if there is one.
+
+        Args:
+            batch: Inputs and targets.
+            accumulation: As of the stepper.
+            sync: As of the stepper.
+            items: What the loss, a mean, is multiplied with.
+        """
         may_hold = Feature.NO_SYNC in self.strategy.features
         with nullcontext() if sync or not may_hold else self.strategy.stepper.no_sync(self.model):
-            self.strategy.stepper.backward(loss_of(self.model, batch), accumulation=accumulation, sync=sync)
+            loss = loss_of(self.model, batch) * items
+            self.strategy.stepper.backward(loss, accumulation=accumulation, sync=sync)
 
     def step(self) -> bool:
         """Step and clear the gradients; return what the strategy's step returned."""

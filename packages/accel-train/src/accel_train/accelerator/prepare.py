@@ -181,6 +181,7 @@ class PrepareFacet(Facet):
         """
         self._parts.prepared.clear()
         self._parts.synchronizer.step = 0
+        self._parts.items.close()
         return release_memory(*objects)
 
     def clear(self, *objects: Any) -> list[Any]:

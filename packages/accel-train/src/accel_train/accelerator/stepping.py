@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
     from accel_state.gradient_state import GradientState
+    from accel_train.items import ItemCount
     from accel_train.sync import Accumulation
 
 
@@ -31,12 +32,25 @@ class SteppingFacet(Facet):
 
     __slots__ = ()
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, *, num_items: ItemCount | None = None, **kwargs: Any) -> None:
         """Compute gradients, scaled for accumulation and, with float16, for precision.
 
+        Without `num_items`, the optimizer steps along the mean of the micro-batches' losses, also where some
+        of them hold more items than others. With it, along the mean over all items of all micro-batches and
+        processes: exactly the gradient of one big batch.
+
         Args:
-            loss: The loss of one micro-batch, 0-d: its mean over the samples of this process.
+            loss: The loss of one micro-batch, 0-d: its mean over the samples of this process; with
+                `num_items` the sum over its items.
+            num_items: How many items (tokens, samples) `loss` is the sum of; 0 or more, a number or a tensor
+                of one element. The counts of all backward passes of a window add up: of several losses
+                over the same items, give it with one, and 0 with the others. Gradients are divided by the
+                total when the window is complete.
             **kwargs: Passed to `Tensor.backward`.
+
+        Raises:
+            ValueError: `num_items` is no such number, or was given in some backward passes of a window only.
+            UnsupportedError: The strategy cannot count items, or it is asked to within `join_uneven_inputs`.
 
         Example:
             >>> import torch
@@ -48,6 +62,14 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         state = parts.gradient_state
+        if num_items is not None:
+            self._backward_of_items(loss, num_items, kwargs)
+            return
+        if parts.items.is_open:
+            raise ValueError(
+                "backward() without num_items follows backward(num_items=…) before an optimizer step; say "
+                "for every loss of a step how many items it is the sum of, 0 for items counted already."
+            )
         parts.strategy.stepper.backward(
             loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs
         )
@@ -87,7 +109,8 @@ class SteppingFacet(Facet):
         Args:
             model: A prepared model.
         """
-        return self._parts.synchronizer.local([model])
+        parts = self._parts
+        return parts.items.hold(parts.synchronizer.local([model]))
 
     @contextmanager
     def join_uneven_inputs(
@@ -106,7 +129,11 @@ class SteppingFacet(Facet):
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
         inner = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in joinables]
-        with evenness(parts.prepared.dataloaders, even_batches), parts.strategy.stepper.join(inner):
+        with (
+            parts.items.refuse("join_uneven_inputs()"),
+            evenness(parts.prepared.dataloaders, even_batches),
+            parts.strategy.stepper.join(inner),
+        ):
             yield
 
     def clip_grad_norm_(
@@ -134,9 +161,9 @@ class SteppingFacet(Facet):
             (tensor(4.), tensor([1.0000]))
         """
         parts = self._parts
-        return parts.strategy.stepper.clip_grad_norm(
-            parameters, max_norm, norm_type, optimizers=self._scaled_optimizers("clip_grad_norm_()")
-        )
+        optimizers = self._scaled_optimizers("clip_grad_norm_()")
+        self._settle()
+        return parts.strategy.stepper.clip_grad_norm(parameters, max_norm, norm_type, optimizers=optimizers)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
         """Clamp gradients; use instead of `torch.nn.utils.clip_grad_value_`.
@@ -152,7 +179,9 @@ class SteppingFacet(Facet):
         what = "clip_grad_value_()"
         strategy = self._parts.strategy
         strategy.require(Feature.CLIP_GRAD_VALUE, what)
-        strategy.stepper.clip_grad_value(parameters, clip_value, optimizers=self._scaled_optimizers(what))
+        optimizers = self._scaled_optimizers(what)
+        self._settle()
+        strategy.stepper.clip_grad_value(parameters, clip_value, optimizers=optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
         """Divide gradients by the loss scale; only float16 has one.
@@ -164,6 +193,7 @@ class SteppingFacet(Facet):
             RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
         """
         known = self._scaled_optimizers("unscale_gradients()")
+        self._settle()
         if optimizer is not None:
             given: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
             known = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in given]
@@ -249,6 +279,20 @@ class SteppingFacet(Facet):
 
     def _handler(self, kind: type[Any]) -> Any:
         return self._parts.handlers.get(kind)
+
+    def _backward_of_items(self, loss: Tensor, num_items: ItemCount, kwargs: dict[str, Any]) -> None:
+        parts = self._parts
+        parts.strategy.require(Feature.ITEM_COUNTS, "backward(num_items=…)")
+        sync = parts.gradient_state.sync_gradients
+        parts.items.add(num_items)
+        parts.strategy.stepper.backward(loss, accumulation=1, sync=sync, **kwargs)
+        if sync and not parts.items.is_held:
+            parts.items.settle()
+
+    def _settle(self) -> None:
+        """Complete the gradients of a window that nobody has declared complete, as without `accumulate`."""
+        if self._parts.gradient_state.sync_gradients:
+            self._parts.items.settle()
 
     def _scaled_optimizers(self, what: str) -> list[Optimizer]:
         parts = self._parts

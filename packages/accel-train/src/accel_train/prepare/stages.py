@@ -68,7 +68,9 @@ def _compile(bundle: Bundle, request: Request) -> Bundle:
 def _optimizers(bundle: Bundle, request: Request) -> Bundle:
     parts = request.parts
     wrapped = tuple(
-        AcceleratedOptimizer(optimizer, place, parts.precision.scaler, step=parts.strategy.stepper.step)
+        AcceleratedOptimizer(
+            optimizer, place, parts.precision.scaler, step=parts.strategy.stepper.step, window=parts.items
+        )
         for optimizer, place in zip(bundle.optimizers, request.placements.optimizers, strict=True)
     )
     return replace(bundle, optimizers=wrapped)

@@ -1,0 +1,157 @@
+"""Exact accumulation: gradients of summed losses, divided by the number of items of a whole window."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from accel_state.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+    from contextlib import AbstractContextManager
+
+    from accel_state.runtime import Runtime
+
+ItemCount: TypeAlias = "int | float | torch.Tensor"
+"""A number of items: 0 or more, a tensor of one element to leave it where it was computed."""
+
+
+class ItemWindow:
+    """Counts the items whose losses were summed since the last optimizer step, and divides by them.
+
+    A window begins with the first counted backward pass and ends with an optimizer step. Its gradients hold
+    the sum over the micro-batches (over processes the strategy has averaged them) until `settle` divides them
+    by the number of items of all processes. A backward pass after that takes the division back first, so that
+    a window may grow at any time.
+
+    Args:
+        runtime: Whose processes share a window.
+        parameters: Finds the parameters whose gradients a window is about.
+    """
+
+    __slots__ = ("_count", "_divisor", "_holds", "_parameters", "_refusing", "_runtime", "alone")
+
+    def __init__(self, runtime: Runtime, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._runtime = runtime
+        self._parameters = parameters
+        self._count: torch.Tensor | None = None
+        self._divisor: torch.Tensor | None = None
+        self._holds = 0
+        self._refusing: str | None = None
+        self.alone = False
+        """Whether this process counts and divides for itself, as it does while gradients stay local."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether items have been counted since the last optimizer step."""
+        return self._count is not None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether more micro-batches are certain to come."""
+        return self._holds > 0
+
+    def add(self, num_items: ItemCount) -> None:
+        """Count the items of one micro-batch, before its backward pass.
+
+        Args:
+            num_items: How many losses its loss is the sum of.
+
+        Raises:
+            ValueError: It is no such number, or nothing was prepared whose gradients could be divided.
+            UnsupportedError: Processes may run out of batches at different times.
+        """
+        if self._refusing is not None:
+            raise UnsupportedError(
+                f"backward(num_items={num_items!r}) within {self._refusing}: counting the items of a window "
+                "needs every process, and one that has no batches left would be missing."
+            )
+        count = self._tensor(num_items)
+        gradients = self._gradients()
+        if self._count is not None and gradients:
+            if self._divisor is not None:
+                _multiply(gradients, self._divisor)
+            count = self._count + count
+        self._count, self._divisor = count, None
+
+    def settle(self) -> None:
+        """Divide the gradients by the number of items of the window; harmless if that is done or none came.
+
+        A collective where there are several processes. No items at all leave gradients as they are.
+        """
+        if self._count is None or self._divisor is not None:
+            return
+        total, processes = self._count.clone(), 1
+        if not self.alone:
+            self._runtime.collectives.all_reduce(total)
+            processes = self._runtime.topology.world_size
+        # The gradients are the mean over the processes of what each has summed up.
+        self._divisor = torch.where(total == 0, torch.ones_like(total), total / processes)
+        _divide(self._gradients(), self._divisor)
+
+    def close(self) -> None:
+        """Begin anew: the gradients have been used, or thrown away."""
+        self._count = self._divisor = None
+
+    @contextmanager
+    def hold(self, inner: AbstractContextManager[Any]) -> Generator[None]:
+        """Be in another context, and put off division until it is left."""
+        self._holds += 1
+        try:
+            with inner:
+                yield
+        finally:
+            self._holds -= 1
+
+    @contextmanager
+    def refuse(self, where: str) -> Generator[None]:
+        """A context in which items cannot be counted; `where` names it in the message."""
+        before, self._refusing = self._refusing, where
+        try:
+            yield
+        finally:
+            self._refusing = before
+
+    def _tensor(self, num_items: ItemCount) -> torch.Tensor:
+        device = self._runtime.device
+        # Exact for whole numbers below 2**53, and the same dtype on all processes whatever they were given.
+        dtype = torch.float32 if device.type == "mps" else torch.float64
+        if isinstance(num_items, torch.Tensor):
+            if num_items.numel() != 1:
+                raise ValueError(
+                    f"backward(num_items=…) got a tensor of shape {tuple(num_items.shape)}; give one number, "
+                    "such as `(labels != -100).sum()`."
+                )
+            return num_items.detach().to(device=device, dtype=dtype).reshape(())
+        if isinstance(num_items, bool) or not num_items >= 0:
+            raise ValueError(f"backward(num_items={num_items!r}): give the number of items, 0 or more.")
+        return torch.tensor(num_items, device=device, dtype=dtype)
+
+    def _gradients(self) -> list[torch.Tensor]:
+        known = {id(one): one for one in self._parameters()}
+        if not known:
+            raise ValueError(
+                "backward(num_items=…) divides the gradients of prepared models and optimizers, and nothing "
+                "was prepared; pass them through accelerator.prepare() first."
+            )
+        return [one.grad for one in known.values() if one.grad is not None]
+
+
+def _divide(gradients: list[torch.Tensor], divisor: torch.Tensor) -> None:
+    for device, group in _by_device(gradients).items():
+        torch._foreach_div_(group, divisor.to(device))  # pyright: ignore[reportPrivateUsage] - documented all the same
+
+
+def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    for device, group in _by_device(gradients).items():
+        torch._foreach_mul_(group, factor.to(device))  # pyright: ignore[reportPrivateUsage] - documented all the same
+
+
+def _by_device(gradients: list[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
+    groups: dict[torch.device, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        groups.setdefault(gradient.device, []).append(gradient)
+    return groups
