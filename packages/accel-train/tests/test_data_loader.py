@@ -306,3 +306,16 @@ def test_skipping_concerns_the_next_pass_only() -> None:
     assert len(rest) == 4
     assert len(list(rest)) == 4
     assert len(list(loader)) == 4
+
+
+@pytest.mark.parametrize("dataset", [list(range(7)), Numbers(7)], ids=["map-style", "iterable"])
+def test_the_size_of_a_padded_batch_does_not_depend_on_the_tensors_in_it(dataset: Any) -> None:
+    def with_weights_of_classes(labels: list[int]) -> dict[str, torch.Tensor]:
+        return {"weights": torch.ones(99), "labels": torch.tensor(labels)}
+
+    loader = DataLoader(dataset, batch_size=2, collate_fn=with_weights_of_classes)
+    sizes = [
+        [part.batch_size_seen for _ in part if part.real_in_batch is not None]
+        for part in ranks(loader, 2, dispatch_batches=False)
+    ]
+    assert sizes == [[], [2]]

@@ -360,5 +360,5 @@ def test_a_negative_number_of_batches_is_refused(skip: Any) -> None:
 
 
 def test_only_torch_loaders_can_skip() -> None:
-    with pytest.raises(TypeError, match="torch.utils.data.DataLoader"):
+    with pytest.raises(TypeError, match=r"torch\.utils\.data\.DataLoader"):
         skip_first_batches([1, 2], 1)  # pyright: ignore[reportArgumentType]

@@ -209,6 +209,8 @@ class BatchSamplerShard(BatchSampler):
         _ = self.plan  # refuses what does not fit together
         self.padded: dict[int, int] = {}
         """Of the iteration begun last: number of a padded batch -> how many of its samples are real."""
+        self.padded_rows: int | None = None
+        """Number of samples in the padded batch, of which an epoch has one at most; None before it."""
         self.order: OrderState | None = None
         """Of the iteration begun last: what replays its order."""
 
@@ -286,7 +288,8 @@ class BatchSamplerShard(BatchSampler):
             position: As for `length_from`.
             order: What replays the order of the epoch, or None for whatever comes.
         """
-        padded = self.padded = {}
+        padded, self.padded_rows = {}, None
+        self.padded = padded
         sampler, plan = self.sampler, self.plan
         batches: Iterable[list[int]] = ()
         with replay_order(sampler, order):  # whatever is random is drawn inside
@@ -302,7 +305,7 @@ class BatchSamplerShard(BatchSampler):
             return
         for number, (batch, real) in enumerate(shares):
             if real != len(batch):
-                padded[number] = real
+                padded[number], self.padded_rows = real, len(batch)
             yield batch
 
     def _rest(self, position: int, known: Sequence[int] | None) -> tuple[Iterator[list[int]], list[int]]:

@@ -108,6 +108,21 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         self._drop_last = _drop_last
 
     @property
+    def batch_size_seen(self) -> int | None:
+        """Number of samples in the batch, padding included; `None` where nothing tells."""
+        if self.real_in_batch is not None and (rows := self._rows_of_padded()) is not None:
+            return rows
+        return super().batch_size_seen
+
+    def _rows_of_padded(self) -> int | None:
+        """What padded the batch knows its size, whatever tensors there are in it."""
+        if self._indices is not None:
+            return self._indices.shard.padded_rows
+        if isinstance(self.dataset, IterableDatasetShard) and self.batch_size is not None:
+            return self.dataset.plan.rows
+        return None
+
+    @property
     def total_batch_size(self) -> int:
         """Number of samples in the batches of all ranks together."""
         return self.stride

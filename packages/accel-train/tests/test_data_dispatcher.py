@@ -1,0 +1,307 @@
+"""What the main process reads reaches every rank as it was read, each sample once."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from dataclasses import dataclass
+from threading import Barrier, Thread
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from accel_train.data.dispatcher import DataLoaderDispatcher
+from accel_train.data.iterable_shard import Delivery
+from accel_train.data.message import Next, read, take_apart, write
+from accel_train.data.post import MainProcessReadError, Receiver, Sender
+from accel_train.data.rounds import Division
+from accel_train.data.rows import count_rows, join_rows, take_rows
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: list[str]
+
+
+@dataclass
+class Record:
+    ids: Tensor
+    name: str
+
+
+class Table:
+    """What the threads that stand for ranks have in common."""
+
+    def __init__(self, world: int) -> None:
+        self.barrier = Barrier(world, timeout=30)
+        self.parts: Any = None
+        self.scatters = 0
+        self.objects = 0
+
+
+class Collectives:
+    """The two collectives that dispatching needs, between threads."""
+
+    def __init__(self, table: Table, rank: int, world_size: int) -> None:
+        self.table, self.rank, self.world_size = table, rank, world_size
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
+        assert src == 0
+        if parts is not None:
+            self.table.parts = [part.clone() for part in parts]
+            self.table.scatters += 1
+        self.table.barrier.wait()
+        assert out.shape == self.table.parts[self.rank].shape
+        out.copy_(self.table.parts[self.rank])
+        self.table.barrier.wait()
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        assert src == 0
+        if self.rank == 0:
+            self.table.parts = objects[:]
+            self.table.objects += 1
+        self.table.barrier.wait()
+        objects[:] = self.table.parts
+        self.table.barrier.wait()
+
+
+def dispatch(
+    batches: Callable[[], Iterator[Any]], division: Division
+) -> tuple[list[list[Any]], list[Any], Table]:
+    """Run every rank in a thread; give what each got, with whether it was the last, and its error."""
+    world = division.num_processes
+    table = Table(world)
+    got: list[list[Any]] = [[] for _ in range(world)]
+    errors: list[Any] = [None] * world
+
+    def parts() -> Iterator[list[Delivery | None]]:
+        for turn in division.rounds(batches()):
+            yield division.parts(turn)
+
+    def run(rank: int) -> None:
+        collectives: Any = Collectives(table, rank, world)
+        side = Receiver(collectives) if rank else Sender(parts(), collectives)
+        try:
+            got[rank].extend(side.pairs())
+        except Exception as error:  # noqa: BLE001 - the test looks at it
+            errors[rank] = error
+
+    threads = [Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return got, errors, table
+
+
+def ids(got: list[list[Any]]) -> list[list[list[int]]]:
+    return [[delivery.batch["ids"].tolist() for delivery, _ in rank] for rank in got]
+
+
+def numbered(lengths: Sequence[int]) -> list[dict[str, Any]]:
+    batches: list[dict[str, Any]] = []
+    first = 0
+    for length in lengths:
+        numbers = list(range(first, first + length))
+        batches.append({"ids": torch.tensor(numbers), "names": [str(number) for number in numbers]})
+        first += length
+    return batches
+
+
+@given(
+    lengths=st.lists(st.integers(1, 5), max_size=7),
+    world=st.integers(1, 4),
+    split=st.booleans(),
+    even=st.booleans(),
+    drop=st.booleans(),
+)
+def test_rows_are_divided_in_order_and_each_comes_once(
+    lengths: list[int], world: int, split: bool, even: bool, drop: bool
+) -> None:
+    division = Division(num_processes=world, split=split, even=even, drop_last=drop)
+    expected = 0
+    seen: list[int] = []
+    for turn in division.rounds(iter(numbered(lengths))):
+        parts = division.parts(turn)
+        assert len(parts) == world
+        rows = [len(part.batch["ids"]) for part in parts if part is not None]
+        if even:
+            assert len(rows) == world
+        if len({len(batch["ids"]) for batch in turn}) > 1 or len(turn) < division.batches_per_round or split:
+            assert max(rows) - min(rows) <= (0 if even else 1)
+        for part in parts:
+            if part is not None:
+                assert part.batch["names"] == [str(number) for number in part.batch["ids"].tolist()]
+                assert part.real_in_round == sum(len(batch["ids"]) for batch in turn)
+                seen += part.batch["ids"].tolist()[: part.real]
+        expected += sum(len(batch["ids"]) for batch in turn)
+    assert seen == list(range(expected))
+    whole = len(lengths) - len(lengths) % division.batches_per_round
+    assert expected == sum(lengths[:whole] if drop else lengths)
+
+
+def test_batches_that_do_not_fit_together_are_given_whole() -> None:
+    wide, narrow = {"ids": torch.zeros(2, 3)}, {"ids": torch.ones(1, 2)}
+    parts = Division(num_processes=3).parts([wide, narrow])
+    assert [part and (part.batch, part.real) for part in parts] == [(wide, None), (narrow, None), (wide, 0)]
+    uneven = Division(num_processes=3, even=False).parts([wide, narrow])
+    assert uneven[2] is None
+    with pytest.raises(ValueError, match="cannot divide what it has read"):
+        Division(num_processes=2, split=True).parts([{"loss": torch.tensor(1.0)}])
+
+
+def test_a_slice_function_gets_the_whole_round() -> None:
+    calls: list[tuple[int, slice, int, int]] = []
+
+    def every_other(batch: Any, rows: slice, *, process_index: int, num_processes: int) -> Any:
+        calls.append((len(batch["ids"]), rows, process_index, num_processes))
+        return {"ids": batch["ids"][process_index::num_processes]}
+
+    parts = Division(num_processes=2, slice_fn=every_other).parts(numbered([3, 2]))
+    assert [part and (part.batch["ids"].tolist(), part.real) for part in parts] == [
+        ([0, 2, 4], 3),
+        ([1, 3, 0], 2),
+    ]
+    assert calls == [(6, slice(0, 3), 0, 2), (6, slice(3, 6), 1, 2)]
+
+
+BATCHES = [
+    {"ids": torch.arange(6).reshape(2, 3), "scale": torch.tensor(0.5)},
+    [torch.zeros(0, 4), torch.ones(3, dtype=torch.bool), torch.tensor([1 + 2j])],
+    Pair(torch.arange(3, dtype=torch.uint8), ["a", "b", "c"]),
+    UserDict(x=torch.ones(2, dtype=torch.bfloat16), y=None),
+    {"nested": (torch.arange(4)[::2], {"deep": [torch.randn(1, 2, 3).transpose(0, 2)]}), 3: "text"},
+    Record(torch.arange(2), "one"),
+    torch.arange(5.0, requires_grad=True),
+    {"sparse": torch.eye(3).to_sparse(), "float8": torch.ones(2).to(torch.float8_e4m3fn)},
+    ["only", "text"],
+    {},
+]
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        dense = [t.to_dense() if t.is_sparse else t for t in (one, other)]
+        bits = [t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for t in dense]
+        return one.dtype == other.dtype and torch.equal(*bits)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Record):
+        return same([one.ids, one.name], [other.ids, other.name])
+    if isinstance(one, dict | UserDict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
+    parcel = take_apart(Delivery(batch, 2, 7))
+    buffer = torch.empty(parcel.nbytes + 5, dtype=torch.uint8)
+    write(parcel, buffer, Next.SAME, 99, is_last=True)
+    letter = read(buffer, parcel.layout)
+    assert letter.delivery is not None
+    assert same(letter.delivery.batch, batch)
+    assert (letter.delivery.real, letter.delivery.real_in_round) == (2, 7)
+    assert (letter.following, letter.following_bytes, letter.is_last) == (Next.SAME, 99, True)
+
+
+def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone() -> None:
+    parcel = take_apart(Delivery([torch.ones(2), torch.ones(2)]))
+    buffer = torch.empty(parcel.nbytes, dtype=torch.uint8)
+    write(parcel, buffer, Next.END, 0, is_last=True)
+    letter = read(buffer, parcel.layout)
+    assert letter.delivery is not None
+    first, second = letter.delivery.batch
+    weight = torch.ones(2, requires_grad=True)
+    loss = (weight * first).sum()
+    second.zero_()
+    loss.backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("split", [True, False])
+def test_every_rank_gets_its_part_and_knows_the_last(world: int, split: bool) -> None:
+    lengths = [world] * 7 + [1]
+    got, errors, _ = dispatch(lambda: iter(numbered(lengths)), Division(num_processes=world, split=split))
+    assert errors == [None] * world
+    assert [[last for _, last in rank] for rank in got] == [[False] * (len(got[0]) - 1) + [True]] * world
+    real = [
+        number
+        for turn in zip(*got, strict=True)
+        for delivery, _ in turn
+        for number in delivery.batch["ids"].tolist()[: delivery.real]
+    ]
+    assert real == list(range(7 * world + 1))
+
+
+def test_in_the_steady_state_a_round_is_one_collective() -> None:
+    """Also when sequences have other lengths in every batch."""
+    batches = [{"ids": torch.zeros(2, length)} for length in range(1, 41)]
+    _, _, table = dispatch(lambda: iter(batches), Division(num_processes=2))
+    assert (table.scatters, table.objects) == (20, 1)
+
+
+def test_a_new_structure_is_announced() -> None:
+    batches = [*numbered([2, 2, 2, 2]), torch.ones(2), torch.ones(2), *numbered([2, 2])]
+    got, errors, table = dispatch(lambda: iter(batches), Division(num_processes=2))
+    assert errors == [None, None]
+    assert [type(delivery.batch) for delivery, _ in got[1]] == [dict, dict, Tensor, dict]
+    assert (table.scatters, table.objects) == (4, 3)
+
+
+def test_a_rank_without_a_part_of_the_last_round_knows_that_the_one_before_was_its_last() -> None:
+    batches = numbered([1, 1, 1, 1, 1])
+    got, errors, _ = dispatch(lambda: iter(batches), Division(num_processes=2, even=False))
+    assert errors == [None, None]
+    assert ids(got) == [[[0], [2], [4]], [[1], [3]]]
+    assert [[last for _, last in rank] for rank in got] == [[False, False, True], [False, True]]
+
+
+@pytest.mark.parametrize("good", [0, 1, 2, 5])
+def test_an_error_of_the_main_process_reaches_all(good: int) -> None:
+    def batches() -> Iterator[Any]:
+        yield from numbered([1] * good)
+        raise OSError("disk on fire")
+
+    got, errors, _ = dispatch(batches, Division(num_processes=2))
+    assert [len(rank) for rank in got] == [good // 2] * 2
+    assert isinstance(errors[0], OSError)
+    assert isinstance(errors[1], MainProcessReadError)
+    assert "OSError: disk on fire" in str(errors[1])
+
+
+def test_nothing_to_read_is_no_error() -> None:
+    got, errors, _ = dispatch(lambda: iter(()), Division(num_processes=2))
+    assert got == [[], []]
+    assert errors == [None, None]
+
+
+def test_rows_are_counted_cut_and_joined() -> None:
+    batch = {"ids": torch.arange(3), "names": ("a", "b", "c"), "scale": torch.tensor(2.0), "kind": "x"}
+    assert count_rows(batch) == 3
+    assert count_rows({"kind": "x"}) is None
+    assert same(take_rows(batch, slice(1, 3), 3), {**batch, "ids": torch.tensor([1, 2]), "names": ("b", "c")})
+    joined = {**batch, "ids": torch.tensor([0, 1, 2, 0, 1, 2]), "names": ("a", "b", "c") * 2}
+    assert same(join_rows([batch, batch]), joined)
+    with pytest.raises(ValueError, match="size"):
+        join_rows([torch.ones(1, 2), torch.ones(1, 3)])
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_alone_a_dispatcher_is_a_loader(split: bool) -> None:
+    loader = DataLoaderDispatcher(list(range(7)), split_batches=split, batch_size=2)
+    assert isinstance(loader, DataLoader)
+    batches = [(batch.tolist(), loader.end_of_dataloader, loader.remainder) for batch in loader]
+    assert batches == [([0, 1], False, -1), ([2, 3], False, -1), ([4, 5], False, -1), ([6], True, 1)]
+    assert (len(loader), loader.total_batch_size, loader.total_dataset_length) == (4, 2, 7)

@@ -1,0 +1,242 @@
+"""What `prepare_data_loader` makes of its arguments."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from accel_state.errors import MissingDependencyError
+from accel_state.labels import RNGType
+from accel_train.data.dispatcher import DataLoaderDispatcher
+from accel_train.data.iterable_shard import IterableDatasetShard
+from accel_train.data.loader import DataLoaderShard
+from accel_train.data.prepare import get_sampler, prepare_data_loader
+from accel_train.data.samplers import SeedableRandomSampler
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Numbers(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
+
+
+def pair(make: Callable[[], DataLoader[Any]], **options: Any) -> list[Any]:
+    """What two ranks make of their loaders, each with random numbers of its own."""
+    loaders: list[Any] = []
+    for rank in (0, 1):
+        torch.manual_seed(rank)
+        loaders.append(prepare_data_loader(make(), num_processes=2, process_index=rank, **options))
+    return loaders
+
+
+def test_a_prepared_loader_is_given_back() -> None:
+    loader = prepare_data_loader(DataLoader([1, 2]))
+    assert prepare_data_loader(loader, num_processes=2, process_index=1) is loader
+
+
+def test_only_torch_loaders_are_taken() -> None:
+    with pytest.raises(TypeError, match="got \\[1, 2\\]"):
+        prepare_data_loader([1, 2])  # pyright: ignore[reportArgumentType]
+
+
+def test_the_given_loader_is_not_changed() -> None:
+    loader = DataLoader(list(range(8)), batch_size=2, shuffle=True)
+    sampler = get_sampler(loader)
+    pair(lambda: loader, use_seedable_sampler=True)
+    pair(lambda: loader)
+    assert get_sampler(loader) is sampler
+    assert sampler.generator is None
+
+
+def test_the_options_of_the_loader_are_kept() -> None:
+    loader = DataLoader(
+        list(range(4)), batch_size=2, num_workers=2, prefetch_factor=5, timeout=7, persistent_workers=True
+    )
+    prepared = prepare_data_loader(loader)
+    assert (prepared.num_workers, prepared.prefetch_factor, prepared.timeout) == (2, 5, 7)
+    assert prepared.persistent_workers
+    assert prepared.collate_fn is loader.collate_fn
+
+
+def test_iterable_datasets_are_dispatched_to_several_ranks_on_a_device() -> None:
+    loader = DataLoader(Numbers(), batch_size=2)
+    several = {"num_processes": 2, "process_index": 0}
+    assert type(prepare_data_loader(loader, put_on_device=True, **several)) is DataLoaderDispatcher
+    assert type(prepare_data_loader(loader, **several)) is DataLoaderShard
+    assert (
+        type(prepare_data_loader(loader, put_on_device=True, dispatch_batches=False, **several))
+        is DataLoaderShard
+    )
+    assert type(prepare_data_loader(loader, put_on_device=True)) is DataLoaderShard
+    listed = DataLoader(list(range(10)), batch_size=2)
+    assert type(prepare_data_loader(listed, put_on_device=True, **several)) is DataLoaderShard
+    dispatched = prepare_data_loader(listed, put_on_device=True, dispatch_batches=True, **several)
+    assert type(dispatched) is DataLoaderDispatcher
+
+
+def test_dispatching_needs_a_device() -> None:
+    with pytest.raises(ValueError, match="needs put_on_device=True"):
+        prepare_data_loader(DataLoader(Numbers()), dispatch_batches=True)
+
+
+@pytest.mark.parametrize("dispatch", [True, False])
+@pytest.mark.parametrize("dataset", [list(range(10)), Numbers()])
+def test_a_batch_that_does_not_divide_cannot_be_split(dispatch: bool, dataset: Any) -> None:
+    with pytest.raises(ValueError, match="batch_size=3 is not a multiple of num_processes=2"):
+        prepare_data_loader(
+            DataLoader(dataset, batch_size=3),
+            num_processes=2,
+            process_index=0,
+            split_batches=True,
+            put_on_device=True,
+            dispatch_batches=dispatch,
+        )
+
+
+@pytest.mark.parametrize("dataset", [list(range(10)), Numbers()])
+def test_batches_of_the_dataset_cannot_be_split(dataset: Any) -> None:
+    with pytest.raises(ValueError, match="dispatch_batches=True"):
+        prepare_data_loader(
+            DataLoader(dataset, batch_size=None), num_processes=2, process_index=0, split_batches=True
+        )
+
+
+def test_data_that_is_divided_already_is_not_divided_again() -> None:
+    shards = [IterableDatasetShard(Numbers(), 2, num_processes=2, process_index=rank) for rank in (0, 1)]
+    loaders = [
+        prepare_data_loader(
+            DataLoader(shard, batch_size=2), num_processes=2, process_index=rank, put_on_device=True
+        )
+        for rank, shard in enumerate(shards)
+    ]
+    assert [[batch.tolist() for batch in loader] for loader in loaders] == [
+        [[0, 1], [4, 5], [8, 9]],
+        [[2, 3], [6, 7], [0, 1]],
+    ]
+
+
+def test_a_dataset_that_datasets_has_split_by_node_is_not_divided_again() -> None:
+    dataset = Numbers()
+    dataset._distributed = object()  # pyright: ignore[reportAttributeAccessIssue]
+    loader = prepare_data_loader(
+        DataLoader(dataset, batch_size=5), num_processes=2, process_index=1, put_on_device=True
+    )
+    assert type(loader) is DataLoaderShard
+    assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+def test_a_distributed_sampler_is_refused() -> None:
+    sampler = DistributedSampler(list(range(8)), num_replicas=2, rank=0)  # pyright: ignore[reportArgumentType]
+    loader = DataLoader(list(range(8)), sampler=sampler)
+    with pytest.raises(ValueError, match="a part of a part"):
+        prepare_data_loader(loader, num_processes=2, process_index=0)
+    assert len(list(prepare_data_loader(loader))) == 4
+
+
+def test_batches_out_of_order_cannot_be_padded() -> None:
+    loader = DataLoader(list(range(8)), in_order=False)
+    with pytest.raises(ValueError, match="in_order=False"):
+        prepare_data_loader(loader, num_processes=2, process_index=0)
+    prepare_data_loader(loader, num_processes=2, process_index=0, even_batches=False)
+
+
+SHUFFLED: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffle": lambda: DataLoader(list(range(20)), batch_size=3, shuffle=True),
+    "generator": lambda: DataLoader(list(range(20)), batch_size=3, shuffle=True, generator=torch.Generator()),
+    "subset": lambda: DataLoader(list(range(20)), batch_size=3, sampler=SubsetRandomSampler(range(20))),
+    "batches": lambda: DataLoader(
+        list(range(20)), batch_sampler=BatchSampler(RandomSampler(range(20)), 3, drop_last=False)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHUFFLED)
+@pytest.mark.parametrize("given", [None, ["generator"], ["cuda"]])
+def test_a_random_order_has_a_source_that_ranks_share(name: str, given: Any) -> None:
+    loaders = pair(SHUFFLED[name], rng_types=given)
+    for loader in loaders:
+        assert isinstance(loader.synchronized_generator, torch.Generator)
+        assert loader.synchronized_generator is loader.get_sampler().generator
+        assert RNGType.GENERATOR in loader.rng_types
+    loaders[1].synchronized_generator.set_state(loaders[0].synchronized_generator.get_state())
+    loaders[0].rng_types = loaders[1].rng_types = ()  # "cuda" is not here
+    seen = [
+        sample for loader in loaders for batch in loader for sample in batch.tolist()[: loader.real_in_batch]
+    ]
+    assert sorted(seen) == list(range(20))
+
+
+def test_weights_are_sampled_from_a_shared_source() -> None:
+    loaders = pair(lambda: DataLoader([0, 1], sampler=WeightedRandomSampler([1.0, 2.0], 8)))
+    assert all(loader.synchronized_generator is not None for loader in loaders)
+
+
+def test_an_order_from_torchs_generator_is_shared_with_it() -> None:
+    (loader, _) = pair(SHUFFLED["shuffle"], rng_types=["torch"])
+    assert loader.synchronized_generator is None
+    assert loader.rng_types == (RNGType.TORCH,)
+
+
+def test_what_is_not_random_shares_nothing() -> None:
+    (loader, _) = pair(lambda: DataLoader(list(range(4))), rng_types=["generator"])
+    assert loader.rng_types == ()
+    (stream, _) = pair(lambda: DataLoader(Numbers()), rng_types=["generator", "torch"])
+    assert stream.rng_types == (RNGType.TORCH,)
+
+
+def test_alone_the_order_is_that_of_torch() -> None:
+    torch.manual_seed(3)
+    plain = [batch.tolist() for batch in SHUFFLED["shuffle"]()]
+    torch.manual_seed(3)
+    assert [
+        batch.tolist() for batch in prepare_data_loader(SHUFFLED["shuffle"](), rng_types=["generator"])
+    ] == plain
+
+
+@pytest.mark.parametrize("name", ["shuffle", "generator", "batches"])
+def test_a_seedable_sampler_gives_ranks_one_order_without_talking(name: str) -> None:
+    loaders = pair(SHUFFLED[name], use_seedable_sampler=True, data_seed=11, rng_types=["generator"])
+    for _ in range(2):
+        seen = [
+            sample
+            for loader in loaders
+            for batch in loader
+            for sample in batch.tolist()[: loader.real_in_batch]
+        ]
+        assert sorted(seen) == list(range(20))
+    for loader in loaders:
+        assert isinstance(loader.get_sampler(), SeedableRandomSampler)
+        assert loader.get_sampler().initial_seed == 11
+        assert loader.rng_types == ()
+
+
+def test_a_seed_without_a_seedable_sampler_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    prepare_data_loader(SHUFFLED["shuffle"](), data_seed=3)
+    assert "data_seed=3 has no effect" in caplog.text
+
+
+def test_a_slice_function_without_dispatching_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    pair(SHUFFLED["shuffle"], slice_fn_for_dispatch=lambda batch, *_, **__: batch)
+    assert "slice_fn_for_dispatch has no effect" in caplog.text
+
+
+def test_a_stateful_loader_needs_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torchdata", ModuleType("torchdata"))
+    monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
+    with pytest.raises(MissingDependencyError, match="accel-train\\[stateful\\]"):
+        prepare_data_loader(DataLoader([1, 2]), use_stateful_dataloader=True)
