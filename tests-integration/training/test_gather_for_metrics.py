@@ -187,3 +187,16 @@ def test_whole_batches_of_many_sizes_are_divided_and_gathered_once():
     loader = accelerator.prepare(DataLoader(Blocks(), batch_size=None))
     ids = [one for batch in loader for one in accelerator.gather_for_metrics(batch).tolist()]
     assert sorted(ids) == list(range(10))
+
+
+def with_weights_of_classes(samples):
+    return {"weights": torch.ones(99), "id": torch.stack([sample["id"] for sample in samples])}
+
+
+@pytest.mark.parametrize("kind", [Ids, Stream])
+@distributed(world_size=2)
+def test_a_batch_may_hold_tensors_of_any_length(kind):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    loader = accelerator.prepare(DataLoader(kind(7), batch_size=2, collate_fn=with_weights_of_classes))
+    ids = [one for batch in loader for one in accelerator.gather_for_metrics(batch["id"]).tolist()]
+    assert sorted(ids) == list(range(7))

@@ -222,7 +222,8 @@ def test_the_users_collate_function_gets_the_samples() -> None:
     ]
     loaders = ranks(DataLoader(Numbers(3), batch_size=2, collate_fn=collate), 2)
     assert [list(loader) for loader in loaders] == [["0+1"], ["2+0"]]
-    assert [loader.batch_size_seen for loader in loaders for _ in loader] == [None, None]
+    sizes = [loader.batch_size_seen for loader in loaders for _ in loader]
+    assert sizes == [None, 2], "what padded a batch knows how large it is"
 
 
 def test_workers_may_live_on() -> None:
