@@ -25,6 +25,7 @@ class World:
 
     size: int
     debug: bool = False
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     messages: list[str] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
     posted: dict[int, Any] = field(default_factory=dict)
@@ -50,6 +51,7 @@ class World:
             topology=Topology(rank=rank, world_size=self.size, local_rank=rank, local_world_size=self.size),
             collectives=ThreadCollectives(rank, self.size, self),
             debug=self.debug,
+            device=self.device,
         )
         self.turn.acquire()
         runtime._current = mine

@@ -411,3 +411,28 @@ def test_a_guess_is_large_enough_for_either_of_two_successors_and_forgets() -> N
     for need in (exchange.LARGEST + 1, 16):  # what is too large for any first chunk counts as small
         guess.learn(1, need)
     assert guess.capacity() == exchange.SMALLEST
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("same_shapes", [True, False])
+def test_leaves_of_several_devices_meet_on_that_of_the_process(world, same_shapes: bool) -> None:
+    here = torch.accelerator.current_accelerator()
+
+    def data(rank: int) -> list[torch.Tensor]:
+        tree = [values((2, 3), dtype, seed=rank) for dtype in DTYPES] + [torch.full((300_000,), float(rank))]
+        return [leaf.to(here) if i % 2 == rank else leaf for i, leaf in enumerate(tree)]
+
+    def body(rank: int):
+        mine = data(rank)
+        devices = [leaf.device for leaf in mine]
+        gathered = gather(mine, same_shapes=same_shapes)
+        means = reduce(mine, "mean")
+        broadcast(mine, 1)
+        assert [leaf.device for leaf in mine] == devices
+        return gathered, means, mine
+
+    for gathered, means, sent in world(2, device=torch.device(here.type, 0)).run(body):
+        for i, (zero, one) in enumerate(zip(data(0), data(1), strict=True)):
+            assert gathered[i].device.type == means[i].device.type == here.type
+            assert same(gathered[i].cpu(), torch.cat([zero.cpu(), one.cpu()]))
+            assert same(sent[i].cpu(), one.cpu())

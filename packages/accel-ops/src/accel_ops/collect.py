@@ -218,7 +218,7 @@ def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device:
     collectives.broadcast(buffer.content, source)
     if collectives.rank != source:
         leaves = [flat.leaves[index] for bucket in buckets for index in bucket.members]
-        with torch.no_grad():
+        with below_autograd():
             copy_all(leaves, buffer.members)
 
 

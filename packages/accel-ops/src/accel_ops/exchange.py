@@ -187,7 +187,7 @@ def gather_even(
     for index in flat_plan.large:
         leaf = leaves[index].detach().to(device).contiguous()
         results.append(leaf.new_empty((world_size * leaf.shape[0], *leaf.shape[1:])))
-        collectives.all_gather_into(results[-1].view(-1), leaf.view(-1))
+        collectives.all_gather_into(results[-1], leaf)
     return flat_plan.restore_packed(results)
 
 

@@ -77,7 +77,12 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
 def _send(data: Any, device: str | int | torch.device, non_blocking: bool, skipped: Collection[str]) -> Any:
     if isinstance(data, torch.Tensor):
         return data.to(device, non_blocking=non_blocking)
-    if type(data) is not dict and callable(to := getattr(data, "to", None)) and not isinstance(data, type):
+    if type(data) is dict:
+        return {
+            key: value if key in skipped else _send(value, device, non_blocking, skipped)
+            for key, value in data.items()
+        }
+    if callable(to := getattr(data, "to", None)) and not isinstance(data, type):
         return _call_to(to, device, non_blocking)
     if isinstance(data, (list, tuple)):
         return rebuild(data, [_send(value, device, non_blocking, skipped) for value in data])
