@@ -192,3 +192,20 @@ def test_two_loaders_end_their_own_windows():
         with accelerator.accumulate():
             synced.append(accelerator.sync_gradients)
     assert synced == [False, False, True, True]
+
+
+@pytest.mark.parametrize(("step_per", "steps"), [("update", [1, 2]), ("sample", [6, 10])])
+@distributed(world_size=2)
+def test_a_schedule_counts_updates_or_the_samples_of_all_processes(step_per, steps):
+    accelerator = Accelerator(cpu=True, step_scheduler_per=step_per)
+    optimizer = torch.optim.SGD(make_model().parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    optimizer, scheduler, loader = accelerator.prepare(
+        optimizer, schedule, DataLoader(torch.arange(10.0), batch_size=3)
+    )
+    seen = []
+    for _ in loader:
+        optimizer.step()
+        scheduler.step()
+        seen.append(schedule.last_epoch)
+    assert seen == steps

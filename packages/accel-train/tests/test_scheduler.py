@@ -6,10 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_state import runtime
+from accel_state.errors import SettingsError
 from accel_state.gradient_state import GradientState
 from accel_state.topology import Topology
+from accel_train import Accelerator
 from accel_train.scheduler import AcceleratedScheduler
 
 
@@ -101,3 +104,112 @@ def test_its_state_is_that_of_the_wrapped_scheduler():
     other.load_state_dict(scheduler.state_dict())
     assert other.scheduler.last_epoch == 1
     assert other.state_dict()["_last_lr"] == scheduler.state_dict()["_last_lr"]
+
+
+def test_it_advances_once_per_update_if_told_so(four_processes, caplog):
+    scheduler, _ = make(step_per="update")
+    scheduler.step()
+    assert scheduler.scheduler.last_epoch == 1
+    assert not caplog.records
+
+
+def test_the_default_clock_is_explained_once_where_it_matters(four_processes, caplog, monkeypatch):
+    # Other tests have heard it.
+    monkeypatch.setattr("accel_train.scheduler.logger._said", set())
+    for _ in range(2):
+        make()
+    (record,) = caplog.records
+    assert "4 steps per optimizer step" in record.message
+    assert "step_scheduler_per='update'" in record.message
+    make(step_per="process")
+    make(split_batches=True)
+    make(step_with_optimizer=False)
+    assert len(caplog.records) == 1
+
+
+class Numbers(IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.lr_scheduler.LambdaLR, torch.optim.lr_scheduler.MultiplicativeLR]
+)
+@pytest.mark.parametrize(
+    ("data", "options", "counts"),
+    [
+        (list(range(10)), {"batch_size": 4}, [4, 8, 10]),
+        (list(range(10)), {"batch_size": 4, "drop_last": True}, [4, 8]),
+        (list(range(10)), {"batch_size": 5}, [5, 10]),
+        (Numbers(), {"batch_size": 4}, [4, 8, 10]),
+        (Numbers(), {"batch_size": 4, "drop_last": True}, [4, 8]),
+    ],
+)
+def test_it_can_advance_by_the_samples_that_were_read(kind, data, options, counts):
+    accelerator = Accelerator(cpu=True, step_scheduler_per="sample")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer, schedule, loader = accelerator.prepare(
+        optimizer, kind(optimizer, lambda step: 0.9), DataLoader(data, **options)
+    )
+    seen = []
+    for _ in loader:
+        optimizer.step()
+        schedule.step()
+        seen.append(schedule.scheduler.last_epoch)
+    assert seen == counts
+    rate = 0.9 if kind is torch.optim.lr_scheduler.LambdaLR else 0.9 ** counts[-1]
+    assert schedule.get_last_lr() == pytest.approx([rate])
+
+
+def test_samples_of_a_whole_window_count():
+    accelerator = Accelerator(cpu=True, step_scheduler_per="sample", gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    optimizer, schedule, loader = accelerator.prepare(
+        optimizer, schedule, DataLoader(list(range(11)), batch_size=4)
+    )
+    seen = []
+    for _ in loader:
+        with accelerator.accumulate():
+            optimizer.step()
+            schedule.step()
+            seen.append(schedule.scheduler.last_epoch)
+    assert seen == [0, 8, 11]
+
+
+def test_one_schedule_may_have_another_clock():
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    optimizer = accelerator.prepare(optimizer)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    with pytest.raises(ValueError, match="no prepared loader"):
+        accelerator.prepare_scheduler(schedule, step_per="sample").step()
+
+
+def test_samples_of_batches_of_any_size_cannot_be_counted():
+    accelerator = Accelerator(cpu=True, step_scheduler_per="sample")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+
+    class Uneven(BatchSampler):
+        def __iter__(self):
+            return iter([[0, 1, 2], [3]])
+
+        def __len__(self):
+            return 2
+
+    loader = DataLoader(list(range(4)), batch_sampler=Uneven([], 2, drop_last=False))
+    optimizer, schedule, loader = accelerator.prepare(
+        optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0), loader
+    )
+    for _ in loader:
+        with pytest.raises(ValueError, match="another size"):
+            schedule.step()
+
+
+def test_a_clock_that_is_none_or_has_no_effect_is_refused():
+    with pytest.raises(SettingsError, match="step_scheduler_per='epoch'"):
+        Accelerator(cpu=True, step_scheduler_per="epoch")
+    with pytest.raises(SettingsError, match="leave one of the two out"):
+        Accelerator(cpu=True, step_scheduler_per="update", step_scheduler_with_optimizer=False)
+    with pytest.raises(SettingsError, match="no effect"):
+        make(step_per="update", step_with_optimizer=False)

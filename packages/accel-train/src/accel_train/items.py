@@ -142,12 +142,12 @@ class ItemWindow:
 
 def _divide(gradients: list[torch.Tensor], divisor: torch.Tensor) -> None:
     for device, group in _by_device(gradients).items():
-        torch._foreach_div_(group, divisor.to(device))  # pyright: ignore[reportPrivateUsage] - documented all the same
+        torch._foreach_div_(group, divisor.to(device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
     for device, group in _by_device(gradients).items():
-        torch._foreach_mul_(group, factor.to(device))  # pyright: ignore[reportPrivateUsage] - documented all the same
+        torch._foreach_mul_(group, factor.to(device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
 
 
 def _by_device(gradients: list[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:

@@ -24,6 +24,7 @@ from accel_state.labels import DynamoBackend, RNGType
 from accel_state.partial_state import PartialState
 from accel_state.settings import from_environ
 from accel_train.items import ItemWindow
+from accel_train.scheduler import check_clock
 from accel_train.sync import Synchronizer
 from accel_train.triggers import Trigger
 
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     from accel_state.labels import PrecisionType
     from accel_state.settings import Settings
     from accel_train.optimizer import AcceleratedOptimizer
-    from accel_train.scheduler import AcceleratedScheduler
+    from accel_train.scheduler import AcceleratedScheduler, StepPer
 
 HANDLERS: tuple[type[Any], ...] = (
     AutocastKwargs,
@@ -85,6 +86,7 @@ class Arguments:
     project_config: ProjectConfiguration | None = None
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
     step_scheduler_with_optimizer: bool = True
+    step_scheduler_per: StepPer | None = None
     kwargs_handlers: Sequence[KwargsHandler] | None = None
     dynamo_backend: DynamoBackend | str | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
@@ -137,6 +139,7 @@ class Parts:
         project: Directories.
         device_placement: Whether `prepare` moves things to the device unless told otherwise.
         step_scheduler_with_optimizer: Whether schedulers follow their optimizers.
+        step_scheduler_per: By which clock they do.
         prepared: What `prepare` has prepared.
     """
 
@@ -155,6 +158,7 @@ class Parts:
     project: ProjectConfiguration
     device_placement: bool
     step_scheduler_with_optimizer: bool
+    step_scheduler_per: StepPer | None
     prepared: Prepared
 
 
@@ -208,6 +212,7 @@ def build_parts(arguments: Arguments) -> Parts:
         project=project,
         device_placement=arguments.device_placement,
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
+        step_scheduler_per=_clock(arguments),
         prepared=prepared,
     )
 
@@ -318,6 +323,17 @@ def _dynamo(arguments: Arguments) -> TorchDynamoPlugin:
             f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): give one of the two."
         )
     return plugin
+
+
+def _clock(arguments: Arguments) -> StepPer | None:
+    step_per = arguments.step_scheduler_per
+    check_clock(step_per, "step_scheduler_per")
+    if step_per is not None and not arguments.step_scheduler_with_optimizer:
+        raise SettingsError(
+            f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): without the "
+            "optimizer every call of step() is one step of the schedule; leave one of the two out."
+        )
+    return step_per
 
 
 def _process_group(handlers: Mapping[type, Any]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
-"""A learning rate scheduler that moves only when the optimizer has, and keeps pace with many processes."""
+"""A learning rate scheduler that moves only when the optimizer has, by a clock of its own."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
+from accel_state.errors import SettingsError
 from accel_state.gradient_state import GradientState
+from accel_state.logging import get_logger
 from accel_state.runtime import current_or_single
 
 if TYPE_CHECKING:
@@ -16,28 +18,42 @@ if TYPE_CHECKING:
 
     from accel_train.optimizer import AcceleratedOptimizer
 
+logger = get_logger(__name__)
+
+
+StepPer: TypeAlias = Literal["process", "update", "sample"]
+"""What one step of a schedule stands for."""
+
 
 class AcceleratedScheduler:
-    """A scheduler that steps when its optimizers have stepped, once for every process.
+    """A scheduler that steps when its optimizers have stepped, by a clock that can be chosen.
 
-    A schedule is written for the number of batches of the whole data set. Unless batches are split, every
-    optimizer step consumes one batch per process, and the schedule advances by as many steps. While
-    gradients are accumulated, and when an optimizer skipped its step because gradients were not finite,
-    it stays where it is.
+    While gradients are accumulated, and when an optimizer skipped its step because gradients were not finite,
+    the schedule stays where it is. Otherwise it advances, as `step_per` says:
+
+    - `"process"`, the documented default: as many steps as there are processes, since every one of them
+      has used up a batch of a data set for whose batches the schedule was written; one step if batches are
+      split.
+    - `"update"`: one step per optimizer step, on any number of processes.
+    - `"sample"`: as many steps as all processes have read samples since the last optimizer step.
 
     Args:
         scheduler: The scheduler to wrap.
         optimizers: The prepared optimizer, or optimizers, whose learning rate it sets.
         step_with_optimizer: Whether to follow the optimizers as described. `False` forwards every `step`
             as it is.
-        split_batches: Whether a batch of the data loader is divided among the processes, so that one
-            optimizer step is one step of the schedule.
+        split_batches: Whether a batch of the data loader is divided among the processes.
+        step_per: What one step of the schedule stands for. `None` is `"process"`, and says so in the log
+            where that is more than one step.
+
+    Raises:
+        SettingsError: There is no such clock, or it is given along with `step_with_optimizer=False`.
 
     Example:
         >>> import torch
         >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
         >>> schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
-        >>> scheduler = AcceleratedScheduler(schedule, [])
+        >>> scheduler = AcceleratedScheduler(schedule, [], step_per="update")
         >>> _ = optimizer.step(), scheduler.step()
         >>> scheduler.get_last_lr()
         [0.5]
@@ -49,7 +65,15 @@ class AcceleratedScheduler:
         optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer],
         step_with_optimizer: bool = True,
         split_batches: bool = False,
+        *,
+        step_per: StepPer | None = None,
     ) -> None:
+        check_clock(step_per, "step_per")
+        if step_per is not None and not step_with_optimizer:
+            raise SettingsError(
+                f"step_per={step_per!r} has no effect with step_with_optimizer=False, by which every call of "
+                "step() is one step of the schedule; leave one of the two out."
+            )
         self.scheduler = scheduler
         self.optimizers: Sequence[AcceleratedOptimizer] = (
             optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]  # pyright: ignore[reportAttributeAccessIssue]
@@ -57,22 +81,45 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state = GradientState()
-        self._steps_per_update = 1 if split_batches else current_or_single().topology.world_size
+        processes = 1 if split_batches else current_or_single().topology.world_size
+        self._steps_per_update = processes if step_per in {None, "process"} else 1
+        self._counts_samples = step_per == "sample"
+        self._samples = 0
+        if step_per is None and step_with_optimizer and processes > 1:
+            logger.warning_once(
+                "The learning rate schedule advances %d steps per optimizer step, one for each process, "
+                "because a schedule is taken to be written for the batches of one process. If it is written "
+                "for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' keeps it "
+                "as it is and says nothing.",
+                processes,
+            )
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Advance the schedule, if the optimizers have stepped; arguments go to the wrapped scheduler."""
+        """Advance the schedule, if the optimizers have stepped; arguments go to the wrapped scheduler.
+
+        Raises:
+            ValueError: Samples are to be counted where no loader says how many there are.
+        """
         scheduler = self.scheduler
         if not self.step_with_optimizer:
             scheduler.step(*args, **kwargs)
             return
-        if not self.gradient_state.sync_gradients:
-            if self.gradient_state.adjust_scheduler:
+        state = self.gradient_state
+        if self._counts_samples:
+            self._samples += samples_of_round(state.active_dataloader)
+        if not state.sync_gradients:
+            if state.adjust_scheduler:
                 scheduler._step_count += 1  # pyright: ignore[reportPrivateUsage] - counts calls, the schedule stays
             return
+        steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
                 return
-        for _ in range(self._steps_per_update):
+        if self._counts_samples and type(scheduler) is LambdaLR:
+            # It computes its rates from the position alone, and thousands of steps would take their time.
+            scheduler.last_epoch += steps - 1
+            steps = min(steps, 1)
+        for _ in range(steps):
             # PyTorch raises on a step past the end, and one update may be several steps.
             if isinstance(scheduler, OneCycleLR) and scheduler.last_epoch >= scheduler.total_steps:
                 return
@@ -97,3 +144,38 @@ class AcceleratedScheduler:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the wrapped scheduler's state."""
         self.scheduler.load_state_dict(state_dict)
+
+
+def check_clock(step_per: str | None, argument: str) -> None:
+    """Refuse what is no clock.
+
+    Args:
+        step_per: A clock, or `None`.
+        argument: Where it was given, for the message.
+
+    Raises:
+        SettingsError: There is no such clock.
+    """
+    if step_per is not None and step_per not in get_args(StepPer):
+        raise SettingsError(
+            f"{argument}={step_per!r} is no clock of a schedule; use 'process' (one step for every process), "
+            "'update' (one step per optimizer step) or 'sample' (one for every sample)."
+        )
+
+
+def samples_of_round(loader: Any | None) -> int:
+    """How many samples all processes together have got with the batch that a loader yielded last.
+
+    Args:
+        loader: The prepared loader that is being iterated over, if any.
+
+    Raises:
+        ValueError: There is none, or it does not know.
+    """
+    problem = "no prepared loader is being iterated over; call step() within the loop over one"
+    if loader is not None:
+        if loader.counts_samples:
+            in_last = loader.remainder if loader.end_of_dataloader else 0
+            return in_last if in_last > 0 else loader.total_batch_size
+        problem = f"{type(loader).__qualname__} has batches of another size each, as its batch sampler says"
+    raise ValueError(f"A schedule with step_per='sample' cannot count samples: {problem}, or use 'update'.")

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+    from accel_train.scheduler import StepPer
 
 __all__ = ["Accelerator"]
 
@@ -47,14 +48,17 @@ class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, Proje
         project_dir: Directory of the project's files.
         project_config: That and more about them.
         gradient_accumulation_plugin: The number of micro-batches and more about them.
-        step_scheduler_with_optimizer: Whether schedulers step only when their optimizers have, and once for
-            every process; else they step whenever they are told.
+        step_scheduler_with_optimizer: Whether schedulers step only when their optimizers have, and as
+            `step_scheduler_per` says; else they step whenever they are told.
         kwargs_handlers: Options of what PyTorch does for us: one each of `AutocastKwargs`,
             `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
         dynamo_backend: With which compiler `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
         dynamo_plugin: The compiler and its options.
         deepspeed_plugins: Not available in this version.
         parallelism_config: Not available in this version.
+        step_scheduler_per: What one step of a learning rate schedule stands for: `"process"` advances it once
+            for every process when the optimizer steps, `"update"` once, `"sample"` by the samples that were
+            read; `"process"` if `None`, with a line in the log.
 
     Raises:
         SettingsError: An argument, or an environment variable that stands for it, cannot be used.
@@ -97,6 +101,8 @@ class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, Proje
         dynamo_plugin: TorchDynamoPlugin | None = None,
         deepspeed_plugins: Any = None,
         parallelism_config: Any = None,
+        *,
+        step_scheduler_per: StepPer | None = None,
     ) -> None:
         refuse_unavailable(
             deepspeed_plugin=deepspeed_plugin,
@@ -122,5 +128,6 @@ class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, Proje
             kwargs_handlers=kwargs_handlers,
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
+            step_scheduler_per=step_scheduler_per,
         )
         self._parts = build_parts(arguments)

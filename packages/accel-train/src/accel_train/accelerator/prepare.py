@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_state.labels import RNGType
     from accel_train.optimizer import AcceleratedOptimizer
-    from accel_train.scheduler import AcceleratedScheduler
+    from accel_train.scheduler import AcceleratedScheduler, StepPer
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -144,9 +144,16 @@ class PrepareFacet(Facet):
         """
         return self._prepare_one("dataloaders", data_loader, device_placement, slice_fn=slice_fn_for_dispatch)
 
-    def prepare_scheduler(self, scheduler: LRScheduler) -> AcceleratedScheduler:
-        """Make one learning rate scheduler ready; it follows the optimizer that it was made for."""
-        return self._prepare_one("schedulers", scheduler, None)
+    def prepare_scheduler(
+        self, scheduler: LRScheduler, *, step_per: StepPer | None = None
+    ) -> AcceleratedScheduler:
+        """Make one learning rate scheduler ready; it follows the optimizer that it was made for.
+
+        Args:
+            scheduler: The scheduler.
+            step_per: What one step of it stands for; what `Accelerator(step_scheduler_per=…)` says if `None`.
+        """
+        return self._prepare_one("schedulers", scheduler, None, step_per=step_per)
 
     def unwrap_model(
         self,

@@ -214,6 +214,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self._inner_stride * self._batches_per_step
 
     @property
+    def counts_samples(self) -> bool:
+        """Whether `stride` is a number of samples; else of batches, whose sizes nobody knows beforehand."""
+        return self.batch_size is not None if self._indices is None else self._indices.shard.counts_samples
+
+    @property
     def _inner_stride(self) -> int:
         if self._indices is not None:
             return self._indices.shard.stride

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel_plugins.bundle import Bundle
     from accel_train.parts import Parts
     from accel_train.prepare.sort import Placements
+    from accel_train.scheduler import StepPer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +29,14 @@ class Request:
         placements: What may be moved to the device.
         evaluation: The models will never be trained.
         slice_fn: How a dispatching loader cuts a batch for the processes; its own way if `None`.
+        step_per: The clock of the schedulers; that of the `Accelerator` if `None`.
     """
 
     parts: Parts
     placements: Placements
     evaluation: bool = False
     slice_fn: Callable[..., Any] | None = None
+    step_per: StepPer | None = None
 
 
 def run_stages(bundle: Bundle, request: Request) -> Bundle:
@@ -110,6 +113,7 @@ def _schedulers(bundle: Bundle, request: Request) -> Bundle:
             _optimizers_of(scheduler, known),
             step_with_optimizer=parts.step_scheduler_with_optimizer,
             split_batches=parts.dataloading.split_batches,
+            step_per=request.step_per or parts.step_scheduler_per,
         )
         for scheduler in bundle.schedulers
     )
