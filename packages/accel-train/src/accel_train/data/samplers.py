@@ -8,10 +8,19 @@ from itertools import chain, islice
 from typing import Any, TypeAlias, overload
 
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 OrderState: TypeAlias = dict[str, Any]
-"""What replays the order of an epoch: `{"seed", "epoch"}`, `{"generator"}`, `{"torch"}` or nothing."""
+"""What replays the order of an epoch: `{"seed", "epoch"}`, `{"generator"}`, `{"torch"}` or nothing.
+
+Torch's samplers draw the same from a generator, wherever it is: with one rank or several.
+"""
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -150,6 +159,12 @@ def record_order(sampler: object) -> OrderState:
     generator = getattr(sampler, "generator", None)
     if isinstance(generator, torch.Generator):
         return {"generator": generator.get_state()}
+    if type(sampler) is RandomSampler:  # draws a seed from torch's generator for one of its own
+        drawing = torch.Generator().set_state(torch.get_rng_state())
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=drawing).item())
+        return {"generator": torch.Generator().manual_seed(seed).get_state()}
+    if type(sampler) in {SubsetRandomSampler, WeightedRandomSampler}:
+        return {"generator": torch.get_rng_state()}
     return {"torch": torch.get_rng_state()}
 
 
@@ -176,21 +191,34 @@ def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
             )
         sampler.initial_seed, sampler.epoch = state["seed"], state["epoch"]
     if "generator" in state:
-        if not isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
-            raise ValueError(
-                "The saved data position belongs to a sampler with a generator; this loader has "
-                f"{sampler!r}, which has none. Build the loader as in the run that was saved."
-            )
-        generator.set_state(state["generator"])
-    if "torch" not in state:
+        with _with_generator(sampler, state["generator"]):
+            yield
+    elif "torch" in state:
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(state["torch"])
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
+    """Within the context, the sampler draws from a generator in this state: its own, or one for the time."""
+    if not hasattr(sampler, "generator"):
+        raise ValueError(
+            "The saved data position belongs to a sampler with a generator; this loader has "
+            f"{sampler!r}, which has none. Build the loader as in the run that was saved."
+        )
+    own: torch.Generator | None = sampler.generator
+    if own is not None:
+        own.set_state(state)
         yield
         return
-    before = torch.get_rng_state()
-    torch.set_rng_state(state["torch"])
+    sampler.generator = torch.Generator().set_state(state)
     try:
         yield
     finally:
-        torch.set_rng_state(before)
+        sampler.generator = None
 
 
 def drawn(items: Iterable[Any]) -> Iterator[Any]:
