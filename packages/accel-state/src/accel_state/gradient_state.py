@@ -140,7 +140,7 @@ class GradientState:
 
     def _remove_dataloader(self, dataloader: Loader) -> None:
         """Forget a loader, whichever is active; harmless when it is not there."""
-        loaders = self._loaders
+        loaders = self.__dict__.get("_loaders", [])  # none after a reset
         for index in range(len(loaders) - 1, -1, -1):
             if loaders[index]() is dataloader:
                 del loaders[index]
