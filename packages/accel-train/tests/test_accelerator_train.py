@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel_ops.modules import has_compiled_regions
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_state.errors import UnsupportedError
 from accel_train import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
 
 
@@ -267,11 +267,22 @@ def test_a_model_is_compiled_as_the_plugin_says_and_unwrapped():
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
 
 
-def test_regional_compilation_is_refused_by_name(monkeypatch):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own
+def test_regions_are_compiled_in_place_as_the_environment_says(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
     accelerator = Accelerator(cpu=True, dynamo_backend="eager")
-    with pytest.raises(UnsupportedError, match="use_regional_compilation"):
-        accelerator.prepare(torch.nn.Linear(2, 1))
+    blocks = [torch.nn.TransformerEncoderLayer(4, 1, 4) for _ in range(3)]
+    inner = torch.nn.Sequential(torch.nn.Linear(2, 4), *blocks)
+    names = [*inner.state_dict()]
+    model = accelerator.prepare(inner)
+    assert model is inner
+    assert [has_compiled_regions(part) for part in model] == [False, True, True, True]
+    assert [*model.state_dict()] == names
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
+    compiled = [part._compiled_call_impl for part in blocks]
+    Accelerator(cpu=True, dynamo_backend="eager").prepare(model)
+    assert [part._compiled_call_impl for part in blocks] == compiled, "once is enough"
+    assert model(torch.ones(1, 2)).isfinite().all()
 
 
 def test_free_memory_forgets_everything_and_gives_back_nothing():

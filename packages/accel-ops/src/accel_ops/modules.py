@@ -29,7 +29,8 @@ def extract_model_from_parallel(
         model: The model, wrapped or not; it stays usable as it is.
         keep_fp32_wrapper: Keep the mixed precision that was put around its `forward`. Without it the
             model itself, the wrapped one included, computes as it did before.
-        keep_torch_compile: Return a compiled model compiled again, else the model inside.
+        keep_torch_compile: Return a compiled model compiled again, else the model inside. What was compiled
+            in place, as regions are, has nothing around it and stays so.
         recursive: Also replace, in place, every module that has a child `module` by that child, at any
             depth.
 
@@ -89,8 +90,11 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether a module, or any module in it, is what `torch.compile` returned."""
-    return any(is_compiled_module(one) for one in module.modules())
+    """Whether a module, or any module in it, is what `torch.compile` returned or was compiled in place."""
+    return any(
+        is_compiled_module(one) or one._compiled_call_impl is not None  # pyright: ignore[reportPrivateUsage]
+        for one in module.modules()
+    )
 
 
 def model_has_dtensor(model: nn.Module) -> bool:

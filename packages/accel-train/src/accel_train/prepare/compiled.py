@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from accel_ops.modules import is_compiled_module
-from accel_state.errors import UnsupportedError
+from accel_ops.compile import compile_regions
+from accel_ops.modules import extract_model_from_parallel, has_compiled_regions, is_compiled_module
 from accel_state.labels import DynamoBackend
 
 if TYPE_CHECKING:
@@ -19,14 +19,13 @@ if TYPE_CHECKING:
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
     """Compile a model as the plugin says; a compiled one is left alone.
 
-    Raises:
-        UnsupportedError: The plugin asks for regional compilation.
+    Regions are compiled in place, inside whatever is around the model; otherwise the result is around all.
     """
     if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
         return model
     if plugin.use_regional_compilation:
-        raise UnsupportedError(
-            f"{plugin!r}: regional compilation is not part of this version of accel; leave out "
-            "use_regional_compilation to compile the whole model."
-        )
+        inner = extract_model_from_parallel(model)
+        if not has_compiled_regions(inner):
+            compile_regions(inner, **plugin.to_kwargs())
+        return model
     return cast("nn.Module", torch.compile(model, **plugin.to_kwargs()))
