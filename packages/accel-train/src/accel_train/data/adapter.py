@@ -226,10 +226,16 @@ class DataLoaderAdapter(DataLoader[Any]):
         return dataset.plan.stride if isinstance(dataset, IterableDatasetShard) else self.batch_size or 1
 
     @property
+    def divider(self) -> Any | None:
+        """What divides the data among the ranks, if anything here does; it has `even_batches`."""
+        if self._indices is not None:
+            return self._indices.shard
+        return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
+
+    @property
     def is_divided(self) -> bool:
         """Whether other ranks get other batches of the same data."""
-        divider = self.dataset if self._indices is None else self._indices.shard
-        return getattr(divider, "num_processes", 1) > 1
+        return self.divider is not None and self.divider.num_processes > 1
 
     def _open(self) -> Reading:
         """Open the pass that is due: where a loaded position or `skip_batches` says, or at the beginning."""

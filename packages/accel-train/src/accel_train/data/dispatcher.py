@@ -170,6 +170,16 @@ class DataLoaderDispatcher(PreparedLoader):
         self._batches_per_step = self._division.batches_per_round
 
     @property
+    def divider(self) -> Any:
+        """The loader itself divides, on the main process."""
+        return self
+
+    @property
+    def num_processes(self) -> int:
+        """The number of processes that get a part."""
+        return self._collectives.world_size
+
+    @property
     def _division(self) -> Division:
         return Division(
             num_processes=self._collectives.world_size,

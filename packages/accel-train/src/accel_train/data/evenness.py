@@ -6,8 +6,6 @@ import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from accel_train.data.batch_shard import BatchSamplerShard, EpochRest
-
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
 
@@ -19,34 +17,26 @@ def evenness(loaders: Iterable[Any], even_batches: bool | None) -> Generator[Non
     """Give loaders another `even_batches` until the context ends.
 
     Args:
-        loaders: Prepared loaders. Those of iterable datasets, and those that the main process reads for all,
-            always yield equally many batches: a warning says so.
+        loaders: Prepared loaders. For one whose data is divided elsewhere a warning says that this has no
+            effect.
         even_batches: The value; `None` leaves all as they are.
     """
-    shards: list[BatchSamplerShard] = []
+    dividers: list[Any] = []
     if even_batches is not None:
         for loader in loaders:
-            if (shard := _shard_of(loader)) is None:
+            if (divider := loader.divider) is None:
                 logger.warning(
-                    "even_batches=%r does not apply to %s: only loaders of map-style datasets, read by every "
-                    "process, can be uneven.",
+                    "even_batches=%r has no effect on %s: nothing divides its data among the processes.",
                     even_batches,
                     type(loader).__name__,
                 )
             else:
-                shards.append(shard)
-    before = [shard.even_batches for shard in shards]
+                dividers.append(divider)
+    before = [divider.even_batches for divider in dividers]
     try:
-        for shard in shards:
-            shard.even_batches = bool(even_batches)
+        for divider in dividers:
+            divider.even_batches = bool(even_batches)
         yield
     finally:
-        for shard, value in zip(shards, before, strict=True):
-            shard.even_batches = value
-
-
-def _shard_of(loader: Any) -> BatchSamplerShard | None:
-    part = loader.batch_sampler
-    while isinstance(part, EpochRest):
-        part = part.batch_sampler
-    return part if isinstance(part, BatchSamplerShard) else None
+        for divider, value in zip(dividers, before, strict=True):
+            divider.even_batches = value

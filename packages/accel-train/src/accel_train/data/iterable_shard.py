@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_train.data.batch_shard import ShardPlan
 
@@ -67,8 +68,6 @@ class Delivery:
 
     def pin_memory(self) -> Delivery:
         """Copy the batch into pinned memory; called by torch's loader."""
-        from torch.utils.data._utils.pin_memory import pin_memory
-
         return replace(self, batch=pin_memory(self.batch))
 
 

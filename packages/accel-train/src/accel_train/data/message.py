@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle  # what is unpickled was pickled by rank 0 of the same run
 from dataclasses import dataclass
 from enum import IntEnum
@@ -89,7 +90,7 @@ def take_apart(delivery: Delivery | None) -> Parcel:
 
     layout = recursively_apply(dig, delivery.batch, test_type=_is_leaf)
     known = [-1 if count is None else count for count in (delivery.real, delivery.real_in_round)]
-    return Parcel(layout, tensors, pickle.dumps(objects) if objects else b"", (1, known[0], known[1]))
+    return Parcel(layout, tensors, _to_bytes(objects), (1, known[0], known[1]))
 
 
 @torch.no_grad()
@@ -158,7 +159,7 @@ def read(buffer: Tensor, layout: Any) -> Letter:
             leaves.append(flat.view(hole.dtype).view(shape))
             start += _aligned(flat.nbytes)
     if objects_bytes:
-        objects = iter(pickle.loads(buffer[start : start + objects_bytes].numpy().tobytes()))  # noqa: S301 - from rank 0
+        objects = iter(_from_bytes(buffer[start : start + objects_bytes].numpy().tobytes()))
         leaves = [
             next(objects) if hole.dtype is None else leaf for hole, leaf in zip(holes, leaves, strict=True)
         ]
@@ -185,6 +186,25 @@ def _size(shape: Sequence[int]) -> int:
     for length in shape:
         size *= length
     return size
+
+
+def _to_bytes(objects: list[Any]) -> bytes:
+    if not objects:
+        return b""
+    if not any(isinstance(item, Tensor) for item in objects):
+        return b"p" + pickle.dumps(objects)
+    # Plain pickle would leave every sparse tensor on a list of torch's, to be validated by its next `load`.
+    file = io.BytesIO(b"t")
+    file.seek(1)
+    torch.save(objects, file)
+    return file.getvalue()
+
+
+def _from_bytes(content: bytes) -> list[Any]:
+    """Undo `_to_bytes`; the content is from rank 0 of this run."""
+    if content[:1] == b"p":
+        return pickle.loads(content[1:])  # noqa: S301 - see above
+    return torch.load(io.BytesIO(content[1:]), weights_only=False)
 
 
 def _is_leaf(data: Any) -> bool:

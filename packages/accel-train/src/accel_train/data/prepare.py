@@ -91,54 +91,29 @@ def prepare_data_loader(
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
     runtime = current_or_single()
     world = runtime.topology.world_size if num_processes is None else num_processes
-    rank = runtime.topology.rank if process_index is None else process_index
-    if data_seed is not None and not use_seedable_sampler:
-        logger.warning("data_seed=%r has no effect without use_seedable_sampler=True.", data_seed)
-    split = split_batches and world > 1
-    options = loader_options(dataloader)
-    shared: dict[str, Any] = {
-        "device": (runtime.device if device is None else device) if put_on_device else None,
-        "skip_batches": dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0,
-        "use_stateful_dataloader": use_stateful_dataloader or is_stateful(dataloader),
-        "torch_device_mesh": torch_device_mesh,
-        "_drop_last": dataloader.drop_last or getattr(_indices_of(dataloader), "drop_last", False),
-        "_non_blocking": non_blocking,
-    }
-    dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=world > 1)
-    if slice_fn_for_dispatch is not None and not dispatch and world > 1:
-        logger.warning("slice_fn_for_dispatch has no effect: every process reads its own batches.")
-    if isinstance(dataloader.dataset, IterableDataset):
-        order = SharedOrder(indices=None, rng_types=_without_generator(rng_types), generator=None)
-    else:
-        _check_samplers(dataloader, several=world > 1, pads=even_batches and not shared["_drop_last"])
-        order = share_order(
-            _indices_of(dataloader),
-            num_processes=world,
-            rng_types=rng_types or (),
-            seedable=use_seedable_sampler,
-            seed=data_seed,
-        )
-        options["sampler" if dataloader.batch_sampler is None else "batch_sampler"] = order.indices
-    if dispatch:
-        _check_split(dataloader, world if split else 1)
-        return DataLoaderDispatcher(
-            dataloader.dataset,
-            split_batches=split,
-            slice_fn=slice_fn_for_dispatch,
-            even_batches=even_batches,
-            **shared,
-            **options,
-        )
-    shards = {
+    shards: dict[str, Any] = {
         "num_processes": world,
-        "process_index": rank,
-        "split_batches": split,
+        "process_index": runtime.topology.rank if process_index is None else process_index,
+        "split_batches": split_batches and world > 1,
         "even_batches": even_batches,
     }
-    dataset, options = _divided(dataloader, options, shards)
-    return DataLoaderShard(
-        dataset, rng_types=order.rng_types, synchronized_generator=order.generator, **shared, **options
+    dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=world > 1)
+    if data_seed is not None and not use_seedable_sampler:
+        _warn("data_seed", "use_seedable_sampler=True is not given")
+    if slice_fn_for_dispatch is not None and not dispatch and world > 1:
+        _warn("slice_fn_for_dispatch", "every process reads its own batches")
+    order = _order(
+        dataloader, shards, rng_types=rng_types or (), seedable=use_seedable_sampler, seed=data_seed
     )
+    options = loader_options(dataloader) | order.options() | _kept(dataloader)
+    options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
+    options["device"] = (runtime.device if device is None else device) if put_on_device else None
+    options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
+    if dispatch:
+        return _dispatcher(dataloader, shards, options | {"slice_fn": slice_fn_for_dispatch})
+    dataset, options = _divided(dataloader, options, shards)
+    shared = {"rng_types": order.rng_types, "synchronized_generator": order.generator}
+    return DataLoaderShard(dataset, **shared, **options)
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
@@ -178,6 +153,59 @@ def _divided(
     return shard, {**options, "batch_size": None if size is None else shard.plan.rows}
 
 
+def _dispatcher(
+    dataloader: DataLoader[Any], shards: dict[str, Any], options: dict[str, Any]
+) -> DataLoaderDispatcher:
+    split, world = shards["split_batches"], shards["num_processes"]
+    size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
+    if split and size is not None and size % world:
+        raise ValueError(
+            f"split_batches=True divides every batch among the processes, but batch_size={size!r} is not a "
+            f"multiple of num_processes={world!r}."
+        )
+    return DataLoaderDispatcher(
+        dataloader.dataset, split_batches=split, even_batches=shards["even_batches"], **options
+    )
+
+
+def _order(
+    dataloader: DataLoader[Any],
+    shards: dict[str, Any],
+    *,
+    rng_types: Sequence[str | RNGType],
+    seedable: bool,
+    seed: int | None,
+) -> SharedOrder:
+    """The order of the samples, if they have one, and what ranks have to share for it."""
+    if isinstance(dataloader.dataset, IterableDataset):
+        kinds = (RNGType(kind) for kind in rng_types)
+        return SharedOrder(rng_types=tuple(kind for kind in kinds if kind is not RNGType.GENERATOR))
+    several = shards["num_processes"] > 1
+    _check_samplers(dataloader, several=several, pads=shards["even_batches"] and not _drops_last(dataloader))
+    return share_order(
+        _indices_of(dataloader),
+        batched=dataloader.batch_sampler is not None,
+        num_processes=shards["num_processes"],
+        rng_types=rng_types,
+        seedable=seedable,
+        seed=seed,
+    )
+
+
+def _warn(argument: str, reason: str) -> None:
+    logger.warning("%s has no effect: %s.", argument, reason)
+
+
+def _kept(dataloader: DataLoader[Any]) -> dict[str, Any]:
+    """What a prepared loader takes over from a loader besides what torch's loaders know."""
+    skip = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
+    return {"skip_batches": skip, "_drop_last": _drops_last(dataloader)}
+
+
+def _drops_last(dataloader: DataLoader[Any]) -> bool:
+    return dataloader.drop_last or getattr(_indices_of(dataloader), "drop_last", False)
+
+
 def _indices_of(dataloader: DataLoader[Any]) -> Any:
     return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
 
@@ -215,17 +243,3 @@ def _check_samplers(dataloader: DataLoader[Any], *, several: bool, pads: bool) -
             "in_order=False with even_batches=True: which batch is the one that was completed could not "
             "be told. Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
         )
-
-
-def _check_split(dataloader: DataLoader[Any], parts: int) -> None:
-    size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
-    if size is not None and size % parts:
-        raise ValueError(
-            f"split_batches=True divides every batch among the processes, but batch_size={size!r} is not a "
-            f"multiple of num_processes={parts!r}."
-        )
-
-
-def _without_generator(rng_types: Sequence[str | RNGType] | None) -> tuple[RNGType, ...]:
-    kinds = (RNGType(kind) for kind in rng_types or ())
-    return tuple(kind for kind in kinds if kind is not RNGType.GENERATOR)

@@ -21,26 +21,41 @@ _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOrder:
-    """Indices in an order that is the same on all ranks.
+    """An order of samples that is the same on all ranks.
 
     Args:
-        indices: The batch sampler or sampler of a loader.
         rng_types: What ranks have to share at the beginning of each pass.
         generator: What `"generator"` among these means.
+        indices: The batch sampler or sampler of a loader, if it has one.
+        batched: Whether it is a batch sampler.
     """
 
-    indices: Any
-    rng_types: tuple[RNGType, ...]
-    generator: torch.Generator | None
+    rng_types: tuple[RNGType, ...] = ()
+    generator: torch.Generator | None = None
+    indices: Any = None
+    batched: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """Give the argument of a torch loader that says what it reads."""
+        if self.indices is None:
+            return {}
+        return {"batch_sampler" if self.batched else "sampler": self.indices}
 
 
 def share_order(
-    indices: Any, *, num_processes: int, rng_types: Iterable[str | RNGType], seedable: bool, seed: int | None
+    indices: Any,
+    *,
+    batched: bool,
+    num_processes: int,
+    rng_types: Iterable[str | RNGType],
+    seedable: bool,
+    seed: int | None,
 ) -> SharedOrder:
     """Make an order the same on all ranks; the given samplers are not changed.
 
     Args:
         indices: The batch sampler or sampler of a loader.
+        batched: Whether it is a batch sampler.
         num_processes: The number of ranks.
         rng_types: What else the ranks shall share.
         seedable: Whether a `RandomSampler` is replaced by a `SeedableRandomSampler`.
@@ -61,7 +76,12 @@ def share_order(
     if not isinstance(generator, torch.Generator) or isinstance(sampler, SeedableRandomSampler):
         generator = None
     kept = (kind for kind in dict.fromkeys(types) if generator is not None or kind is not RNGType.GENERATOR)
-    return SharedOrder(indices=_replaced(indices, found, sampler), rng_types=tuple(kept), generator=generator)
+    return SharedOrder(
+        rng_types=tuple(kept),
+        generator=generator,
+        indices=_replaced(indices, found, sampler),
+        batched=batched,
+    )
 
 
 def _seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> SeedableRandomSampler:
