@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
-import socket
-import subprocess
-import sys
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-HERE = Path(__file__).resolve().parent
+from harness.programs import Ended, Program, run_programs
+
 BEGIN = """\
 import functools, os, sys, time, threading
 from datetime import timedelta
@@ -82,47 +76,11 @@ except StalledCollectiveError as error:
 }
 
 
-@dataclass(frozen=True)
-class Ended:
-    """How a rank ended."""
-
-    code: int
-    output: str
-    errors: str
-
-
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
-    """How the ranks of each program ended. They all run at once, forked from one process."""
-    base = tmp_path_factory.mktemp("programs")
-    jobs = []
-    with ExitStack() as ports:
-        for name, (world_size, source) in PROGRAMS.items():
-            folder = base / name.replace(" ", "_")
-            folder.mkdir()
-            (folder / "program.py").write_text(BEGIN + source)
-            port = ports.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            jobs.append({"script": str(folder / "program.py"), "world_size": world_size, "port": port})
-    (base / "programs.json").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, str(HERE / "fork_ranks.py"), str(base / "programs.json")],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return {
-        name: [
-            Ended(
-                *(
-                    kind((Path(job["script"]).parent / f"{rank}.{suffix}").read_text())
-                    for kind, suffix in ((int, "code"), (str, "out"), (str, "err"))
-                )
-            )
-            for rank in range(job["world_size"])
-        ]
-        for name, job in zip(PROGRAMS, jobs, strict=True)
-    }
+    """How the ranks of each program ended."""
+    programs = {name: Program(BEGIN + source, world_size) for name, (world_size, source) in PROGRAMS.items()}
+    return run_programs(programs, tmp_path_factory.mktemp("programs"))
 
 
 def test_every_rank_hears_who_is_where(ends) -> None:

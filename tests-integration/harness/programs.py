@@ -1,0 +1,78 @@
+"""Run several programs on several ranks each, as processes of their own, and tell how they ended."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TORCHRUN = {
+    "RANK": "{rank}",
+    "LOCAL_RANK": "{rank}",
+    "WORLD_SIZE": "{world_size}",
+    "LOCAL_WORLD_SIZE": "{world_size}",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "{port}",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the ranks run, and what their launcher tells them."""
+
+    source: str
+    world_size: int = 2
+    variables: dict[str, str] = field(default_factory=lambda: TORCHRUN)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended."""
+
+    code: int
+    output: str
+    errors: str
+
+
+def run_programs(programs: dict[str, Program], base: Path) -> dict[str, list[Ended]]:
+    """Run all programs at the same time, forked from one process.
+
+    Args:
+        programs: What to run, by name.
+        base: An empty folder; each program gets one of its own in it, named after it.
+
+    Returns:
+        For each program, how its ranks ended, in rank order.
+    """
+    jobs: list[dict[str, object]] = []
+    with ExitStack() as ports:
+        for name, program in programs.items():
+            folder = base / name
+            folder.mkdir()
+            (folder / "program.py").write_text(program.source)
+            port = ports.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            known = {"rank": "{rank}", "world_size": program.world_size, "port": port, "folder": folder}
+            variables = {key: value.format(**known) for key, value in program.variables.items()}
+            script = str(folder / "program.py")
+            jobs.append({"script": script, "world_size": program.world_size, "variables": variables})
+    (base / "programs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, str(HERE / "fork_ranks.py"), str(base / "programs.json")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    ends: dict[str, list[Ended]] = {}
+    for name, program in programs.items():
+        for rank in range(program.world_size):
+            told = ((base / name / f"{rank}.{suffix}").read_text() for suffix in ("code", "out", "err"))
+            code, output, errors = told
+            ends.setdefault(name, []).append(Ended(int(code), output, errors))
+    return ends
