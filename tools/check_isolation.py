@@ -17,12 +17,16 @@ import sys
 import tempfile
 import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
+from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
 UV = os.environ.get("UV") or shutil.which("uv") or "uv"
+BENCHES = 2  # packages that are checked at the same time
 TEST_TOOLS = ("pytest", "hypothesis")
 PYTEST_INI = """\
 [pytest]
@@ -66,15 +70,12 @@ def main(argv: list[str] | None = None) -> int:
     packages = members()
     if unknown := sorted(set(chosen) - set(packages)):
         parser.error(f"no package is called {', '.join(unknown)}; there are {', '.join(packages)}")
-    failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="isolation", dir=beside_the_cache()) as folder:
         workshop = Workshop(Path(folder), packages)
-        for name in chosen or packages:
-            started = time.monotonic()
-            complaint = workshop.check(packages[name])
-            print(f"{name}: {complaint or 'ok'} ({time.monotonic() - started:.1f} s)", flush=True)
-            failed += [name] if complaint else []
-    return int(bool(failed))
+        with ThreadPoolExecutor(BENCHES) as pool:
+            running = [pool.submit(workshop.check, packages[name]) for name in chosen or packages]
+            passed = [one.result() for one in running]
+    return int(not all(passed))
 
 
 def members() -> dict[str, Package]:
@@ -105,15 +106,17 @@ def beside_the_cache() -> Path | None:
 
 
 class Workshop:
-    """The wheels, the locked versions, and one environment that is built anew for each package.
+    """The wheels, the locked versions, and a few benches: environments built anew for each package.
 
-    The environment always has the same path: compiled bytecode, kept outside of it, then serves all packages.
+    A bench always has the same path: compiled bytecode, kept outside of it, then serves all its packages.
     """
 
     def __init__(self, folder: Path, packages: dict[str, Package]) -> None:
         self.folder = folder
         self.packages = packages
-        self.python = folder / "environment" / "bin" / "python"
+        self.benches = Queue[Path]()
+        for number in range(BENCHES):
+            self.benches.put(folder / f"bench{number}")
         self.constraints = folder / "constraints.txt"
         started = time.monotonic()
         uv("build", "--all-packages", "--wheel", "--quiet", "--out-dir", str(folder / "wheels"))
@@ -129,26 +132,50 @@ class Workshop:
         built = sorted(path.name for path in (folder / "wheels").glob("*.whl"))
         print(f"built {len(built)} wheels ({time.monotonic() - started:.1f} s)", flush=True)
 
-    def check(self, package: Package) -> str | None:
-        """Install a package, import all of it, run its tests; say what went wrong first, or None."""
-        self.install(package)
-        if self.run("-W", "error", "-c", IMPORT_ALL, package.module):
-            return "a module does not import"
-        if not package.tests.is_dir():
-            return None
-        tests = self.folder / package.name
-        shutil.copytree(package.tests, tests / "tests", ignore=shutil.ignore_patterns("__pycache__"))
-        (tests / "pytest.ini").write_text(PYTEST_INI)
-        return "its tests fail" if self.run("-m", "pytest", "-m", "not gpu", "tests", cwd=tests) else None
+    def check(self, package: Package) -> bool:
+        """Install a package, import all of it, run its tests; print what they said and how it went."""
+        bench = self.benches.get()
+        started = time.monotonic()
+        output = self.folder / f"{package.name}.log"
+        try:
+            complaint = self.complaint(package, bench, output)
+        finally:
+            self.benches.put(bench)
+        said = f"{package.name}: {complaint or 'ok'} ({time.monotonic() - started:.1f} s)"
+        print(f"{output.read_text()}{said}", flush=True)
+        return complaint is None
 
-    def install(self, package: Package) -> None:
+    def complaint(self, package: Package, bench: Path, output: Path) -> str | None:
+        """What goes wrong first with a package on its own, or None."""
+        with output.open("w") as log:
+            if self.install(package, bench, log):
+                return "it does not install"
+            if self.run(bench, log, self.folder, "-W", "error", "-c", IMPORT_ALL, package.module):
+                return "a module does not import"
+            if not package.tests.is_dir():
+                return None
+            copied = self.folder / package.name
+            shutil.copytree(package.tests, copied / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+            (copied / "pytest.ini").write_text(PYTEST_INI)
+            failed = self.run(bench, log, copied, "-m", "pytest", "-m", "not gpu", "tests")
+            return "its tests fail" if failed else None
+
+    def install(self, package: Package, bench: Path, log: IO[str]) -> int:
         """Make the environment: the package, the members it declares with theirs, the tools of its tests."""
-        uv("venv", "--clear", "--quiet", "--python", sys.executable, str(self.python.parents[1]))
+        python = str(bench / "bin" / "python")
         wheels = [str(self.wheel(name)) for name in self.needed(package)]
-        uv(
-            "pip", "install", "--quiet", "--python", str(self.python), "--constraints", str(self.constraints),
-            *wheels, *TEST_TOOLS,
-        )  # fmt: skip
+        install = ("pip", "install", "--quiet", "--python", python, "--constraints", str(self.constraints))
+        made = subprocess.run(
+            [UV, "venv", "--clear", "--quiet", "--python", sys.executable, str(bench)],
+            stderr=log,
+            check=False,
+        )
+        return (
+            made.returncode
+            or subprocess.run(
+                [UV, *install, *wheels, *TEST_TOOLS], cwd=ROOT, stderr=log, check=False
+            ).returncode
+        )
 
     def needed(self, package: Package) -> list[str]:
         """A package and, transitively, the members that it declares."""
@@ -161,19 +188,18 @@ class Workshop:
         """The wheel of a member."""
         return next((self.folder / "wheels").glob(f"{name.replace('-', '_')}-*.whl"))
 
-    def run(self, *arguments: str, cwd: Path | None = None) -> int:
-        """Run the environment's Python, away from the workspace; return its exit status."""
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTEST_", "ACCELERATE_"))
-        }
-        for name in ("PYTHONPATH", "VIRTUAL_ENV"):
-            kept.pop(name, None)
+    def run(self, bench: Path, log: IO[str], cwd: Path, *arguments: str) -> int:
+        """Run a bench's Python, away from the workspace; return its exit status."""
+        python = bench / "bin" / "python"
+        hidden = ("PYTEST_", "ACCELERATE_", "PYTHONPATH", "VIRTUAL_ENV")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         kept["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
-        kept["PATH"] = os.pathsep.join([str(self.python.parent), kept.get("PATH", "")])
-        command = [str(self.python), *arguments]
-        return subprocess.run(command, cwd=cwd or self.folder, env=kept, check=False).returncode
+        kept["PATH"] = os.pathsep.join([str(python.parent), kept.get("PATH", "")])
+        kept["OMP_NUM_THREADS"] = "1"  # as many processes as benches compute at once
+        command = [str(python), *arguments]
+        return subprocess.run(
+            command, cwd=cwd, env=kept, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+        ).returncode
 
 
 def uv(*arguments: str) -> None:
