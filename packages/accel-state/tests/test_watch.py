@@ -163,7 +163,7 @@ def test_a_rank_that_ends_says_good_bye(store):
     other = other_rank(store)
     begin(store)
     watch.end()
-    place = other._everyone()[0]
+    place = other.everyone()[0]
     assert place is not None
     assert place.left
 
@@ -191,7 +191,7 @@ def test_a_store_that_is_gone_is_said_and_ends_the_thread(store, monkeypatch):
         raise RuntimeError("Broken pipe")
 
     monkeypatch.setattr(active, "_post", gone)
-    monkeypatch.setattr(active, "_everyone", gone)
+    monkeypatch.setattr(active, "everyone", gone)
     until(lambda: not active._thread.is_alive())
     with pytest.raises(StalledCollectiveError, match=r"store that knows .* is gone"), watch.region("gather"):
         raise TIMED_OUT

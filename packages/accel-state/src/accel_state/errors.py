@@ -4,6 +4,7 @@ AccelError
 ├── SettingsError                   (ValueError)           an argument, variable or file key is unusable
 ├── MissingDependencyError          (ImportError)          an optional library is not installed
 ├── CheckpointError                 (ValueError)           weights are damaged, unsafe or do not fit
+├── CheckpointWriteError            (OSError)              a checkpoint could not be written on some rank
 ├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
 └── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
     └── StalledCollectiveError      (TimeoutError)         the ranks waited for each other in vain
@@ -26,6 +27,10 @@ class MissingDependencyError(AccelError, ImportError):
 
 class CheckpointError(AccelError, ValueError):
     """A checkpoint is damaged, unsafe or does not fit the model. The message names file and tensor."""
+
+
+class CheckpointWriteError(AccelError, OSError):
+    """A checkpoint could not be written, and is not there. The message names rank, file and what stands."""
 
 
 class UnsupportedError(AccelError, NotImplementedError):

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import deque
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,19 @@ class region:  # noqa: N801 - used like a function, in `with`
             watch.slot = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Survey:
+    """Where the ranks are.
+
+    Args:
+        collective: How many collectives this rank has begun.
+        everyone: What each rank last said, in rank order; `None` for one that never said anything.
+    """
+
+    collective: int
+    everyone: list[Whereabouts | None]
+
+
 class Watch:
     """The notes of this rank, and the thread that posts them.
 
@@ -169,9 +183,9 @@ class Watch:
 
     def _explanation(self) -> str:
         """Where everyone is; takes a few intervals, to find out who no longer answers."""
-        before = self._everyone()
+        before = self.everyone()
         time.sleep(max(2.5 * self.interval, _LEAST_PAUSE))
-        now = self._everyone()
+        now = self.everyone()
         silent = [
             rank
             for rank, (old, new) in enumerate(zip(before, now, strict=True))
@@ -225,7 +239,7 @@ class Watch:
         if waited < self._patience:
             return
         self._patience = 2 * waited
-        everyone = self._everyone()
+        everyone = self.everyone()
         waiting = [place.rank for place in everyone if place is not None and place.inside]
         if slot is None or waiting[:1] == [self._rank]:
             operation = slot[1] if slot is not None else "the work of the device"
@@ -237,7 +251,8 @@ class Watch:
                 explain(everyone),
             )
 
-    def _everyone(self) -> list[Whereabouts | None]:
+    def everyone(self) -> list[Whereabouts | None]:
+        """What each rank last said, in rank order; `None` for one that never said anything."""
         keys = [f"{rank}" for rank in range(self._world_size)]
         return [
             Whereabouts.from_text(self._store.get(key)) if self._store.check([key]) else None for key in keys
@@ -247,9 +262,15 @@ class Watch:
         self._store.set("closing", "")
         deadline = time.monotonic() + 1.5 * self.interval
         while time.monotonic() < deadline:
-            if all(place is None or place.left for place in self._everyone()):
+            if all(place is None or place.left for place in self.everyone()):
                 return
             time.sleep(0.02)
+
+
+def survey() -> Survey | None:
+    """Where all ranks are, as far as they have said; `None` where nothing is watched."""
+    watch = _active
+    return None if watch is None else Survey(collective=watch.count, everyone=watch.everyone())
 
 
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
@@ -266,7 +287,7 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
     end()
     if world_size > 1:
         _active = Watch(
-            _own_connection(store),
+            own_connection(store),
             rank=rank,
             world_size=world_size,
             limit=limit.total_seconds(),
@@ -293,8 +314,12 @@ def _forget() -> None:
     _active = None
 
 
-def _own_connection(store: Any) -> Any:
-    """A second connection to the same store: the first is blocked while a collective waits on it."""
+def own_connection(store: Any) -> Any:
+    """A second connection to a store, for another thread: the first is blocked while somebody waits on it.
+
+    Args:
+        store: That of the process group.
+    """
     if hasattr(store, "clone"):
         return store.clone()
     while isinstance(store, PrefixStore):

@@ -8,6 +8,16 @@ from accel_state._lazy import attach
 
 if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator as Accelerator
+    from accel_train.checkpoint.layout import OPTIMIZER_NAME as OPTIMIZER_NAME
+    from accel_train.checkpoint.layout import RNG_STATE_NAME as RNG_STATE_NAME
+    from accel_train.checkpoint.layout import SAMPLER_NAME as SAMPLER_NAME
+    from accel_train.checkpoint.layout import SCALER_NAME as SCALER_NAME
+    from accel_train.checkpoint.layout import SCHEDULER_NAME as SCHEDULER_NAME
+    from accel_train.checkpoint.objects import load_accelerator_state as load_accelerator_state
+    from accel_train.checkpoint.objects import load_custom_state as load_custom_state
+    from accel_train.checkpoint.objects import save_accelerator_state as save_accelerator_state
+    from accel_train.checkpoint.objects import save_custom_state as save_custom_state
+    from accel_train.checkpoint.saving import Saving as Saving
     from accel_train.data.adapter import DataLoaderAdapter as DataLoaderAdapter
     from accel_train.data.batch_shard import BatchSamplerShard as BatchSamplerShard
     from accel_train.data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
@@ -27,6 +37,11 @@ if TYPE_CHECKING:
     from accel_train.scheduler import AcceleratedScheduler as AcceleratedScheduler
 
 __all__ = [
+    "OPTIMIZER_NAME",
+    "RNG_STATE_NAME",
+    "SAMPLER_NAME",
+    "SCALER_NAME",
+    "SCHEDULER_NAME",
     "AcceleratedOptimizer",
     "AcceleratedScheduler",
     "Accelerator",
@@ -37,18 +52,37 @@ __all__ = [
     "DataLoaderStateMixin",
     "IterableDatasetShard",
     "MainProcessReadError",
+    "Saving",
     "SeedableRandomSampler",
     "SeekableDataset",
     "SkipBatchSampler",
     "SkipDataLoader",
     "get_sampler",
+    "load_accelerator_state",
+    "load_custom_state",
     "move_to_device",
     "prepare_data_loader",
+    "save_accelerator_state",
+    "save_custom_state",
     "skip_first_batches",
 ]
 
 _MODULES = {
     "accelerator": ("Accelerator",),
+    "checkpoint.layout": (
+        "OPTIMIZER_NAME",
+        "RNG_STATE_NAME",
+        "SAMPLER_NAME",
+        "SCALER_NAME",
+        "SCHEDULER_NAME",
+    ),
+    "checkpoint.objects": (
+        "load_accelerator_state",
+        "load_custom_state",
+        "save_accelerator_state",
+        "save_custom_state",
+    ),
+    "checkpoint.saving": ("Saving",),
     "data.adapter": ("DataLoaderAdapter",),
     "data.batch_shard": ("BatchSamplerShard",),
     "data.dispatcher": ("DataLoaderDispatcher",),

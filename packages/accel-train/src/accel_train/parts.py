@@ -23,6 +23,7 @@ from accel_state.gradient_state import GradientState
 from accel_state.labels import DynamoBackend, RNGType
 from accel_state.partial_state import PartialState
 from accel_state.settings import from_environ
+from accel_train.checkpoint.run import Run
 from accel_train.items import ItemWindow
 from accel_train.scheduler import check_clock
 from accel_train.sync import Synchronizer
@@ -141,6 +142,7 @@ class Parts:
         step_scheduler_with_optimizer: Whether schedulers follow their optimizers.
         step_scheduler_per: By which clock they do.
         prepared: What `prepare` has prepared.
+        checkpoints: What is saved and loaded, and where.
     """
 
     process: PartialState
@@ -160,6 +162,7 @@ class Parts:
     step_scheduler_with_optimizer: bool
     step_scheduler_per: StepPer | None
     prepared: Prepared
+    checkpoints: Run
 
 
 def build_parts(arguments: Arguments) -> Parts:
@@ -196,6 +199,7 @@ def build_parts(arguments: Arguments) -> Parts:
     gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
     several = runtime.topology.world_size > 1
     prepared = Prepared()
+    synchronizer = Synchronizer(gradient_state, strategy.stepper.no_sync if several else None)
     return Parts(
         process=process,
         state=state,
@@ -203,7 +207,7 @@ def build_parts(arguments: Arguments) -> Parts:
         strategy=strategy,
         precision=precision,
         compiler=compiler,
-        synchronizer=Synchronizer(gradient_state, strategy.stepper.no_sync if several else None),
+        synchronizer=synchronizer,
         items=ItemWindow(runtime, prepared.parameters),
         trigger=Trigger(runtime),
         handlers=handlers,
@@ -214,6 +218,14 @@ def build_parts(arguments: Arguments) -> Parts:
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
         step_scheduler_per=_clock(arguments),
         prepared=prepared,
+        checkpoints=Run(
+            runtime=runtime,
+            project=project,
+            prepared=prepared,
+            synchronizer=synchronizer,
+            persister=strategy.persister,
+            precision=precision,
+        ),
     )
 
 

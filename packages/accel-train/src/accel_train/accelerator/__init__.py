@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, final
 
 from accel_train.accelerator.collect import CollectFacet
+from accel_train.accelerator.observe import ObserveFacet
 from accel_train.accelerator.prepare import PrepareFacet
 from accel_train.accelerator.process import ProcessFacet
 from accel_train.accelerator.project import ProjectFacet
+from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
 from accel_train.parts import UNSET, Arguments, build_parts, refuse_unavailable
 
@@ -27,7 +29,7 @@ __all__ = ["Accelerator"]
 
 
 @final
-class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, ProjectFacet):
+class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, StateIoFacet, ProjectFacet, ObserveFacet):
     """Everything that a training script needs to run on one device or many.
 
     Args:

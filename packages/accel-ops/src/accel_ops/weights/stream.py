@@ -1,0 +1,99 @@
+"""Write safetensors as a stream: a header, then every tensor's bytes from where they are, without copies.
+
+The format: https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from accel_ops.weights.safetensors_file import DTYPES
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8
+
+
+class ByteSink(Protocol):
+    """What bytes are written to, such as a binary file."""
+
+    def write(self, data: Any, /) -> object:
+        """Take an object with the buffer interface; its memory may change afterwards."""
+        ...
+
+
+def write_safetensors(
+    tensors: Mapping[str, Tensor],
+    sink: ByteSink,
+    *,
+    to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
+) -> None:
+    """Write tensors as one safetensors file.
+
+    Args:
+        tensors: Name to tensor, no two of which share memory; see `clean_state_dict_for_safetensors`.
+        sink: Gets the bytes in order, large tensors in one piece.
+        to_host: Called for one tensor after the other; returns its contents on the CPU.
+
+    Raises:
+        CheckpointError: A value is no dense tensor, or of a type that the format does not have.
+
+    Example:
+        >>> import io, safetensors.torch, torch
+        >>> stream = io.BytesIO()
+        >>> write_safetensors({"weight": torch.ones(2)}, stream)
+        >>> safetensors.torch.load(stream.getvalue())
+        {'weight': tensor([1., 1.])}
+    """
+    # Large elements first, so that every tensor is aligned to its element size.
+    ordered = sorted(tensors.items(), key=lambda item: -_checked(*item).dtype.itemsize)
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers and others look for
+    end = 0
+    for name, tensor in ordered:
+        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        row = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        table[name] = row
+    header = json.dumps(table, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % _ALIGNMENT)
+    sink.write(len(header).to_bytes(8, "little") + header)
+    for _, tensor in ordered:
+        if tensor.numel():
+            sink.write(as_bytes(to_host(tensor.detach())))
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    r"""Show the contents of a tensor on the CPU as bytes; without a copy, if it is contiguous.
+
+    Args:
+        tensor: Dense, on the CPU.
+
+    Example:
+        >>> import torch
+        >>> bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16)))
+        b'\\x01\\x00\\x02\\x00'
+    """
+    plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    return memoryview(plain.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType] - an array is a buffer
+
+
+def _checked(name: str, value: object) -> Tensor:
+    if not isinstance(value, Tensor) or value.is_sparse or value.is_quantized or value.is_meta:
+        kind = type(value).__name__ if not isinstance(value, Tensor) else f"tensor on {value.device}"
+        raise CheckpointError(
+            f"safetensors hold dense tensors with values; {name!r} is a {kind}. Keep it out of the state "
+            "dict, or pass safe_serialization=False."
+        )
+    if value.dtype not in _NAMES:
+        raise CheckpointError(
+            f"safetensors have no element type for {name!r}, which is {value.dtype}; pass "
+            "safe_serialization=False."
+        )
+    return value

@@ -1,0 +1,268 @@
+"""Saving and loading: the state of the run, models, anything else."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from torch.utils.hooks import RemovableHandle
+
+from accel_ops.weights.shards import DEFAULT_SHARD_SIZE
+from accel_ops.weights.write import save as save_object
+from accel_ops.weights.write import save_state_dict
+from accel_train.accelerator.facet import Facet
+from accel_train.checkpoint.load import has_checkpoint, load
+from accel_train.checkpoint.save import save
+from accel_train.data.skip import skip_first_batches
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+    from accel_train.checkpoint.saving import Saving
+
+
+class StateIoFacet(Facet):
+    """Checkpoints."""
+
+    __slots__ = ()
+
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: Literal[True] = True,
+        flush: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str: ...
+    @overload
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool,
+        flush: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str | Saving: ...
+    def save_state(
+        self,
+        output_dir: str | os.PathLike[str] | None = None,
+        safe_serialization: bool = True,
+        *,
+        blocking: bool = True,
+        flush: bool = True,
+        **save_model_func_kwargs: Any,
+    ) -> str | Saving:
+        """Save models, optimizers, schedulers, positions of data loaders, random numbers, registered objects.
+
+        The checkpoint is written beside its place, and put there when every process has written its part: it
+        is complete, or not there. Call it on every process.
+
+        Args:
+            output_dir: The folder. Files of a checkpoint that is there already are replaced, all at once;
+                other files stay. Not used where checkpoints are numbered
+                (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
+            safe_serialization: Write weights as safetensors; else as `torch.save` does.
+            blocking: Return when the checkpoint stands. Otherwise return as soon as everything is copied to
+                host memory, which is kept for the next time, and write in the background. The next save,
+                `load_state` and the end of the program wait for it, and raise what went wrong.
+            flush: Let the checkpoint count only when it is on disk, so that it survives also a crash of the
+                machine. Without, it survives the death of processes only.
+            **save_model_func_kwargs: Nothing: the strategies of this version have no options for it.
+
+        Returns:
+            The folder; if not `blocking`, a handle with `wait()`, `done` and `path`.
+
+        Raises:
+            SettingsError: There is no folder to save to, or the numbered one is there already.
+            CheckpointWriteError: A process could not write, as on a full disk. Older checkpoints stand.
+            DistributedOperationException: It was not called on every process, or not with the same arguments.
+            TypeError: An unknown argument was given.
+
+        Example:
+            >>> import tempfile, torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(2, 1))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = accelerator.save_state(f"{folder}/here", flush=False)
+            ...     accelerator.load_state(path)
+        """
+        if save_model_func_kwargs:
+            names = ", ".join(sorted(save_model_func_kwargs))
+            raise TypeError(
+                f"save_state() got {names}: the strategy {self._parts.strategy.name!r} has no use for it"
+            )
+        saving = save(
+            self._parts.checkpoints, output_dir, safe=safe_serialization, blocking=blocking, to_disk=flush
+        )
+        return saving.path if blocking else saving
+
+    def load_state(
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> None:
+        """Load what `save_state` has saved, also with another number of processes. Call it on every process.
+
+        Whatever does not come back is named in a warning. Nothing is run that a file says: of what
+        `torch.save` wrote, only tensors, arrays of numbers and plain containers are read.
+
+        Args:
+            input_dir: The folder; if `None`, the newest complete one of the numbered ones.
+            load_kwargs: More arguments of `torch.load`.
+            **load_model_func_kwargs: More arguments of `Module.load_state_dict`, such as `strict=False`; and
+                `map_location`, where the states of optimizers are read to first: `"cpu"`, `"on_device"` or a
+                device.
+
+        Raises:
+            SettingsError: No folder is given, and checkpoints are not numbered.
+            CheckpointError: There is no complete checkpoint, or it does not fit what was prepared.
+            DistributedOperationException: It was not called on every process, or not with the same arguments.
+        """
+        load(
+            self._parts.checkpoints,
+            input_dir,
+            options=load_kwargs or {},
+            model_options=load_model_func_kwargs,
+        )
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether `load_state()` will find a numbered checkpoint to go on from. Ask on every process.
+
+        Example:
+            >>> from accel_train import Accelerator
+            >>> Accelerator(cpu=True).has_checkpoint
+            False
+        """
+        return has_checkpoint(self._parts.checkpoints)
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Let `save_state` and `load_state` take care of more objects.
+
+        Args:
+            *objects: Each with `state_dict` and `load_state_dict`. The order counts.
+
+        Raises:
+            ValueError: One does not have these.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> Accelerator(cpu=True).register_for_checkpointing(torch.nn.BatchNorm1d(2))
+        """
+        unfit = [
+            one
+            for one in objects
+            if not all(callable(getattr(one, name, None)) for name in ("state_dict", "load_state_dict"))
+        ]
+        if unfit:
+            raise ValueError(
+                f"register_for_checkpointing takes objects with state_dict and load_state_dict, no {unfit!r}."
+            )
+        self._parts.checkpoints.custom.extend(objects)
+
+    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call a function before `save_state` writes.
+
+        Args:
+            hook: Called as `hook(models, weights, output_dir)` on every process, with the prepared models,
+                their state dicts, and the folder in which the checkpoint is written, which is not yet where
+                it will stand. Files that it writes there become part of the checkpoint; what it removes from
+                `weights` is not saved.
+
+        Returns:
+            A handle whose `remove()` undoes it.
+        """
+        return _register(self._parts.checkpoints.save_hooks, hook)
+
+    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Call a function before `load_state` loads.
+
+        Args:
+            hook: Called as `hook(models, input_dir)` on every process, with a list of the prepared models
+                and the folder of the checkpoint. What it removes from `models` is not loaded.
+
+        Returns:
+            A handle whose `remove()` undoes it.
+        """
+        return _register(self._parts.checkpoints.load_hooks, hook)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save the weights of a model in the form that other libraries load. Call it on every process.
+
+        Args:
+            model: Prepared or not.
+            save_directory: The folder; made if absent.
+            max_shard_size: How large a file may be, in bytes or as `"5GB"`; beyond, there are several, and an
+                index. A tensor larger than that has a file of its own.
+            safe_serialization: Write safetensors; else as `torch.save` does.
+
+        Raises:
+            FileExistsError: `save_directory` is a file.
+
+        Example:
+            >>> import os, tempfile, torch
+            >>> from accel_train import Accelerator
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     Accelerator(cpu=True).save_model(torch.nn.Linear(2, 1), folder)
+            ...     os.listdir(folder)
+            ['model.safetensors']
+        """
+        parts = self._parts
+        state = self.get_state_dict(model)
+        if parts.checkpoints.commits:
+            save_state_dict(
+                state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+            )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """The whole state dict of a model.
+
+        Args:
+            model: Prepared or not.
+            unwrap: Whether names are those of the model itself, without what `prepare` has put around it.
+        """
+        return self._parts.strategy.persister.full_state_dict(model) if unwrap else model.state_dict()
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Save an object on the main process; on one of every host with `save_on_each_node`.
+
+        Args:
+            obj: What `torch.save` takes; with `safe_serialization`, a dictionary of tensors.
+            f: The file, replaced when the new one is complete.
+            safe_serialization: Write safetensors; else as `torch.save` does.
+        """
+        save_object(obj, f, self._parts.project.save_on_each_node, safe_serialization)
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Give a loader whose next pass begins later; further passes are complete.
+
+        Args:
+            dataloader: Prepared or not.
+            num_batches: How many batches of this process to leave out.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    @property
+    def save_iteration(self) -> int:
+        """The number of the next checkpoint."""
+        return self._parts.project.iteration
+
+
+def _register(hooks: Any, hook: Callable[..., None]) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle

@@ -1,0 +1,1 @@
+"""Checkpoints: complete or absent, verified, and out of the way of training."""

@@ -1,0 +1,153 @@
+"""Files that are hashed while they are written, and folders that are on disk before one relies on them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from accel_train.checkpoint.manifest import FileRecord
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_PIECE = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
+
+
+class FileWriter:
+    """A new file: hashed while it is written.
+
+    Args:
+        path: Where; must not exist.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+
+    __slots__ = ("_hash", "_pending", "_size", "descriptor", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        self._hash = xxhash.xxh3_64()
+        self._pending = bytearray()
+        self._size = 0
+
+    def write(self, data: Any) -> int:
+        """Append bytes; small pieces are collected.
+
+        Raises:
+            OSError: The disk is full, or fails.
+        """
+        view = memoryview(data).cast("B")
+        if len(self._pending) + len(view) < _PIECE:
+            self._pending += view
+        else:
+            self.flush()
+            for begin in range(0, len(view), _PIECE):
+                self._write_out(view[begin : begin + _PIECE])
+        return len(view)
+
+    def flush(self) -> None:
+        """Give what was collected to the operating system."""
+        if self._pending:
+            pending, self._pending = self._pending, bytearray()
+            self._write_out(memoryview(pending))
+
+    def finish(self, *, to_disk: bool) -> FileRecord:
+        """Close the file.
+
+        Args:
+            to_disk: Whether to return only when its contents are on disk.
+        """
+        try:
+            self.flush()
+            if to_disk:
+                os.fsync(self.descriptor)
+        finally:
+            os.close(self.descriptor)
+        return FileRecord(size=self._size, checksum=self._hash.hexdigest())
+
+    def abandon(self) -> None:
+        """Close the file, whatever is in it."""
+        os.close(self.descriptor)
+
+    def _write_out(self, view: memoryview) -> None:
+        self._hash.update(view)
+        self._size += len(view)
+        while view:
+            view = view[os.write(self.descriptor, view) :]
+
+
+def write_text(path: Path, text: str, *, to_disk: bool) -> None:
+    """Write a new text file."""
+    writer = FileWriter(path)
+    writer.write(text.encode())
+    writer.finish(to_disk=to_disk)
+
+
+def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
+    """Read a file and hash it.
+
+    Args:
+        path: The file.
+        to_disk: Whether to make sure that it is on disk.
+    """
+    digest, size = xxhash.xxh3_64(), 0
+    buffer = memoryview(bytearray(_PIECE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+        if to_disk:
+            os.fsync(file.fileno())
+    return FileRecord(size=size, checksum=digest.hexdigest())
+
+
+def sizes_in(folder: Path) -> dict[str, int]:
+    """The size of every file in a folder and the folders in it, by path with `/` between folders."""
+    return {
+        path.relative_to(folder).as_posix(): path.stat().st_size
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def flush_folder(folder: Path) -> None:
+    """Return when the names in a folder are on disk; where the system cannot tell, at once."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in {errno.EINVAL, errno.ENOTSUP}:  # some network file systems
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, where they are absent."""
+    if not folder.is_dir():
+        make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):  # another rank was faster
+            os.mkdir(folder)  # noqa: PTH102 - through `os`, like all that changes the disk here
+
+
+def move(source: Path, target: Path) -> None:
+    """Rename, over a file or an empty folder if need be."""
+    os.replace(source, target)  # noqa: PTH105 - as above
+
+
+def remove(path: Path) -> None:
+    """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,152 @@
+"""The names of everything in and around a checkpoint folder. No other module knows them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from accel_ops.weights.names import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
+
+OPTIMIZER_NAME = "optimizer"
+RNG_STATE_NAME = "random_states"
+SAMPLER_NAME = "sampler"
+SCALER_NAME = "scaler.pt"
+SCHEDULER_NAME = "scheduler"
+CUSTOM_NAME = "custom_checkpoint"
+LOADER_STATE_NAME = "dl_state_dict"
+POSITION_NAME = "data_position"
+MANIFEST_NAME = "accel_manifest.json"
+
+COMMIT_NAME = ".accel-commit"
+"""In a folder that is overwritten: a complete checkpoint whose files have yet to take their places."""
+
+_SAVING = "saving-"
+_DELETING = "deleting-"
+_LEFTOVER = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
+_NUMBERED = re.compile(r"checkpoint_(\d+)")
+_OURS = re.compile(
+    rf"""({SAFE_MODEL_NAME}(_\d+)?\{SAFETENSORS_SUFFIX}
+    |({MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{LOADER_STATE_NAME})(_\d+)?\.bin
+    |{re.escape(SCALER_NAME)}
+    |{POSITION_NAME}_\d+\.bin
+    |({RNG_STATE_NAME}|{CUSTOM_NAME})_\d+\.pkl
+    |{re.escape(MANIFEST_NAME)})""",
+    re.VERBOSE,
+)
+
+
+def weights_name(index: int, *, safe: bool) -> str:
+    """The weights of the model that was prepared as number `index`.
+
+    Example:
+        >>> weights_name(0, safe=True), weights_name(1, safe=False)
+        ('model.safetensors', 'pytorch_model_1.bin')
+    """
+    return _indexed(SAFE_MODEL_NAME if safe else MODEL_NAME, index, SAFETENSORS_SUFFIX if safe else ".bin")
+
+
+def optimizer_name(index: int) -> str:
+    """The state of an optimizer by the order of preparation: `optimizer.bin`, `optimizer_1.bin`."""
+    return _indexed(OPTIMIZER_NAME, index)
+
+
+def scheduler_name(index: int) -> str:
+    """The state of a scheduler, by the order of preparation: `scheduler.bin`, `scheduler_1.bin` and so on."""
+    return _indexed(SCHEDULER_NAME, index)
+
+
+def sampler_name(index: int) -> str:
+    """A pickled sampler, which only other libraries write: `sampler.bin`, `sampler_1.bin` and so on."""
+    return _indexed(SAMPLER_NAME, index)
+
+
+def loader_state_name(index: int) -> str:
+    """The state of a torchdata loader: `dl_state_dict.bin`, `dl_state_dict_1.bin` and so on."""
+    return _indexed(LOADER_STATE_NAME, index)
+
+
+def rng_name(rank: int) -> str:
+    """The random number generators of a rank."""
+    return f"{RNG_STATE_NAME}_{rank}.pkl"
+
+
+def position_name(rank: int) -> str:
+    """Where the data loaders of a rank are."""
+    return f"{POSITION_NAME}_{rank}.bin"
+
+
+def custom_name(index: int) -> str:
+    """The state of an object registered for checkpointing, by the order of registration."""
+    return f"{CUSTOM_NAME}_{index}.pkl"
+
+
+def is_of_checkpoint(name: str) -> bool:
+    """Whether a file of this name belongs to a checkpoint, so that the next one in its place replaces it.
+
+    Example:
+        >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
+        (True, False)
+    """
+    return _OURS.fullmatch(name) is not None
+
+
+def numbered_folders(project_dir: str | Path) -> Path:
+    """Where numbered checkpoints are."""
+    return Path(project_dir) / "checkpoints"
+
+
+def numbered_name(iteration: int) -> str:
+    """The folder of a numbered checkpoint.
+
+    Example:
+        >>> numbered_name(3)
+        'checkpoint_3'
+    """
+    return f"checkpoint_{iteration}"
+
+
+def iteration_of(name: str) -> int | None:
+    """The number of a numbered checkpoint, `None` for other names.
+
+    Example:
+        >>> iteration_of("checkpoint_12"), iteration_of("checkpoint_best")
+        (12, None)
+    """
+    found = _NUMBERED.fullmatch(name)
+    return None if found is None else int(found[1])
+
+
+def staging_beside(target: Path, nonce: str) -> Path:
+    """Where a checkpoint is written whose folder does not exist yet."""
+    return target.with_name(f".{target.name}.{_SAVING}{nonce}")
+
+
+def staging_inside(target: Path, nonce: str) -> Path:
+    """Where a checkpoint is written that goes into a folder which exists."""
+    return target / f".{_SAVING}{nonce}"
+
+
+def doomed(target: Path, nonce: str) -> Path:
+    """What a checkpoint is called while it is being deleted."""
+    return target.with_name(f".{target.name}.{_DELETING}{nonce}")
+
+
+def leftover_of(name: str) -> str | None:
+    """Say for which checkpoint a process made a folder, in which it then died while saving or deleting.
+
+    Args:
+        name: Of the folder.
+
+    Returns:
+        The name of the checkpoint beside it, `""` for the one around it, `None` if it is no such folder.
+
+    Example:
+        >>> leftover_of(".checkpoint_3.saving-12ab"), leftover_of(".saving-12ab"), leftover_of("checkpoint_3")
+        ('checkpoint_3', '', None)
+    """
+    found = _LEFTOVER.fullmatch(name)
+    return None if found is None else (found[2] or "")
+
+
+def _indexed(stem: str, index: int, suffix: str = ".bin") -> str:
+    return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"

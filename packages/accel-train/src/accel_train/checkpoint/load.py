@@ -1,0 +1,215 @@
+"""Loading the state of a run: what happens in which order, on every rank alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
+from accel_train.checkpoint import folder as folders
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.manifest import Manifest, shares
+from accel_train.checkpoint.restore import (
+    Source,
+    restore_model,
+    restore_positions,
+    restore_rng,
+    restore_states,
+    step_of,
+    warn_about_more_models,
+)
+from accel_train.checkpoint.rotation import newest_of_all
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping
+
+    from accel_train.checkpoint.run import Run
+
+logger = logging.getLogger(__name__)
+
+WHAT = "load_state()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a rank says before anything is loaded.
+
+    Args:
+        asked: The folder that it was asked for.
+        complete: The numbered checkpoints that it sees, if that is its part.
+        following: The number that the next checkpoint gets.
+        problem: Why it cannot look for them.
+    """
+
+    asked: str | None
+    complete: list[int] | None = None
+    following: int = 0
+    problem: str = ""
+
+
+def load(
+    run: Run,
+    input_dir: str | os.PathLike[str] | None,
+    *,
+    options: Mapping[str, Any],
+    model_options: Mapping[str, Any],
+) -> Path:
+    """Load the state of a run.
+
+    Args:
+        run: What it is loaded into.
+        input_dir: The checkpoint; the newest complete one if `None`.
+        options: More arguments of `torch.load`.
+        model_options: More arguments of `Module.load_state_dict`; and `map_location`.
+
+    Returns:
+        Where it was loaded from.
+
+    Raises:
+        CheckpointError: There is none, or it is damaged, or does not fit what was prepared.
+        DistributedOperationException: Another rank does something else.
+    """
+    run.settle()
+    folder = _choose(run, input_dir)
+    manifest = _verified(run, folder)
+    to_model = dict(model_options)
+    location = to_model.pop("map_location", "cpu")
+    source = Source(
+        folder=folder,
+        manifest=manifest,
+        rank=run.rank,
+        world_size=run.runtime.topology.world_size,
+        device=run.runtime.device,
+        map_location=run.runtime.device if location == "on_device" else location or "cpu",
+        options=options,
+    )
+    failure: Exception | None = None
+    try:
+        _restore(run, source, to_model)
+    except Exception as error:  # noqa: BLE001 - hooks and load_state_dict are users' code; all ranks must hear
+        failure = error
+    problems = run.main.exchange(WHAT, "" if failure is None else repr(failure))
+    if failure is not None:
+        raise failure
+    _raise_first(problems)
+    logger.info("Loaded the state from %s.", folder)
+    return folder
+
+
+def has_checkpoint(run: Run) -> bool:
+    """Whether there is a complete numbered checkpoint; ask on every rank."""
+    run.settle()
+    if not run.is_automatic:
+        return False
+    return newest_of_all(_listings(_answers(run, None, "has_checkpoint"))) is not None
+
+
+def _choose(run: Run, input_dir: str | os.PathLike[str] | None) -> Path:
+    if input_dir is None and not run.is_automatic:
+        raise SettingsError(
+            "load_state() needs an input_dir, unless the Accelerator has a "
+            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    answers = _answers(run, None if input_dir is None else str(input_dir), WHAT)
+    if run.is_automatic:
+        run.project.iteration = max(answer.following for answer in answers)
+    if input_dir is not None:
+        return Path(input_dir).expanduser()
+    newest = newest_of_all(_listings(answers))
+    if newest is None:
+        raise CheckpointError(
+            f"There is no complete checkpoint in {str(run.numbered)!r}. Ask accelerator.has_checkpoint "
+            "before load_state()."
+        )
+    return run.numbered / layout.numbered_name(newest)
+
+
+def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
+    """What all ranks say, once they agree on what is asked for."""
+    mine = _look(run, asked) if run.commits else Answer(asked=asked)
+    answers = [Answer(**json.loads(text)) for text in run.main.exchange(what, json.dumps(asdict(mine)))]
+    if any(answer.asked != asked for answer in answers):
+        raise DistributedOperationException(
+            "load_state() was called for different folders: "
+            + "; ".join(f"rank {rank}: {answer.asked!r}" for rank, answer in enumerate(answers))
+        )
+    _raise_first(answer.problem for answer in answers)
+    return answers
+
+
+def _look(run: Run, asked: str | None) -> Answer:
+    """What is there, on the host of this rank."""
+    try:
+        complete, following = None, 0
+        if run.is_automatic:
+            if asked is None:
+                complete = folders.complete_ones(run.numbered)
+            following = max(folders.numbers(run.numbered), default=-1) + 1
+        if asked is not None:
+            folder = Path(asked).expanduser()
+            if not folder.is_dir():
+                return Answer(asked=asked, problem=f"there is no folder {asked!r}")
+            folders.recover(folder)
+        return Answer(asked=asked, complete=complete, following=following)
+    except (OSError, CheckpointError) as error:
+        return Answer(asked=asked, problem=f"{error}")
+
+
+def _listings(answers: Iterable[Answer]) -> list[list[int]]:
+    return [answer.complete for answer in answers if answer.complete is not None]
+
+
+def _verified(run: Run, folder: Path) -> Manifest | None:
+    """Make sure that a checkpoint is whole: every rank verifies some of the files.
+
+    Returns:
+        Its manifest, if it has one.
+    """
+    topology = run.runtime.topology
+    together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+    manifest, problem = None, ""
+    try:
+        manifest = folders.check(folder)
+        if manifest is not None:
+            folders.verify(folder, manifest, shares(manifest.files, together)[run.rank - run.committer])
+    except (OSError, CheckpointError) as error:
+        problem = f"{error}"
+    _raise_first(run.main.exchange(WHAT, problem))
+    return manifest
+
+
+def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
+    prepared = run.prepared
+    models = list(prepared.models)
+    for hook in tuple(run.load_hooks.values()):
+        hook(models, str(source.folder))
+    for index, model in enumerate(models):
+        restore_model(source, index, extract_model_from_parallel(model, keep_torch_compile=False), **to_model)
+    if not run.load_hooks:
+        warn_about_more_models(source, len(models))
+    restore_states(source, layout.optimizer_name, prepared.optimizers)
+    restore_states(source, layout.scheduler_name, prepared.schedulers)
+    scaler = run.precision.state_dict()
+    if scaler and source.has(layout.SCALER_NAME):
+        run.precision.load_state_dict(source.read(layout.SCALER_NAME))
+    elif scaler or source.has(layout.SCALER_NAME):
+        logger.warning(
+            "The checkpoint %s was saved %s a loss scaler, and this run is %s one.",
+            source.folder,
+            *(("without", "with") if scaler else ("with", "without")),
+        )
+    restore_positions(source, prepared.dataloaders)
+    restore_states(source, layout.custom_name, run.custom)
+    run.synchronizer.step = step_of(source)
+    restore_rng(source)  # last: whatever drew random numbers until here
+
+
+def _raise_first(problems: Iterable[str]) -> None:
+    for rank, problem in enumerate(problems):
+        if problem:
+            raise CheckpointError(f"rank {rank}: {problem}")

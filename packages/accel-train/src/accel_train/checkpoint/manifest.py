@@ -1,0 +1,141 @@
+"""The manifest: what a checkpoint consists of. A folder that agrees with its manifest is complete."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+FORMAT = 1
+CHECKSUM = "xxh3_64"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """One file of a checkpoint.
+
+    Args:
+        size: In bytes.
+        checksum: Its XXH3 hash with 64 bits, in hexadecimal digits.
+    """
+
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a checkpoint consists of.
+
+    Args:
+        world_size: How many ranks have saved.
+        step: Micro-batches since the last optimizer step.
+        iteration: Number of the checkpoint, where it has one.
+        files: Every file by its path inside the folder, with `/` between folders.
+        format: Version of this format.
+    """
+
+    world_size: int
+    step: int
+    iteration: int | None = None
+    files: Mapping[str, FileRecord] = field(default_factory=dict[str, FileRecord])
+    format: int = FORMAT
+
+    def to_text(self) -> str:
+        """The manifest as JSON.
+
+        Example:
+            >>> manifest = Manifest(world_size=2, step=0, files={"a": FileRecord(size=1, checksum="0f")})
+            >>> Manifest.from_text(manifest.to_text(), "here") == manifest
+            True
+        """
+        table = {
+            "format": self.format,
+            "world_size": self.world_size,
+            "step": self.step,
+            "iteration": self.iteration,
+            "checksum": CHECKSUM,
+            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
+        }
+        return json.dumps(table, indent=1) + "\n"
+
+    @classmethod
+    def from_text(cls, text: str | bytes, where: object) -> Manifest:
+        """Read what `to_text` wrote.
+
+        Args:
+            text: JSON.
+            where: The file it comes from, for the messages.
+
+        Raises:
+            CheckpointError: It is damaged, or of a version that is not known here.
+        """
+        try:
+            table: dict[str, Any] = json.loads(text)
+            version = table["format"]
+            if version == FORMAT and table["checksum"] == CHECKSUM:
+                return cls(
+                    world_size=int(table["world_size"]),
+                    step=int(table["step"]),
+                    iteration=None if table["iteration"] is None else int(table["iteration"]),
+                    files={
+                        str(name): FileRecord(size=int(row["size"]), checksum=str(row["checksum"]))
+                        for name, row in table["files"].items()
+                    },
+                )
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{str(where)!r} is damaged ({error!r}), so that nothing is known about this checkpoint: "
+                "load another one."
+            ) from error
+        raise CheckpointError(
+            f"{str(where)!r} has format {version!r} with checksums {table['checksum']!r}; this version of "
+            f"accel reads format {FORMAT!r} with {CHECKSUM!r}. Load it with the version that saved it."
+        )
+
+    def complaints(self, sizes: Mapping[str, int]) -> list[str]:
+        """What is wrong with a folder, judged by the sizes of its files.
+
+        Args:
+            sizes: The size of every file that is there.
+
+        Returns:
+            One phrase for each file that is absent or has another size; files that the manifest does not name
+            do not matter.
+
+        Example:
+            >>> Manifest(world_size=1, step=0, files={"a": FileRecord(size=1, checksum="")}).complaints({})
+            ["'a' is absent"]
+        """
+        return [
+            f"{name!r} is absent"
+            if name not in sizes
+            else f"{name!r} has {sizes[name]} bytes, not {row.size}"
+            for name, row in self.files.items()
+            if sizes.get(name) != row.size
+        ]
+
+
+def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
+    """Divide the files among several ranks, so that each has about as many bytes to verify.
+
+    Args:
+        files: By name.
+        parts: Number of ranks.
+
+    Example:
+        >>> sizes = {"a": 5, "b": 3, "c": 1}
+        >>> shares({name: FileRecord(size=size, checksum="") for name, size in sizes.items()}, 2)
+        [['a'], ['b', 'c']]
+    """
+    divided: list[tuple[int, list[str]]] = [(0, []) for _ in range(parts)]
+    for name in sorted(files, key=lambda name: (-files[name].size, name)):
+        least = min(range(parts), key=lambda part: divided[part][0])
+        total, names = divided[least]
+        divided[least] = (total + files[name].size, [*names, name])
+    return [names for _, names in divided]

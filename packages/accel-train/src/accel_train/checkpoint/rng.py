@@ -1,0 +1,120 @@
+"""The random number generators of a rank: of Python, numpy, torch, and every kind of device in use."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from accel_state.devices.kinds import KINDS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+PYTHON_KEY = "random_state"
+NUMPY_KEY = "numpy_random_seed"
+TORCH_KEY = "torch_manual_seed"
+_HOST_KEYS = (PYTHON_KEY, NUMPY_KEY, TORCH_KEY)
+
+
+def read_rng(device: torch.device) -> dict[str, Any]:
+    """The states of all generators, in the form in which the field stores them.
+
+    Args:
+        device: Of this process. Generators of other kinds of devices are read if they are in use.
+
+    Example:
+        >>> sorted(read_rng(torch.device("cpu")))
+        ['numpy_random_seed', 'random_state', 'torch_manual_seed']
+    """
+    states: dict[str, Any] = {
+        PYTHON_KEY: random.getstate(),
+        NUMPY_KEY: np.random.get_state(),
+        TORCH_KEY: torch.get_rng_state(),
+    }
+    for kind in _kinds_in_use(device):
+        states[_device_key(kind)] = _read_device(kind)
+    return states
+
+
+def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
+    """Set all generators.
+
+    Args:
+        states: What `read_rng` gave.
+        device: Of this process.
+
+    Returns:
+        What could not be restored, one sentence each.
+    """
+    complaints = [f"{key!r} is absent" for key in _HOST_KEYS if key not in states]
+    if PYTHON_KEY in states:
+        version, words, gauss = states[PYTHON_KEY]
+        random.setstate((version, tuple(words), gauss))
+    if NUMPY_KEY in states:
+        np.random.set_state(states[NUMPY_KEY])
+    if TORCH_KEY in states:
+        torch.set_rng_state(states[TORCH_KEY])
+    present = _kinds_in_use(device)
+    for kind in present:
+        key = _device_key(kind)
+        if key in states:
+            complaints += _write_device(kind, states[key])
+        else:
+            complaints.append(f"{key!r} is absent: the state was saved where there was no such device")
+    known = {*_HOST_KEYS, *map(_device_key, present), "step"}
+    complaints += [f"{key!r} is for devices that are not here" for key in sorted(states) if key not in known]
+    return complaints
+
+
+def seed_apart(states: Mapping[str, Any], rank: int) -> None:
+    """Seed all generators of a rank that has no states of its own, as a function of those of another.
+
+    Args:
+        states: Of a rank that has saved some.
+        rank: This rank.
+    """
+    torch_state = states.get(TORCH_KEY)
+    source = b"" if torch_state is None else torch_state.numpy().tobytes()
+    digest = hashlib.blake2b(source + str(rank).encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)  # of all devices
+
+
+def _kinds_in_use(device: torch.device) -> list[str]:
+    """Types of devices whose generators matter: this process's own, and those that were touched."""
+    types = dict.fromkeys(kind.type for kind in KINDS if kind.probe() and kind.type not in {"cpu", "xla"})
+    return [
+        name
+        for name in types
+        if name == device.type or getattr(getattr(torch, name), "is_initialized", lambda: False)()
+    ]
+
+
+def _device_key(kind: str) -> str:
+    return f"torch_{kind}_manual_seed"
+
+
+def _read_device(kind: str) -> Any:
+    namespace: Any = getattr(torch, kind)
+    if not hasattr(namespace, "get_rng_state_all"):  # mps has one device
+        return [namespace.get_rng_state()]
+    return namespace.get_rng_state_all()
+
+
+def _write_device(kind: str, states: Any) -> list[str]:
+    namespace: Any = getattr(torch, kind)
+    if not hasattr(namespace, "get_rng_state_all"):
+        namespace.set_rng_state(states[0])
+        return []
+    count = namespace.device_count()
+    for index, state in enumerate(states[:count]):
+        namespace.set_rng_state(state, index)
+    if len(states) == count:
+        return []
+    return [f"{_device_key(kind)!r} holds states of {len(states)} devices, and there are {count}"]

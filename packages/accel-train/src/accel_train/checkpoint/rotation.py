@@ -1,0 +1,43 @@
+"""Which numbered checkpoints are kept, and which one is the newest: plans on numbers alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+def outdated(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
+    """Say which checkpoints are to be deleted, now that a new one stands.
+
+    Args:
+        complete: The numbers of all complete checkpoints, the new one among them or not.
+        newest: The number of the new one, which always stays.
+        limit: How many stay; all if `None`.
+
+    Returns:
+        Numbers from the oldest on. What is not complete is not counted, nor deleted.
+
+    Example:
+        >>> outdated([1, 2, 3, 4], newest=4, limit=2)
+        [1, 2]
+    """
+    if limit is None:
+        return []
+    others = sorted({*complete} - {newest})
+    return others[: max(0, len(others) + 1 - max(1, limit))]
+
+
+def newest_of_all(found: Sequence[Iterable[int]]) -> int | None:
+    """Say which checkpoint to go on from: the newest that is complete on every host.
+
+    Args:
+        found: For every host that has folders of its own, the numbers of its complete checkpoints.
+
+    Example:
+        >>> newest_of_all([[1, 2, 3], [1, 2]])
+        2
+    """
+    common = set[int](found[0]).intersection(*found[1:]) if found else set[int]()
+    return max(common, default=None)

@@ -1,0 +1,110 @@
+"""The record that saving and loading work with: one run, on one rank."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import SettingsError
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.agreement import agreement_of
+from accel_train.checkpoint.staging import HostArena
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.roles import Persister, PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_train.checkpoint.agreement import Agreement
+    from accel_train.checkpoint.saving import Saving
+    from accel_train.parts import Prepared
+    from accel_train.sync import Synchronizer
+
+
+@dataclass(kw_only=True)
+class Run:
+    """What one `Accelerator` saves and loads, and where.
+
+    Args:
+        runtime: Of this process.
+        project: Where numbered checkpoints go, and how many stay.
+        prepared: What is saved.
+        synchronizer: Counts micro-batches.
+        persister: The strategy's; gives state dicts.
+        precision: With the loss scaler.
+        custom: Registered objects.
+        save_hooks: Called as `hook(models, weights, folder)` before anything is written.
+        load_hooks: Called as `hook(models, folder)` before anything is loaded.
+        saving: What is being written.
+    """
+
+    runtime: Runtime
+    project: ProjectConfiguration
+    prepared: Prepared
+    synchronizer: Synchronizer
+    persister: Persister
+    precision: PrecisionPolicy
+    custom: list[Any] = field(default_factory=list[Any])
+    save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
+    saving: Saving | None = None
+
+    @property
+    def rank(self) -> int:
+        """Index of this process."""
+        return self.runtime.topology.rank
+
+    @property
+    def is_automatic(self) -> bool:
+        """Whether checkpoints are numbered."""
+        return self.project.automatic_checkpoint_naming
+
+    @property
+    def numbered(self) -> Path:
+        """Where numbered checkpoints are.
+
+        Raises:
+            SettingsError: There is no project directory.
+        """
+        if self.project.project_dir is None:
+            raise SettingsError(
+                "ProjectConfiguration(automatic_checkpoint_naming=True) needs a project_dir: checkpoints go "
+                "to <project_dir>/checkpoints."
+            )
+        return layout.numbered_folders(self.project.project_dir)
+
+    @property
+    def committer(self) -> int:
+        """The rank that completes the folder in which this one writes."""
+        topology = self.runtime.topology
+        return topology.rank - topology.local_rank if self.project.save_on_each_node else 0
+
+    @property
+    def commits(self) -> bool:
+        """Whether that is this rank."""
+        return self.rank == self.committer
+
+    @cached_property
+    def main(self) -> Agreement:
+        """How the main threads of all ranks agree."""
+        return agreement_of(self.runtime, "main", in_main_thread=True)
+
+    @cached_property
+    def background(self) -> Agreement:
+        """How those agree who write."""
+        return agreement_of(self.runtime, "writer", in_main_thread=False)
+
+    @cached_property
+    def arena(self) -> HostArena:
+        """Host memory for what is written in the background."""
+        return HostArena(self.runtime.device)
+
+    def settle(self) -> None:
+        """Wait until nothing is being written, and raise what has gone wrong with it."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.settle()

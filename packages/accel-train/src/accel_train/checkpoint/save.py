@@ -1,0 +1,246 @@
+"""Saving the state of a run: what happens in which order, on every rank alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import CheckpointWriteError, DistributedOperationException, SettingsError
+from accel_train.checkpoint import folder, layout
+from accel_train.checkpoint.contents import Contents, own_parts, shared_parts
+from accel_train.checkpoint.files import remove
+from accel_train.checkpoint.manifest import Manifest
+from accel_train.checkpoint.saving import (
+    Job,
+    Part,
+    Report,
+    Saving,
+    complete,
+    record_parts,
+    write_parts,
+    write_recorded,
+)
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Sequence
+
+    from accel_train.checkpoint.run import Run
+    from accel_train.checkpoint.staging import Recorder
+
+logger = logging.getLogger(__name__)
+
+WHAT = "save_state()"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What a rank was asked to save; the same on all ranks.
+
+    Args:
+        folder: Where the checkpoint will stand.
+        iteration: Its number, if it is numbered.
+        safe: Whether weights are written as safetensors.
+        blocking: Whether the caller waits until the checkpoint stands.
+        to_disk: Whether that means that it is on disk.
+    """
+
+    folder: str
+    iteration: int | None
+    safe: bool
+    blocking: bool
+    to_disk: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What a rank says before anything is written.
+
+    Args:
+        request: What it was asked.
+        staging: The folder that it has made to be written in, if that is its part.
+        problem: Why there is none.
+        exists: Whether that is because the numbered checkpoint is there already.
+    """
+
+    request: Request
+    staging: str = ""
+    problem: str = ""
+    exists: bool = False
+
+    def to_text(self) -> str:
+        """Write for the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Answer:
+        """Read what `to_text` wrote."""
+        table: dict[str, Any] = json.loads(text)
+        request = Request(**table.pop("request"))
+        return cls(request=request, **table)
+
+
+def save(
+    run: Run, output_dir: str | os.PathLike[str] | None, *, safe: bool, blocking: bool, to_disk: bool
+) -> Saving:
+    """Save the state of a run.
+
+    Args:
+        run: What is saved.
+        output_dir: Where, unless checkpoints are numbered.
+        safe: Whether weights are written as safetensors.
+        blocking: Whether to return when the checkpoint stands; else when everything is copied to host memory.
+        to_disk: Whether the checkpoint counts only when it is on disk.
+
+    Returns:
+        The checkpoint, complete if `blocking`.
+
+    Raises:
+        SettingsError: It is not clear where to, or the numbered checkpoint is there already.
+        CheckpointWriteError: Some rank could not write. Older checkpoints stand.
+        DistributedOperationException: Another rank does something else.
+    """
+    run.settle()
+    target = target_of(run, output_dir)
+    request = Request(
+        folder=str(target),
+        iteration=run.project.iteration if run.is_automatic else None,
+        safe=safe,
+        blocking=blocking,
+        to_disk=to_disk,
+    )
+    staging = _agree(run, request, target)
+    if request.iteration is not None:
+        run.project.iteration = request.iteration + 1
+    job = _job(run, request, target, staging)
+    recorded: dict[str, Recorder] = {}
+    saving = Saving(str(target), lambda: complete(job, write_recorded(job, recorded), run.background))
+    report, failure = Report(job.committer), None
+    try:
+        parts = _parts(run, job, safe=safe)
+        if blocking:
+            report = write_parts(job, parts)
+        else:
+            _record(run, parts, recorded)
+    except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks must hear
+        failure = error
+        report.error = f"rank {job.rank} failed before it could write: {error!r}"
+    if failure is None and not blocking:
+        run.saving = saving
+        saving.start()
+        return saving
+    try:
+        complete(job, report, run.background)
+    except CheckpointWriteError as error:
+        raise error from failure
+    logger.info("Saved the state to %s.", target)
+    return saving
+
+
+def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
+    """Where the next checkpoint will stand.
+
+    Raises:
+        SettingsError: That is not clear.
+    """
+    if run.is_automatic:
+        target = run.numbered / layout.numbered_name(run.project.iteration)
+        if output_dir is not None:
+            logger.warning(
+                "save_state(%r): with automatic_checkpoint_naming, this checkpoint goes to %s.",
+                str(output_dir),
+                target,
+            )
+        return target
+    if output_dir is None:
+        raise SettingsError(
+            "save_state() needs an output_dir, unless the Accelerator has a "
+            "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
+        )
+    return Path(output_dir).expanduser()
+
+
+def _agree(run: Run, request: Request, target: Path) -> Path:
+    """Meet all ranks; return the folder in which this one writes."""
+    mine = _begin(request, target) if run.commits else Answer(request=request)
+    try:
+        answers = [Answer.from_text(text) for text in run.main.exchange(WHAT, mine.to_text())]
+        if any(answer.request != request for answer in answers):
+            raise DistributedOperationException(
+                "save_state() was called with different arguments: "
+                + "; ".join(f"rank {rank}: {answer.request}" for rank, answer in enumerate(answers))
+            )
+        for rank, answer in enumerate(answers):
+            if answer.problem:
+                kind = SettingsError if answer.exists else CheckpointWriteError
+                raise kind(f"rank {rank}: {answer.problem}")
+    except Exception:
+        if mine.staging:
+            remove(Path(mine.staging))
+        raise
+    return Path(answers[run.committer].staging)
+
+
+def _begin(request: Request, target: Path) -> Answer:
+    """Make the folder in which is written."""
+    try:
+        if request.iteration is not None:
+            folder.recover(target)
+            if target.exists():
+                number = max(folder.numbers(target.parent)) + 1
+                problem = (
+                    f"{str(target)!r} is there already, of an earlier run. Go on from it with "
+                    f"load_state(), or set ProjectConfiguration(iteration={number})."
+                )
+                return Answer(request=request, problem=problem, exists=True)
+        return Answer(request=request, staging=str(folder.begin(target)))
+    except OSError as error:
+        problem = f"{str(error.filename or target)!r} could not be made: {error.strerror or error!r}"
+        return Answer(request=request, problem=problem)
+
+
+def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
+    step = run.synchronizer.step
+    if step:
+        logger.warning(
+            "The state is saved %d micro-batch(es) after the last optimizer step; their gradients are not "
+            "part of it. Save `if accelerator.sync_gradients:`.",
+            step,
+        )
+    world_size = run.runtime.topology.world_size
+    return Job(
+        target=target,
+        staging=staging,
+        rank=run.rank,
+        committer=run.committer,
+        limit=run.project.total_limit,
+        to_disk=request.to_disk,
+        manifest=Manifest(world_size=world_size, step=step, iteration=request.iteration),
+    )
+
+
+def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
+    """Run the hooks; return what this rank writes."""
+    prepared = run.prepared
+    weights = [run.persister.full_state_dict(model) for model in prepared.models]
+    for hook in tuple(run.save_hooks.values()):
+        hook(prepared.models, weights, str(job.staging))
+    contents = Contents(
+        weights=weights,
+        optimizers=prepared.optimizers,
+        schedulers=prepared.schedulers,
+        dataloaders=prepared.dataloaders,
+        custom=run.custom,
+        scaler=run.precision.state_dict(),
+    )
+    shared = shared_parts(contents, safe=safe) if run.commits else []
+    return [*shared, *own_parts(contents, rank=job.rank, device=run.runtime.device)]
+
+
+def _record(run: Run, parts: Sequence[Part], recorded: dict[str, Recorder]) -> None:
+    recorded |= record_parts(parts, run.arena)
+    if run.runtime.device.type != "cpu":
+        run.runtime.kind.module.synchronize()  # copies are under way

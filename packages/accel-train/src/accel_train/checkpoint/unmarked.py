@@ -1,0 +1,46 @@
+"""Checkpoints without a manifest, which other libraries write: whether their files look whole."""
+
+from __future__ import annotations
+
+import zipfile
+from typing import TYPE_CHECKING
+
+from accel_ops.weights.names import SAFETENSORS_SUFFIX
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_state.errors import CheckpointError
+from accel_train.checkpoint import layout
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+_ZIP = b"PK\x03\x04"
+
+
+def check_unmarked(folder: Path) -> None:
+    """Make sure that there is a checkpoint, and that none of its files was cut off.
+
+    Args:
+        folder: Without a manifest.
+
+    Raises:
+        CheckpointError: It has no file that a checkpoint consists of, or one is not whole.
+    """
+    names = sorted(entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name))
+    if not names:
+        raise CheckpointError(
+            f"{str(folder)!r} is no checkpoint: it has neither {layout.MANIFEST_NAME!r} nor any file that a "
+            "checkpoint consists of."
+        )
+    for name in names:
+        if name.endswith(SAFETENSORS_SUFFIX):
+            SafetensorsFile(folder / name)
+        else:
+            _check_saved(folder / name)
+
+
+def _check_saved(path: Path) -> None:
+    with path.open("rb") as file:
+        begins_whole = file.read(len(_ZIP)) == _ZIP
+    # What torch wrote before version 1.6 is no zip file, and cannot be judged from outside.
+    if path.stat().st_size == 0 or (begins_whole and not zipfile.is_zipfile(path)):
+        raise CheckpointError(f"{str(path)!r} is not whole: it was cut off while it was written.")
