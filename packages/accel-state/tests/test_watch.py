@@ -197,6 +197,18 @@ def test_a_store_that_is_gone_is_said_and_ends_the_thread(store, monkeypatch):
         raise TIMED_OUT
 
 
+def test_a_store_that_cannot_do_its_part_does_not_stop_the_run(caplog):
+    class Poor(HashStore):
+        def clone(self):
+            raise NotImplementedError("no clone")
+
+    watch.begin(Poor(), rank=0, world_size=2, limit=timedelta(seconds=1))
+    assert watch._active is None
+    assert "no clone" in caplog.text
+    with watch.region("gather"):
+        pass
+
+
 def test_where_the_main_thread_is_can_be_told_from_another_thread():
     here = "thread.join()  # the main thread is here"
     thread = threading.Thread(target=lambda: until(lambda: place_of(main_thread_site())[1] == here))

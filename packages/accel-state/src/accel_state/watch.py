@@ -285,15 +285,21 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
     """
     global _active  # noqa: PLW0603 - one process has one watch, and `region` must find it in no time
     end()
-    if world_size > 1:
-        _active = Watch(
+    if world_size == 1:
+        return
+    try:
+        watch = Watch(
             own_connection(store),
             rank=rank,
             world_size=world_size,
             limit=limit.total_seconds(),
             asynchronous=asynchronous,
         )
-        _active.start()
+        watch.start()
+    except RuntimeError as error:  # a store of a third party; the run does not depend on this help
+        logger.warning("Hangs will not be explained: the store of the process group fails (%s).", error)
+    else:
+        _active = watch
 
 
 def end(*, closing: bool = False) -> None:
