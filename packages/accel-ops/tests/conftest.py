@@ -93,9 +93,13 @@ class ThreadCollectives:
         assert {other for other, _ in found} == {name}, found
         return [copy.deepcopy(value) for _, value in found]
 
-    def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+    def all_gather_into(
+        self, out: torch.Tensor, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         assert tensor.is_contiguous()
         found = self.exchange("all_gather_into", tensor.detach())
+        if meanwhile is not None:
+            meanwhile()
         assert {part.shape for part in found} == {tensor.shape}
         out.view(-1).copy_(torch.cat([part.reshape(-1) for part in found]))
 
@@ -104,8 +108,10 @@ class ThreadCollectives:
         assert {part.shape for part in found} == {tensor.shape}
         tensor.copy_(found[src])
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
+    def all_reduce(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         found = self.exchange("all_reduce", tensor.detach())
+        if meanwhile is not None:
+            meanwhile()
         assert {part.shape for part in found} == {tensor.shape}
         assert {part.dtype for part in found} == {tensor.dtype}
         wide = [part.double() if part.dtype.itemsize == 1 else part for part in found]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from itertools import groupby, islice
-from operator import attrgetter
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from accel_ops import checked, exchange
+from accel_ops.addition import Addition, Scaling, add_copy, add_in_place
 from accel_ops.packing import (
     Flat,
     below_autograd,
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 Reduction = Literal["sum", "mean", "none"]
 
 _REDUCTIONS = ("sum", "mean", "none")
-_WIDE_EXPONENTS = {torch.float32, torch.float64, torch.bfloat16}
 
 
 def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
@@ -69,7 +67,7 @@ def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
         )
     flat = flatten(tensor, "gather")
     collect = exchange.gather_even if same_shapes else exchange.gather
-    return flat.rebuild(collect(collectives, flat.plan, flat.leaves, runtime.device))
+    return collect(collectives, flat, runtime.device)
 
 
 def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
@@ -189,20 +187,10 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
     collectives = runtime.collectives
     if runtime.debug and collectives.world_size > 1:
         checked.check(collectives, "reduce", tensor, detail=f"{reduction!r}, scale={scale!r}")
-    members = collectives.world_size if reduction == "mean" else None
+    scaling = Scaling(members=collectives.world_size if reduction == "mean" else None, scale=scale)
     if collectives.world_size == 1:
-        return recursively_apply(
-            lambda leaf: _summed(collectives, leaf.detach().clone(), members, scale),
-            tensor,
-            error_on_other_type=True,
-        )
-    flat = flatten(tensor, "reduce")
-    results = _reduce_packed(collectives, flat, members, scale, runtime.device)
-    results += [
-        _reduce_alone(collectives, flat.leaves[index], members, scale, runtime.device)
-        for index in flat.plan.large
-    ]
-    return flat.rebuild(flat.plan.restore_packed(results))
+        return recursively_apply(_add_alone, tensor, scaling, error_on_other_type=True)
+    return _reduce(collectives, flatten(tensor, "reduce"), scaling, runtime.device)
 
 
 def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
@@ -231,63 +219,54 @@ def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device
         leaf.copy_(carried)
 
 
-def _reduce_packed(
-    collectives: Collectives, flat: Flat, members: int | None, scale: float, device: torch.device
-) -> list[Tensor]:
-    """Reduce the leaves that are not large, one message per element type; the results come by buckets."""
+def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device) -> Any:
+    """Add leaves over the ranks, one message per element type and one per large leaf."""
     buffer = make_buffer(flat.plan.packed, device)
     buffer.fill(flat.leaves)
-    leaves: list[Tensor] = []
-    blocks = iter(buffer.sections)
+    additions: list[Addition] = []
+    blocks: list[Tensor] = []
     with below_autograd():
-        for dtype, group in groupby(buffer.buckets, attrgetter("dtype")):
-            same = list(group)
-            start, stop = same[0].start, same[-1].stop
-            addends = buffer.content[start:stop].view(dtype)
-            total = _summed(collectives, addends, members, scale)
-            mine = list(islice(blocks, len(same)))
-            if total is not addends:
-                firsts = [(bucket.start - start) // dtype.itemsize for bucket in same]
+        for dtype, group in groupby(
+            zip(buffer.buckets, buffer.sections, strict=True), lambda pair: pair[0].dtype
+        ):
+            buckets, mine = zip(*group, strict=True)
+            start = buckets[0].start
+            addend = buffer.content[start : buckets[-1].stop].view(dtype)
+            additions.append(add_in_place(addend, scaling))
+            final = additions[-1].final
+            if final is not addend:
+                firsts = [(bucket.start - start) // dtype.itemsize for bucket in buckets]
                 mine = [
-                    total.as_strided(bucket.shape, bucket.strides, first)
-                    for bucket, first in zip(same, firsts, strict=True)
+                    final.as_strided(b.shape, b.strides, first)
+                    for b, first in zip(buckets, firsts, strict=True)
                 ]
-            leaves += cut_all(same, mine)
-    return leaves
+            blocks += mine
+    large = [add_copy(flat.leaves[index], scaling, device) for index in flat.plan.large]
+    result: list[Any] = []
 
-
-def _reduce_alone(
-    collectives: Collectives, leaf: Tensor, members: int | None, scale: float, device: torch.device
-) -> Tensor:
-    """Reduce a large leaf, reading and writing its memory as rarely as possible."""
-    leaf = leaf.detach().to(device)
-    factor = scale / (members or 1)
-    total = torch.empty(leaf.shape, dtype=leaf.dtype, device=device)
-    if leaf.dtype in _WIDE_EXPONENTS and math.frexp(factor)[0] == 0.5:
-        # Scaling by a power of two is exact, so it can come first, together with the copy.
-        collectives.all_reduce(torch.mul(leaf, factor, out=total))
-        return total
-    return _summed(collectives, total.copy_(leaf), members, scale)
-
-
-def _summed(collectives: Collectives, total: Tensor, members: int | None, scale: float) -> Tensor:
-    """The sum of a tensor over all ranks, divided by `members` and scaled; `total` is overwritten."""
-    dtype = total.dtype
-    changes = members is not None or scale != 1.0
-    if changes and not (dtype.is_floating_point or dtype.is_complex):
-        total = total.to(torch.int64)
-    elif changes and dtype.itemsize == 1:
-        total = total.to(torch.float32)  # there is no arithmetic on float8
-    collectives.all_reduce(total)
-    if members is not None:
-        total = (
-            total.div_(members)
-            if total.dtype.is_floating_point or total.dtype.is_complex
-            else total / members
+    def cut_out() -> None:
+        with below_autograd():
+            leaves = cut_all(buffer.buckets, blocks)
+        result.append(
+            flat.rebuild(flat.plan.restore_packed([*leaves, *(addition.final for addition in large)]))
         )
-    if scale != 1.0:
-        total = total * scale
-    return total.to(dtype) if dtype.is_floating_point and dtype.itemsize == 1 else total
+
+    meanwhile = cut_out
+    for addition in (*additions, *large):
+        collectives.all_reduce(addition.total, meanwhile if not result else None)
+        with below_autograd():
+            addition.finish()
+    if not result:
+        cut_out()
+    return result[0]
+
+
+def _add_alone(leaf: Tensor, scaling: Scaling) -> Tensor:
+    """What the sum of one comes to."""
+    with torch.no_grad():
+        addition = add_copy(leaf, scaling, leaf.device)
+        addition.finish()
+    return addition.final
 
 
 def _check_source(from_process: int, collectives: Collectives) -> None:

@@ -24,7 +24,7 @@ from accel_state.errors import DistributedOperationException
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
 
-    from accel_ops.packing import Plan
+    from accel_ops.packing import Flat, Plan, Restore
     from accel_ops.plan import Bucket
     from accel_state.backends.base import Collectives
 
@@ -95,100 +95,161 @@ class Cutter:
     """How to get leaves, joined over the ranks, out of the chunks of all ranks.
 
     Attributes:
-        joined: Where they lie once the pieces are in order.
+        sizes: Hashes of the ranks' sizes of dimension 0, for which this holds.
+        joined: Where the leaves lie once the pieces are in order.
+        restore: Puts them into the order of the structure.
         pieces: Offset and length of every piece, in order.
+        nbytes: The length of all.
         order: The pieces as indices of units; None if they are too few or too many for that.
         unit: The unit, in elements of `carrier`.
         carrier: The type in which units are moved.
     """
 
+    sizes: tuple[int, ...]
     joined: tuple[Bucket, ...]
+    restore: Restore
     pieces: list[tuple[int, int]]
+    nbytes: int
     order: Tensor | None
     unit: int
     carrier: torch.dtype
 
 
+class Draft:
+    """The result of a gather, made while the data is under way and filled in when it has come.
+
+    Args:
+        flat: The structure.
+        cutter: How to get its leaves out of what comes.
+        device: Where.
+        large: Leaves that came another way, to be put after the others before they are restored.
+    """
+
+    __slots__ = ("_device", "_flat", "_large", "_made", "cutter")
+
+    def __init__(
+        self, flat: Flat, cutter: Cutter, device: torch.device, large: Sequence[Tensor] = ()
+    ) -> None:
+        self.cutter = cutter
+        self._flat = flat
+        self._device = device
+        self._large = large
+        self._made: tuple[Tensor, Any] | None = None
+
+    def prepare(self) -> None:
+        """Allocate the result and cut it into leaves."""
+        self._made = self._make()
+
+    def finish(self, everything: Tensor) -> Any:
+        """Put the data into its place; return the result.
+
+        Args:
+            everything: The chunks of all ranks.
+        """
+        content, result = self._made or self._make()
+        cutter = self.cutter
+        with below_autograd():
+            if cutter.order is not None:
+                units = everything.view(cutter.carrier).view(-1, cutter.unit)
+                places = content.view(cutter.carrier).view(-1, cutter.unit)
+                torch.index_select(units, 0, cutter.order, out=places)
+            elif cutter.pieces:
+                torch.cat(
+                    [everything[first : first + length] for first, length in cutter.pieces], out=content
+                )
+        return result
+
+    def _make(self) -> tuple[Tensor, Any]:
+        cutter = self.cutter
+        with below_autograd():
+            content = torch.empty(cutter.nbytes, dtype=torch.uint8, device=self._device)
+            leaves = cut_all(cutter.joined, sections(cutter.joined, content))
+        return content, self._flat.rebuild(cutter.restore([*leaves, *self._large]))
+
+
 _guesses: tuple[Any, Guess] = (None, Guess())
 
 
-def gather(
-    collectives: Collectives, flat_plan: Plan, leaves: list[Tensor], device: torch.device
-) -> Sequence[Tensor]:
+def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves whose sizes of dimension 0 may differ between ranks.
 
     Args:
         collectives: How to talk to the others.
-        flat_plan: The plan of the structure.
-        leaves: Its leaves, on any device.
+        flat: The structure and its leaves, on any device.
         device: Where the collective runs.
 
     Returns:
-        For every leaf the concatenation over the ranks, on `device`.
+        The structure with, for every leaf, the concatenation over the ranks, on `device`.
 
     Raises:
         DistributedOperationException: The ranks' structures differ; raised on every rank.
     """
-    header = _header(flat_plan, device)
+    extras = flat.plan.extras
+    header = _header(flat.plan, device)
     guess = _guess(collectives)
     world_size = collectives.world_size
     capacity = guess.capacity()
-    everything = _exchange(collectives, header, flat_plan, leaves, capacity, device)
+    likely = extras.get(("likely", world_size, capacity, device))
+    draft = Draft(flat, likely, device) if likely is not None else None
+    everything = _exchange(collectives, header, flat, capacity, draft, device)
     prefixes: list[list[int]] = everything.view(torch.int64).view(world_size, -1)[:, :4].tolist()
     if any(prefix[0] != header.structure for prefix in prefixes):
         guess.learn(0, SMALLEST)
-        raise mismatch("gather", collectives, _essentials(flat_plan))
+        raise mismatch("gather", collectives, _essentials(flat.plan))
     need = max(prefix[3] for prefix in prefixes)
     guess.learn(header.structure, need)
     sizes = tuple(prefix[1] for prefix in prefixes)
+    if draft is not None and draft.cutter.sizes == sizes:
+        return draft.finish(everything)
     even = sizes.count(header.sizes) == world_size
     if need > capacity:
         if even:
-            return gather_even(collectives, flat_plan, leaves, device)
-        everything = _exchange(collectives, header, flat_plan, leaves, _aligned(need), device)
-    key = (sizes, len(everything), device)
-    cutter = flat_plan.extras.get(key)
+            return gather_even(collectives, flat, device)
+        capacity = _aligned(need)
+        everything = _exchange(collectives, header, flat, capacity, None, device)
+    cutter = extras.get((sizes, capacity, device))
     if cutter is None:
-        ranks = [flat_plan.buckets] * world_size
+        ranks = [flat.plan.buckets] * world_size
         if not even:
-            count = len(leaves)
-            tables: list[list[int]] = (
-                everything.view(torch.int64).view(world_size, -1)[:, 4 : 4 + count].tolist()
-            )
-            ranks = [plan.place(flat_plan.buckets, rows) for rows in tables]
-        cutter = _keep(flat_plan, key, _cutter(ranks, header.start, everything))
-    return flat_plan.restore(_cut_out(cutter, everything))
+            rows = everything.view(torch.int64).view(world_size, -1)[:, 4 : 4 + len(flat.leaves)]
+            ranks = [plan.place(flat.plan.buckets, counts) for counts in rows.tolist()]
+        cutter = _cutter(ranks, flat.plan.restore, header.start, everything, sizes)
+        _keep(flat.plan, (sizes, capacity, device), cutter)
+    _keep(flat.plan, ("likely", world_size, capacity, device), cutter)
+    return Draft(flat, cutter, device).finish(everything)
 
 
-def gather_even(
-    collectives: Collectives, flat_plan: Plan, leaves: list[Tensor], device: torch.device
-) -> Sequence[Tensor]:
+def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied.
 
     Args:
         collectives: How to talk to the others.
-        flat_plan: The plan of the structure.
-        leaves: Its leaves, on any device.
+        flat: The structure and its leaves, on any device.
         device: Where the collectives run.
+
+    Returns:
+        As `gather`.
     """
     world_size = collectives.world_size
-    results: list[Tensor] = []
-    if flat_plan.packed:
-        size = _aligned(size_of(flat_plan.packed))
-        buffer, _ = kept_buffer(flat_plan, "even", flat_plan.packed, device, capacity=size)
-        buffer.fill(leaves)
-        everything = torch.empty(world_size * size, dtype=torch.uint8, device=device)
-        collectives.all_gather_into(everything, buffer.content)
-        key = (world_size, device)
-        cutter = flat_plan.extras.get(key)
-        if cutter is None:
-            cutter = _keep(flat_plan, key, _cutter([flat_plan.packed] * world_size, 0, everything))
-        results = _cut_out(cutter, everything)
-    for index in flat_plan.large:
-        leaf = leaves[index].detach().to(device).contiguous()
-        results.append(leaf.new_empty((world_size * leaf.shape[0], *leaf.shape[1:])))
-        collectives.all_gather_into(results[-1], leaf)
-    return flat_plan.restore_packed(results)
+    buckets, large = flat.plan.packed, flat.plan.large
+    joined: list[Tensor] = []
+    for index in large:
+        leaf = flat.leaves[index].detach().to(device).contiguous()
+        joined.append(leaf.new_empty((world_size * leaf.shape[0], *leaf.shape[1:])))
+        collectives.all_gather_into(joined[-1], leaf)
+    if not buckets:
+        return flat.rebuild(flat.plan.restore_packed(joined))
+    size = _aligned(size_of(buckets))
+    buffer, _ = kept_buffer(flat.plan, "even", buckets, device, capacity=size)
+    buffer.fill(flat.leaves)
+    everything = torch.empty(world_size * size, dtype=torch.uint8, device=device)
+    cutter = flat.plan.extras.get((world_size, device))
+    if cutter is None:
+        cutter = _cutter([buckets] * world_size, flat.plan.restore_packed, 0, everything, ())
+        _keep(flat.plan, (world_size, device), cutter)
+    draft = Draft(flat, cutter, device, joined)
+    collectives.all_gather_into(everything, buffer.content, draft.prepare)
+    return draft.finish(everything)
 
 
 def mismatch(
@@ -254,65 +315,62 @@ def _header(flat_plan: Plan, device: torch.device) -> Header:
 def _exchange(
     collectives: Collectives,
     header: Header,
-    flat_plan: Plan,
-    leaves: list[Tensor],
+    flat: Flat,
     capacity: int,
+    draft: Draft | None,
     device: torch.device,
 ) -> Tensor:
-    """Everyone's chunk, one row a rank; only its prefix where it did not fit."""
+    """Everyone's chunk; only its prefix where it did not fit."""
     if header.nbytes <= capacity:
         buffer, new = kept_buffer(
-            flat_plan, "gather", flat_plan.buckets, device, capacity=capacity, start=header.start
+            flat.plan, "gather", flat.plan.buckets, device, capacity=capacity, start=header.start
         )
         if new:
             buffer.content[: len(header.content)].copy_(header.content)
-        buffer.fill(leaves)
+        buffer.fill(flat.leaves)
         chunk = buffer.content
     else:
         chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
         chunk[:PREFIX].copy_(header.content[:PREFIX])
     everything = torch.empty(collectives.world_size * capacity, dtype=torch.uint8, device=device)
-    collectives.all_gather_into(everything, chunk)
+    collectives.all_gather_into(everything, chunk, draft.prepare if draft is not None else None)
     return everything
 
 
-def _cutter(ranks: Sequence[tuple[Bucket, ...]], start: int, everything: Tensor) -> Cutter:
+def _cutter(
+    ranks: Sequence[tuple[Bucket, ...]],
+    restore: Restore,
+    start: int,
+    everything: Tensor,
+    sizes: tuple[int, ...],
+) -> Cutter:
     stride = len(everything) // len(ranks)
     pieces = plan.interleave(ranks, start, stride)
     by_rank = [[count for bucket in buckets for count in bucket.rows] for buckets in ranks]
     totals = [sum(counts) for counts in zip(*by_rank, strict=True)]
+    nbytes = sum(length for _, length in pieces)
     order, unit = None, plan.unit_of([*pieces, (0, stride)])
     carrier = next(dtype for dtype in _CARRIERS if unit % dtype.itemsize == 0)
-    if len(pieces) > FEW and sum(length for _, length in pieces) // unit <= MAX_INDEX:
+    if len(pieces) > FEW and nbytes and nbytes // unit <= MAX_INDEX:
         with torch.inference_mode(mode=False):
             order = torch.tensor(plan.index_of(pieces, unit), dtype=torch.int32, device=everything.device)
     return Cutter(
+        sizes=sizes,
         joined=plan.place(ranks[0], totals, scalars=False),
+        restore=restore,
         pieces=pieces,
+        nbytes=nbytes,
         order=order,
         unit=unit // carrier.itemsize,
         carrier=carrier,
     )
 
 
-def _keep(flat_plan: Plan, key: Hashable, cutter: Cutter) -> Cutter:
+def _keep(flat_plan: Plan, key: Hashable, cutter: Cutter) -> None:
     """Remember a cutter, but not ever more of them where sizes change from call to call."""
     if len(flat_plan.extras) >= MAX_CUTTERS:
         flat_plan.extras.clear()
     flat_plan.extras[key] = cutter
-    return cutter
-
-
-def _cut_out(cutter: Cutter, everything: Tensor) -> list[Tensor]:
-    """The joined leaves, bucket after bucket."""
-    with below_autograd():
-        if cutter.order is None:
-            parts = [everything[first : first + length] for first, length in cutter.pieces]
-            content = torch.cat(parts) if parts else everything[:0]
-        else:
-            units = everything.view(cutter.carrier).view(-1, cutter.unit)
-            content = units.index_select(0, cutter.order).view(-1).view(torch.uint8)
-        return cut_all(cutter.joined, sections(cutter.joined, content))
 
 
 def _aligned(nbytes: int, to: int = 16) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -15,6 +15,9 @@ class Collectives(Protocol):
 
     Every method is called by all ranks in the same order. Tensors are contiguous and live on the CPU or on
     the device of the run. Any element type travels; an operation that fails raises on the ranks that see it.
+
+    Work that a caller passes as `meanwhile` is done exactly once, while the message is under way if the
+    backend allows it; it must not touch the contents of the tensors.
     """
 
     @property
@@ -27,12 +30,15 @@ class Collectives(Protocol):
         """Number of processes."""
         ...
 
-    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Fill `out` with the tensors of all ranks, in rank order.
 
         Args:
             out: `world_size * tensor.numel()` elements of the type of `tensor`, any shape.
             tensor: The same number of elements on every rank, possibly 0.
+            meanwhile: Work for the time that this takes.
         """
         ...
 
@@ -51,8 +57,13 @@ class Collectives(Protocol):
         """
         ...
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Overwrite `tensor` with the sum over all ranks, if need be computed in a wider type."""
+    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+        """Overwrite `tensor` with the sum over all ranks, if need be computed in a wider type.
+
+        Args:
+            tensor: Of the same size and type on all ranks.
+            meanwhile: Work for the time that this takes.
+        """
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:

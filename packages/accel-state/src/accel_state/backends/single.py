@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
@@ -23,9 +23,13 @@ class SingleCollectives:
     rank: int = 0
     world_size: int = 1
 
-    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Copy `tensor` into `out`."""
         out.view(-1).copy_(tensor.view(-1))
+        if meanwhile is not None:
+            meanwhile()
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Do nothing, if `src` is this process."""
@@ -38,9 +42,11 @@ class SingleCollectives:
         if parts is not None and parts[0] is not out:
             out.copy_(parts[0])
 
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Do nothing: the sum of one."""
+    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+        """Do nothing but the other work: the sum of one is there."""
         del tensor
+        if meanwhile is not None:
+            meanwhile()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The object alone."""

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d as c10d
 from accel_state.watch import region
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Callable, Generator, Sequence
     from datetime import timedelta
 
     from torch import Tensor
@@ -60,16 +60,21 @@ class TorchCollectives:
         self.rank: int = dist.get_rank(group)
         self.world_size: int = dist.get_world_size(group)
 
-    def all_gather_into(self, out: Tensor, tensor: Tensor) -> None:
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
         """Fill `out` with the tensors of all ranks, in rank order."""
         if tensor.numel() == 0:
+            _do(meanwhile)
             return
         with region("all_gather"), self._carry(out) as target, self._carry(tensor) as source:
             resolved = source.resolve_conj() if source.is_complex() else source
             # Flat, since backends differ in which shapes of `out` they take.
-            dist.all_gather_into_tensor(
-                _as_moved(target.view(-1)), _as_moved(resolved.view(-1)), group=self._group
+            everything, mine = _as_moved(target.view(-1)), _as_moved(resolved.view(-1))
+            under_way = dist.all_gather_into_tensor(
+                everything, mine, group=self._group, async_op=meanwhile is not None
             )
+            _finish(under_way, meanwhile)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`."""
@@ -88,18 +93,18 @@ class TorchCollectives:
                 sources = [_as_moved(target if part is out else part.to(target.device)) for part in parts]
             dist.scatter(_as_moved(target), sources, src=src, group=self._group)
 
-    def all_reduce(self, tensor: Tensor) -> None:
+    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Overwrite `tensor` with the sum over all ranks."""
         if tensor.numel() == 0:
+            _do(meanwhile)
             return
         with region("all_reduce"), self._carry(tensor) as carried:
             wider = _WIDER.get(carried.dtype)
-            if wider is None:
-                dist.all_reduce(_as_summed(carried), group=self._group)
-                return
-            total = carried.to(wider)
-            dist.all_reduce(total, group=self._group)
-            carried.copy_(total)
+            total = _as_summed(carried) if wider is None else carried.to(wider)
+            under_way = dist.all_reduce(total, group=self._group, async_op=meanwhile is not None)
+            _finish(under_way, meanwhile)
+            if wider is not None:
+                carried.copy_(total)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The picklable objects of all ranks, in rank order."""
@@ -176,6 +181,20 @@ def _carried_types(group: dist.ProcessGroup | None) -> frozenset[str]:
     """The types of devices whose tensors the group can move."""
     found = group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
     return frozenset(device.type for device in found._device_types)
+
+
+def _do(work: Callable[[], None] | None) -> None:
+    if work is not None:
+        work()
+
+
+def _finish(under_way: dist.Work | None, meanwhile: Callable[[], None] | None) -> None:
+    """Do the other work, then wait; also if that work fails: until then the message uses its memory."""
+    try:
+        _do(meanwhile)
+    finally:
+        if under_way is not None:
+            under_way.wait()
 
 
 def _as_moved(tensor: Tensor) -> Tensor:
