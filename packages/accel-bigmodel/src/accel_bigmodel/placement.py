@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from accel_ops.weights.tensors import buffer_table, parameter_table
+from accel_ops.weights.tensors import buffer_table, child_table, non_persistent_buffers, parameter_table
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -85,6 +86,44 @@ def set_module_tensor_to_device(
         held.SCB = fp16_statistics.to(target)
     if clear_cache and old is not None and old.device.type not in _HOST and old.device != target:
         torch.accelerator.empty_cache()
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where a module holds a tensor: the table, the name in it, and whether it is one of buffers."""
+
+    table: dict[str, Any]
+    leaf: str
+    is_buffer: bool
+    persistent: bool = True
+
+
+def sites_of(model: nn.Module) -> dict[str, Site]:
+    """Find every place where a model holds a tensor, by full name, in one pass.
+
+    Example:
+        >>> sorted(sites_of(nn.Sequential(nn.Linear(1, 1))))
+        ['0.bias', '0.weight']
+    """
+    found: dict[str, Site] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        parameters: dict[str, Any] = parameter_table(module)
+        for leaf, tensor in parameters.items():
+            if tensor is not None:
+                found[prefix + leaf] = Site(parameters, leaf, is_buffer=False)
+        buffers: dict[str, Any] = buffer_table(module)
+        if buffers:
+            passing = non_persistent_buffers(module)
+            for leaf, tensor in buffers.items():
+                if tensor is not None:
+                    found[prefix + leaf] = Site(buffers, leaf, is_buffer=True, persistent=leaf not in passing)
+        for leaf, child in child_table(module).items():
+            if child is not None:
+                visit(child, f"{prefix}{leaf}.")
+
+    visit(model, "")
+    return found
 
 
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_bigmodel.device_map.layers import child_table, class_names
+from accel_bigmodel.device_map.layers import class_names
 from accel_bigmodel.placement import torch_dtype
 from accel_ops.weights.sizes import dtype_byte_size
-from accel_ops.weights.tensors import buffer_table, parameter_table
+from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
 from accel_state.labels import CustomDtype
 
 if TYPE_CHECKING:

@@ -25,11 +25,16 @@ def rescue(units: Units, depths: Sequence[int], placed: Sequence[int], machine: 
     Example:
         >>> from accel_bigmodel.device_map.plan import Machine, Units
         >>> units = Units(
-        ...     sizes=[9, 2], wholes=[9, 2], buffers=[0, 0], caches=[0, 0], actives=[], members=[(0,), (1,)]
+        ...     sizes=[9, 2, 9],
+        ...     wholes=[9, 2, 9],
+        ...     buffers=[0, 0, 0],
+        ...     caches=[0, 0, 0],
+        ...     actives=[],
+        ...     members=[(0,), (1,), (2,)],
         ... )
         >>> machine = Machine(capacities=(12,), executors=1, host=None, keep_buffers=False)
-        >>> rescue(units, [0, 0], [1, 1], machine)
-        [1, 0]
+        >>> rescue(units, [0, 0, 0], [1, 1, 1], machine)
+        [1, 0, 1]
     """
     result = list(placed)
     order = sorted(range(len(placed)), key=lambda index: (depths[index], index))

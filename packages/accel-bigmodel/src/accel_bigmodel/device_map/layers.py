@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel_ops.weights.tensors import buffer_table, parameter_table
+from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -16,11 +16,6 @@ if TYPE_CHECKING:
     """Bytes of a tensor by the prefix of its module (with a trailing dot), its own name there, and itself."""
     _Sums = tuple[int, int, int]
     """Bytes of a layer so far: counted once, with tied ones, of buffers."""
-
-
-def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Give the module's own table of children; `named_children()` hides one that is registered twice."""
-    return module._modules  # pyright: ignore[reportPrivateUsage] - torch has no accessor
 
 
 def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:

@@ -161,7 +161,7 @@ def _indexed(index_file: Path) -> CheckpointFiles:
         raise CheckpointError(
             f"{str(index_file)!r} is no index of a checkpoint: no 'weight_map' table"
         ) from error
-    checked = {shard: _inside(index_file, shard) for _, shard in pairs}
+    checked = {shard: _inside(index_file, shard) for shard in dict.fromkeys(shard for _, shard in pairs)}
     absent = sorted(shard for shard, path in checked.items() if not path.is_file())
     if absent:
         raise CheckpointError(

@@ -7,6 +7,8 @@ refused, with the tensor it breaks.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import json
 import math
 import mmap
@@ -39,6 +41,8 @@ if hasattr(torch, "float8_e8m0fnu"):  # torch >= 2.7
 HEADER_LIMIT = 100_000_000
 """Bytes; the format's own bound."""
 
+_PIECE = 16 << 20
+_PROBES = 16
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # mmap.MADV_POPULATE_READ is not named before Python 3.14; Linux 5.14 and later know it.
 _POPULATE_READ = 22
@@ -100,29 +104,92 @@ class SafetensorsFile:
         flat = torch.frombuffer(self._mapping(), dtype=entry.dtype, count=count, offset=entry.begin)
         return flat.view(entry.shape)
 
+    def read(self, name: str) -> Tensor:
+        """Read one tensor into memory of its own, in large pieces.
+
+        Args:
+            name: A name among `entries`.
+
+        Raises:
+            CheckpointError: The file ends inside it.
+        """
+        entry = self.entries[name]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        if entry.nbytes:
+            self.read_into(tensor.view(-1).view(torch.uint8), entry.begin)
+        return tensor
+
+    def read_into(self, target: Tensor, begin: int) -> None:
+        """Fill a flat tensor of bytes with the file's bytes from `begin` on.
+
+        Args:
+            target: uint8, contiguous, on the CPU.
+            begin: Where to start in the file.
+
+        Raises:
+            CheckpointError: The file ends before the tensor is full.
+        """
+        count = target.numel()
+        view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            done = 0
+            while done < count:
+                got = file.readinto(view[done : done + _PIECE])
+                if not got:
+                    raise CheckpointError(f"{str(self.path)!r} ends at byte {begin + done}; fetch it again")
+                done += got
+
     def read_ahead(self, names: Iterable[str]) -> None:
-        """Bring tensors into memory now, and return when they are there (or at least asked for)."""
-        self._advise(names, _POPULATE_READ, fallback=getattr(mmap, "MADV_WILLNEED", None))
+        """Bring tensors into memory now, and return when they are there (or, on older kernels, asked for)."""
+        for begin, end in self._pages(names):
+            if not self._populate(begin, end - begin):
+                self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
 
     def forget(self, names: Iterable[str]) -> None:
         """Give the memory of tensors back; they are read again when used. Writes to them are lost."""
-        self._advise(names, getattr(mmap, "MADV_DONTNEED", None), fallback=None)
+        for begin, end in self._pages(names):
+            self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, end)
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None:
             self._map = _map_private(self.path, self.size)
         return self._map
 
-    def _advise(self, names: Iterable[str], advice: int | None, *, fallback: int | None) -> None:
-        if not hasattr(self._mapping(), "madvise"):
-            return
-        for begin, end in _page_runs(self.entries[name] for name in names):
-            for option in (advice, fallback):
-                if option is None:
-                    continue
-                with contextlib.suppress(OSError):  # advice that this kernel does not know
-                    self._mapping().madvise(option, begin, min(end, self.size) - begin)
-                    break
+    def _populate(self, begin: int, length: int) -> bool:
+        """Fault pages in. Through ctypes: it lets other threads run meanwhile, the mmap module does not."""
+        libc = _libc()
+        if libc is None:
+            return False
+        address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping(), begin))
+        if self._is_present(libc, address, length):
+            return True
+        return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_READ) == 0
+
+    def _is_present(self, libc: ctypes.CDLL, address: int, length: int) -> bool:
+        """Look at a few pages: walking all of them each time would cost the computation."""
+        page, answer = mmap.PAGESIZE, (ctypes.c_ubyte * 1)()
+        last = (length - 1) // page
+        for number in {last * part // _PROBES for part in range(_PROBES + 1)}:
+            if libc.mincore(ctypes.c_void_p(address + number * page), ctypes.c_size_t(page), answer) != 0:
+                return False
+            if not answer[0] & 1:
+                return False
+        return True
+
+    def _advise(self, advice: int | None, begin: int, end: int) -> None:
+        if advice is not None and hasattr(self._mapping(), "madvise"):
+            with contextlib.suppress(OSError):  # advice that this kernel does not know
+                self._mapping().madvise(advice, begin, end - begin)
+
+    def _pages(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        runs = _page_runs(self.entries[name] for name in names)
+        return [(begin, min(end, self.size)) for begin, end in runs]
+
+
+@functools.cache
+def _libc() -> ctypes.CDLL | None:
+    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _map_private(path: Path, size: int) -> mmap.mmap:

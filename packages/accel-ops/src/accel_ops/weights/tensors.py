@@ -85,3 +85,8 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     """
     storage = tensor.untyped_storage()
     return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Give the module's own table of children; `named_children()` hides one that is registered twice."""
+    return module._modules  # pyright: ignore[reportPrivateUsage] - torch has no accessor

@@ -1,0 +1,136 @@
+"""Which weights of a model are away, and where they come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_bigmodel.offload import (
+    OffloadedWeightsLoader,
+    extract_submodules_state_dict,
+    offload_state_dict,
+    read_offload_index,
+)
+from accel_bigmodel.stream import MappedCarrier, StreamedWeights
+from accel_ops.weights.names import OFFLOAD_INDEX_NAME
+from accel_ops.weights.tensors import named_module_tensors
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import Tensor, nn
+
+    Device = int | str | torch.device
+
+
+def collect_weights(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    offload: Mapping[str, bool],
+    tied: Sequence[Sequence[str]],
+    *,
+    state_dict: Mapping[str, Tensor] | None,
+    offload_dir: str | os.PathLike[str] | None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None,
+) -> OffloadedWeightsLoader | None:
+    """Collect the weights that are away, writing to the disk what is not there yet.
+
+    Args:
+        model: The model.
+        device_map: Name to device.
+        offload: The same names to whether their weights are away between forwards.
+        tied: Groups of names of one tensor: a name that nobody has is served by another of its group.
+        state_dict: Weights on the CPU; by default the model's.
+        offload_dir: Where weights on the disk lie, or are written.
+        offload_index: Name to where a weight on the disk lies.
+
+    Raises:
+        SettingsError: Weights are to go to the disk, and there is no folder for them.
+    """
+    on_cpu = [name for name, device in device_map.items() if offload[name] and device != "disk"]
+    on_disk = [name for name, device in device_map.items() if device == "disk"]
+    if not on_cpu and not on_disk:
+        return None
+    own = model.state_dict()
+    given = extract_submodules_state_dict(own, on_cpu) if state_dict is None else state_dict
+    held = {name: tensor for name, tensor in given.items() if not tensor.is_meta}
+    index: dict[str, Mapping[str, Any]] = _index_of(offload_dir)
+    index.update(offload_index or {})
+    to_write = {
+        name: tensor
+        for name, tensor in extract_submodules_state_dict(own, on_disk).items()
+        if name not in index and name not in held and not tensor.is_meta
+    }
+    if to_write and offload_dir is None:
+        raise SettingsError(
+            f"the device_map sends {', '.join(map(repr, on_disk[:10]))} to the disk: pass offload_dir, "
+            "the folder for their weights, or offload_index, where they lie"
+        )
+    if to_write and offload_dir is not None:
+        offload_state_dict(offload_dir, to_write)
+        index = {**_index_of(offload_dir), **index}
+    _serve_tied(tied, own, held, index)
+    return OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)
+
+
+def stream_weights(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    offload: Mapping[str, bool],
+    weights: OffloadedWeightsLoader,
+    main: torch.device,
+    *,
+    memory_limit: int | None,
+) -> Mapping[str, Tensor]:
+    """Group weights by block, so that the next block comes while the present one computes.
+
+    Args:
+        model: The model.
+        device_map: Name to device; an entry that is offloaded is a block.
+        offload: The same names to whether their weights are away.
+        weights: Where they are.
+        main: Where they run.
+        memory_limit: Bytes of mapped weights that may be in memory.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name, _ in named_module_tensors(model, recurse=True):
+        block = _entry_of(name, device_map)
+        if offload[block] and name in weights:
+            blocks.setdefault(block, []).append(name)
+    if main.type == "cpu":
+        return StreamedWeights(weights, blocks, MappedCarrier(weights, blocks, memory_limit))
+    return weights
+
+
+def _index_of(folder: str | os.PathLike[str] | None) -> dict[str, Mapping[str, Any]]:
+    if folder is None or not (Path(folder) / OFFLOAD_INDEX_NAME).is_file():
+        return {}
+    return dict(read_offload_index(folder))
+
+
+def _serve_tied(
+    tied: Sequence[Sequence[str]],
+    own: Mapping[str, Tensor],
+    held: dict[str, Tensor],
+    index: dict[str, Mapping[str, Any]],
+) -> None:
+    for group in tied:
+        homeless = [name for name in group if name not in held and name not in index]
+        source = next((name for name in group if name in held or name in index), None)
+        real = next((own[name] for name in group if name in own and not own[name].is_meta), None)
+        for name in homeless:
+            if real is not None:
+                held[name] = real
+            elif source in held:
+                held[name] = held[source]
+            elif source is not None and index[source].get("safetensors_file"):
+                index[name] = {"weight_name": source, **index[source]}
+
+
+def _entry_of(name: str, device_map: Mapping[str, Device]) -> str:
+    while name not in device_map:
+        name = name.rpartition(".")[0]
+    return name

@@ -1,0 +1,90 @@
+"""A checkpoint that rank 0 reads and the other ranks receive."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+
+from accel_bigmodel.sources import open_checkpoint
+from accel_state import runtime
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    import os
+
+    from torch import Tensor
+
+    from accel_bigmodel.sources import Source
+
+
+def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
+    """Open a checkpoint on rank 0, and make the same table on every rank.
+
+    Every rank then asks for the same tensors in the same order; each is sent once.
+
+    Args:
+        checkpoint: As `open_checkpoint` takes it; read on rank 0 alone.
+
+    Raises:
+        SettingsError: There is no process group.
+        CheckpointError: Rank 0 could not open it; every rank raises.
+    """
+    if not (distributed.is_available() and distributed.is_initialized()):
+        raise SettingsError(
+            "broadcast_from_rank0=True needs a process group: start with `accel launch` or torchrun"
+        )
+    opened: list[Source] = []
+    told: list[Any] = [None]
+    if distributed.get_rank() == 0:
+        try:
+            opened = open_checkpoint(checkpoint)
+            told = [[(str(source.path), source.tensors) for source in opened]]
+        except (OSError, ValueError) as error:
+            told = [error]
+    distributed.broadcast_object_list(told, src=0)
+    if isinstance(told[0], Exception):
+        raise told[0]
+    reading = opened or [None] * len(told[0])
+    return [
+        BroadcastSource(Path(path), tensors, source)
+        for (path, tensors), source in zip(told[0], reading, strict=True)
+    ]
+
+
+class BroadcastSource:
+    """One file, known everywhere, read on rank 0. Asking for a tensor is a collective."""
+
+    in_place = False
+    mapped = False
+    broadcast = True
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: dict[str, tuple[tuple[int, ...], torch.dtype]],
+        source: Source | None,
+    ) -> None:
+        self.path = path
+        self.tensors = tensors
+        self._source = source
+
+    def get(self, name: str) -> Tensor:
+        """Send or receive one tensor; it ends where the collectives need it."""
+        device = _collective_device()
+        shape, dtype = self.tensors[name]
+        if self._source is not None:
+            tensor = self._source.get(name).to(device).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+        # As bytes: not every backend knows every element type.
+        distributed.broadcast(tensor.view(-1).view(torch.uint8), src=0)
+        return tensor
+
+
+def _collective_device() -> torch.device:
+    if distributed.get_backend() in ("gloo", "mpi"):
+        return torch.device("cpu")
+    return runtime.current_or_single().device

@@ -1,0 +1,346 @@
+"""Place a model as a device map says, with hooks that make it run."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_bigmodel.away import collect_weights, stream_weights
+from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
+from accel_bigmodel.hooks.align import AlignDevicesHook
+from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
+from accel_bigmodel.hooks.base import add_hook_to_module
+from accel_bigmodel.hooks.keep import keep_placement_of_replaced_modules
+from accel_bigmodel.hooks.layerwise import attach_layerwise_casting_hooks
+from accel_bigmodel.hooks.offload import CpuOffload, UserCpuOffloadHook, default_device
+from accel_bigmodel.offload import OffloadedWeightsLoader, offload_state_dict
+from accel_bigmodel.placement import sites_of
+from accel_ops.weights.names import OFFLOAD_INDEX_NAME
+from accel_ops.weights.read import device_of
+from accel_ops.weights.tensors import child_table, named_module_tensors
+from accel_ops.weights.tied import find_tied_parameters, retie_parameters
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from accel_bigmodel.hooks.align import TiedMap
+
+    Device = int | str | torch.device
+
+__all__ = [
+    "attach_layerwise_casting_hooks",
+    "cpu_offload",
+    "cpu_offload_with_hook",
+    "disk_offload",
+    "dispatch_model",
+]
+
+_STORAGE = ("cpu", "disk")
+
+
+def dispatch_model(
+    model: nn.Module,
+    device_map: Mapping[str, Device],
+    main_device: Device | None = None,
+    state_dict: Mapping[str, Tensor] | None = None,
+    offload_dir: str | os.PathLike[str] | None = None,
+    offload_index: Mapping[str, Mapping[str, Any]] | None = None,
+    offload_buffers: bool = False,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    *,
+    memory_limit: int | None = None,
+) -> nn.Module:
+    """Place a model's blocks on their devices, and let it run across them.
+
+    Blocks on the CPU (when there is an accelerator in the map) and on the disk are brought to the main device
+    for their forward only, the next one while the present one computes. Tied weights stay tied. A model whose
+    whole map is one device is just moved there.
+
+    Args:
+        model: The model; what the map sends to the disk may be on the meta device if an index knows it.
+        device_map: Module or tensor name to an index, `"cpu"` or `"disk"`.
+        main_device: Where offloaded blocks run; by default the first accelerator of the map, else the CPU.
+        state_dict: The weights of the blocks on the CPU; by default taken from the model.
+        offload_dir: Where weights on the disk lie, or are written.
+        offload_index: Name to where a weight on the disk lies.
+        offload_buffers: Whether buffers of offloaded blocks are offloaded too.
+        skip_keys: Keyword arguments that are not moved between devices.
+        preload_module_classes: Classes whose modules load everything below them at once.
+        force_hooks: Attach hooks even where a single device needs none.
+        memory_limit: Bytes of disk-offloaded weights that may be in main memory at a time, when they run
+            on the CPU.
+
+    Returns:
+        The model, with the map in `hf_device_map`.
+
+    Raises:
+        SettingsError: The map leaves tensors without a device or a value, or weights for the disk have no
+            place.
+
+    Example:
+        >>> from torch import nn
+        >>> model = dispatch_model(nn.Sequential(nn.Linear(2, 2)), {"": "cpu"})
+        >>> model.hf_device_map
+        {'': 'cpu'}
+    """
+    check_device_map(model, device_map)
+    devices = list(dict.fromkeys(device_map.values()))
+    if len(devices) == 1 and devices[0] != "disk" and not force_hooks:
+        _require_values(model, device_map)
+        _move_whole(model, torch.device(devices[0]))
+        vars(model)["hf_device_map"] = dict(device_map)
+        return model
+    main = _main_device(devices) if main_device is None else torch.device(main_device)
+    offload = {name: _is_offloaded(device, main) for name, device in device_map.items()}
+    execution: dict[str, Device] = {
+        "": main,
+        **{name: main if offload[name] else device for name, device in device_map.items()},
+    }
+    tied = find_tied_parameters(model)
+    check_tied_parameters_on_same_device(tied, device_map)
+    weights = collect_weights(
+        model,
+        device_map,
+        offload,
+        tied,
+        state_dict=state_dict,
+        offload_dir=offload_dir,
+        offload_index=offload_index,
+    )
+    _require_values(model, device_map, known=weights)
+    served = None
+    if weights is not None:
+        served = stream_weights(model, device_map, offload, weights, main, memory_limit=memory_limit)
+    _attach(
+        model,
+        execution,
+        offload,
+        weights=served,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        tied_params_map=_tied_map(model, tied),
+        force_hooks=force_hooks,
+    )
+    _retie(model, tied, device_map)
+    _guard_moves(model, offloaded=any(offload.values()))
+    keep_placement_of_replaced_modules()
+    vars(model)["hf_device_map"] = dict(device_map)
+    return model
+
+
+def cpu_offload(
+    model: nn.Module,
+    execution_device: torch.device | int | str | None = None,
+    offload_buffers: bool = False,
+    state_dict: Mapping[str, Tensor] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model on the CPU, and bring each layer's to a device for its forward.
+
+    Args:
+        model: The model.
+        execution_device: Where it runs; by default where its first parameter is.
+        offload_buffers: Whether buffers are offloaded too.
+        state_dict: The weights on the CPU; by default taken from the model.
+        preload_module_classes: Classes whose modules load everything below them at once.
+
+    Returns:
+        The model.
+    """
+    device = _first_device(model) if execution_device is None else execution_device
+    weights = {name: tensor.to("cpu") for name, tensor in (state_dict or model.state_dict()).items()}
+    return _offloaded(model, device, weights, offload_buffers, preload_module_classes)
+
+
+def disk_offload(
+    model: nn.Module,
+    offload_dir: str | os.PathLike[str],
+    execution_device: torch.device | int | str | None = None,
+    offload_buffers: bool = False,
+    preload_module_classes: Sequence[str] | None = None,
+) -> nn.Module:
+    """Keep all weights of a model on the disk, and bring each layer's to a device for its forward.
+
+    Args:
+        model: The model.
+        offload_dir: Where weights are written, one at a time, unless an `index.json` says they are there.
+        execution_device: Where it runs; by default where its first parameter is.
+        offload_buffers: Whether buffers are offloaded too.
+        preload_module_classes: Classes whose modules load everything below them at once.
+
+    Returns:
+        The model.
+    """
+    device = _first_device(model) if execution_device is None else execution_device
+    if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():
+        offload_state_dict(offload_dir, model.state_dict())
+    weights = OffloadedWeightsLoader(save_folder=offload_dir)
+    return _offloaded(model, device, weights, offload_buffers, preload_module_classes)
+
+
+def cpu_offload_with_hook(
+    model: nn.Module,
+    execution_device: int | str | torch.device | None = None,
+    prev_module_hook: UserCpuOffloadHook | None = None,
+) -> tuple[nn.Module, UserCpuOffloadHook]:
+    """Keep a whole model on the CPU until its forward; it then stays on the device until told otherwise.
+
+    Args:
+        model: The model.
+        execution_device: Where it runs; by default the accelerator, if there is one.
+        prev_module_hook: The handle of the model that runs before: it goes back when this one comes.
+
+    Returns:
+        The model, and a handle whose `offload()` sends it back.
+
+    Example:
+        >>> from torch import nn
+        >>> first, hook = cpu_offload_with_hook(nn.Linear(1, 1))
+        >>> second, _ = cpu_offload_with_hook(nn.Linear(1, 1), prev_module_hook=hook)
+    """
+    hook = CpuOffload(execution_device=execution_device, prev_module_hook=prev_module_hook)
+    add_hook_to_module(model, hook, append=True)
+    return model, UserCpuOffloadHook(model, hook)
+
+
+def _offloaded(
+    model: nn.Module,
+    device: Device,
+    weights: Mapping[str, Tensor],
+    offload_buffers: bool,
+    preload: Sequence[str] | None,
+) -> nn.Module:
+    tied = find_tied_parameters(model)
+    add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True, only=()), append=True)
+    attach_align_device_hook(
+        model,
+        execution_device=device,
+        offload=True,
+        weights_map=weights,
+        offload_buffers=offload_buffers,
+        preload_module_classes=preload,
+        tied_params_map={weights[name].data_ptr(): {} for group in tied for name in group if name in weights},
+    )
+    keep_placement_of_replaced_modules()
+    return model
+
+
+def _move_whole(model: nn.Module, device: torch.device) -> None:
+    if all(site.table[site.leaf].device == device for site in sites_of(model).values()):
+        return
+    tied = find_tied_parameters(model)
+    model.to(device)
+    retie_parameters(model, tied)
+
+
+def _attach(
+    model: nn.Module,
+    execution: Mapping[str, Device],
+    offload: Mapping[str, bool],
+    *,
+    weights: Mapping[str, Tensor] | None,
+    force_hooks: bool,
+    **options: Any,
+) -> None:
+    one = len({torch.device(device) for device in execution.values()}) == 1
+    if one and not force_hooks:
+        # All runs on one device: what stays there needs a place, not hooks.
+        _settle(model, execution, offload, options["tied_params_map"])
+        kept = {name: away for name, away in offload.items() if away}
+        execution = {name: execution[name] for name in ("", *kept)}
+        offload = kept
+    attach_align_device_hook_on_blocks(
+        model, execution_device=execution, offload=offload, weights_map=weights, **options
+    )
+
+
+def _settle(
+    model: nn.Module, execution: Mapping[str, Device], offload: Mapping[str, bool], tied: TiedMap
+) -> None:
+    for name, device in execution.items():
+        if offload.get(name, True):
+            continue
+        prefix, _, leaf = name.rpartition(".")
+        owner = model.get_submodule(prefix) if name else model
+        module = child_table(owner).get(leaf) if name else model
+        if module is None:
+            AlignDevicesHook(device, only=(leaf,), tied_params_map=tied).init_hook(owner)
+            continue
+        inner = [key.removeprefix(f"{name}.") for key in offload if name and key.startswith(f"{name}.")]
+        inside = [tensor for tensor, _ in named_module_tensors(module, recurse=True)]
+        only = [t for t in inside if not any(t == key or t.startswith(f"{key}.") for key in inner)]
+        hook = AlignDevicesHook(device, place_submodules=True, only=frozenset(only), tied_params_map=tied)
+        hook.init_hook(module)
+
+
+def _require_values(
+    model: nn.Module, device_map: Mapping[str, Device], known: Mapping[str, Any] | None = None
+) -> None:
+    """Refuse to place tensors that have no values: they would come out as whatever memory holds."""
+    empty = [
+        name
+        for name, tensor in model.named_parameters()
+        if tensor.is_meta
+        and name not in (known or {})
+        and device_of(name, device_map) != torch.device("meta")
+    ]
+    if empty:
+        raise SettingsError(
+            f"{', '.join(empty[:10])}{' and more' if len(empty) > 10 else ''} have no values: no checkpoint "
+            "gave any. If they are tied to others, tie them (model.tie_weights()) before loading"
+        )
+
+
+def _is_offloaded(device: Device, main: torch.device) -> bool:
+    return device == "disk" or (str(device) == "cpu" and main.type != "cpu")
+
+
+def _main_device(devices: Sequence[Device]) -> torch.device:
+    first = next((device for device in devices if str(device) not in _STORAGE), None)
+    return torch.device("cpu") if first is None else torch.device(first)
+
+
+def _first_device(model: nn.Module) -> torch.device:
+    first = next(model.parameters(), None)
+    return default_device() if first is None or first.is_meta else first.device
+
+
+def _tied_map(model: nn.Module, tied: Sequence[Sequence[str]]) -> TiedMap:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    found = [parameters[name] for group in tied for name in group]
+    return {tensor.data_ptr(): {} for tensor in found if not tensor.is_meta}
+
+
+def _retie(model: nn.Module, tied: Sequence[Sequence[str]], device_map: Mapping[str, Device]) -> None:
+    """Tie again what lives together; copies on different devices stay apart."""
+    together = [list(group) for group in tied if len({device_of(name, device_map) for name in group}) == 1]
+    retie_parameters(model, together)
+
+
+def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:
+    """Refuse to move a model whose weights are away; its hooks would bring them to the old devices anyway."""
+    if not offloaded:
+        return
+    for name in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu"):
+        move: Callable[..., Any] | None = getattr(model, name, None)
+        if move is not None:
+            vars(model)[name] = functools.wraps(move)(functools.partial(_refuse_or_move, model, move))
+
+
+def _refuse_or_move(model: nn.Module, move: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise RuntimeError(
+            "this model cannot be moved: some of its modules are offloaded to the CPU or the disk. "
+            "Dispatch it anew with another device_map, or call remove_hook_from_submodules(model) first"
+        )
+    return move(*args, **kwargs)

@@ -1,0 +1,141 @@
+"""A device map as a table that a person can read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_bigmodel.device_map.check import check_device_map
+from accel_bigmodel.placement import sites_of
+from accel_bigmodel.sizes import byte_count
+from accel_ops.weights.read import device_of
+from accel_ops.weights.sizes import convert_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import nn
+
+    from accel_bigmodel.sizes import ElementType
+
+_STORAGE = ("cpu", "disk")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceShare:
+    """One row: what a device holds.
+
+    Attributes:
+        device: An index or a name.
+        entries: The entries of the map that it has, in order.
+        nbytes: Bytes of their tensors, a tied tensor once.
+        share: Their part of the model.
+        moved: Bytes that come to the main device for each forward, since the device only stores them.
+    """
+
+    device: int | str | torch.device
+    entries: tuple[str, ...]
+    nbytes: int
+    share: float
+    moved: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """A device map with its numbers; printed, a table.
+
+    Attributes:
+        rows: One for each device, in the order of the map.
+        main: Where offloaded layers run.
+        total: Bytes of the model.
+    """
+
+    rows: tuple[DeviceShare, ...]
+    main: int | str | torch.device
+    total: int
+
+    @property
+    def moved(self) -> int:
+        """Bytes moved for each forward."""
+        return sum(row.moved for row in self.rows)
+
+    def __str__(self) -> str:
+        head = ("device", "layers", "bytes", "share", "moved per forward", "entries")
+        table = [head, *(self._cells(row) for row in self.rows)]
+        table.append(("total", "", convert_bytes(self.total), "100 %", convert_bytes(self.moved), ""))
+        widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table
+        ]
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _cells(self, row: DeviceShare) -> tuple[str, ...]:
+        first, last = row.entries[0] or "the model", row.entries[-1]
+        span = first if len(row.entries) == 1 else f"{first} … {last}"
+        moved = convert_bytes(row.moved) if row.moved else "-"
+        return (
+            str(row.device),
+            str(len(row.entries)),
+            convert_bytes(row.nbytes),
+            f"{100 * row.share:.0f} %",
+            moved,
+            span,
+        )
+
+
+def explain(
+    device_map: Mapping[str, int | str | torch.device],
+    model: nn.Module,
+    *,
+    dtype: ElementType | None = None,
+) -> Explanation:
+    """Say what a device map means: who holds what, and what each forward moves.
+
+    Args:
+        device_map: Module or tensor name to device.
+        model: The model, on any device, the meta device too.
+        dtype: The type that floating weights will have once loaded.
+
+    Raises:
+        SettingsError: The map leaves tensors without a device.
+
+    Example:
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+        >>> print(explain({"0": 0, "1": "disk"}, model))
+        device  layers  bytes    share  moved per forward  entries
+        0       1       1.06 KB  50 %   -                  0
+        disk    1       1.06 KB  50 %   1.06 KB            1
+        total           2.12 KB  100 %  1.06 KB
+    """
+    check_device_map(model, device_map)
+    devices = list(dict.fromkeys(device_map.values()))
+    main = next((device for device in devices if str(device) not in _STORAGE), "cpu")
+    count = byte_count(dtype, None)
+    held, moved = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
+    seen: set[int] = set()
+    for name, site in sites_of(model).items():
+        tensor = site.table[site.leaf]
+        prefix, _, leaf = name.rpartition(".")
+        size = tensor.nbytes if count is None else count(f"{prefix}." if prefix else "", leaf, tensor)
+        device = device_of(name, device_map)
+        if device is None:
+            continue
+        if (device == "disk" or (str(device) == "cpu" and str(main) != "cpu")) and not site.is_buffer:
+            moved[device] += size
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            held[device] += size
+    total = sum(held.values())
+    rows = tuple(
+        DeviceShare(
+            device=device,
+            entries=tuple(name for name, place in device_map.items() if place == device),
+            nbytes=held[device],
+            share=held[device] / total if total else 0.0,
+            moved=moved[device],
+        )
+        for device in devices
+    )
+    return Explanation(rows=rows, main=main, total=total)

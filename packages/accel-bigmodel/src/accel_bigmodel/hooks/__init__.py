@@ -1,0 +1,1 @@
+"""What runs around a module's forward: placement, offload, casting."""

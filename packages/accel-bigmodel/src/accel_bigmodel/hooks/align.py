@@ -1,0 +1,250 @@
+"""Bring a module's weights and inputs to one device for its forward, and take the weights away after it."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.hooks.base import ModelHook, SequentialHook, hook_of
+from accel_bigmodel.placement import as_parameter, owner_of, set_module_tensor_to_device
+from accel_ops.move import send_to_device
+from accel_ops.tree import find_device
+from accel_ops.weights.tensors import (
+    buffer_table,
+    named_module_tensors,
+    non_persistent_buffers,
+    parameter_table,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Generator, Mapping, MutableMapping
+
+    Device = int | str | torch.device
+    TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
+
+_META = torch.device("meta")
+
+
+class AlignDevicesHook(ModelHook):
+    """Run a module on one device: inputs follow, weights are there or come for the forward only.
+
+    Args:
+        execution_device: Where weights and inputs are during the forward.
+        offload: Keep the weights elsewhere between forwards: the module then holds meta tensors.
+        io_same_device: Give the output back on the device where the input was.
+        weights_map: Where offloaded weights come from, by their name in the module; by default they are kept
+            on the CPU.
+        offload_buffers: Offload buffers too; else they stay on `execution_device`.
+        place_submodules: Treat the weights of submodules with those of the module.
+        skip_keys: Keyword arguments, and keys of mappings, that are not moved.
+        tied_params_map: Address of a tensor to its copies by device: a tied weight comes once.
+        only: Restrict the hook to these tensors of the module.
+    """
+
+    def __init__(
+        self,
+        execution_device: Device | None = None,
+        offload: bool = False,
+        io_same_device: bool = False,
+        weights_map: Mapping[str, Tensor] | None = None,
+        offload_buffers: bool = False,
+        place_submodules: bool = False,
+        skip_keys: str | list[str] | None = None,
+        tied_params_map: TiedMap | None = None,
+        *,
+        only: Collection[str] | None = None,
+    ) -> None:
+        self.execution_device = execution_device
+        self.offload = offload
+        self.io_same_device = io_same_device
+        self.weights_map = weights_map
+        self.offload_buffers = offload_buffers
+        self.place_submodules = place_submodules
+        self.skip_keys = skip_keys
+        self.tied_params_map = tied_params_map
+        self.only = only
+        self.input_device: torch.device | None = None
+        self.original_devices: dict[str, torch.device] = {}
+        self._slots: list[_Slot] = []
+
+    def __repr__(self) -> str:
+        shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
+        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Place the weights, or take them away and remember where they were."""
+        tensors = {
+            name: tensor
+            for name, tensor in named_module_tensors(module, recurse=self.place_submodules)
+            if self.only is None or name in self.only
+        }
+        if not self.offload:
+            if self.execution_device is not None:
+                for name in tensors:
+                    self._place(module, name)
+            return module
+        stay = non_persistent_buffers(module, recurse=self.place_submodules)
+        buffers = {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
+        stay = stay if self.offload_buffers else buffers | stay
+        away = {name: tensor for name, tensor in tensors.items() if name not in stay}
+        self.original_devices = {name: tensor.device for name, tensor in away.items()}
+        if self.weights_map is None:
+            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in away.items()}
+        self._slots = [_Slot(module, name, tensor) for name, tensor in away.items()]
+        for slot in self._slots:
+            slot.leave()
+        if self.execution_device is not None:
+            for name in stay & tensors.keys():
+                if not tensors[name].is_meta:
+                    self._place(module, name)
+        return module
+
+    def pre_forward(
+        self,
+        module: nn.Module,  # noqa: ARG002 - the seam's signature
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Bring the weights and the inputs."""
+        if self.io_same_device:
+            self.input_device = find_device([args, kwargs])
+        if self.offload:
+            self._bring()
+        if self.execution_device is None:
+            return args, kwargs
+        return (
+            send_to_device(args, self.execution_device),
+            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
+        )
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002 - the seam's signature
+        """Take the weights away, and bring the output to where the input was."""
+        if self.offload:
+            for slot in self._slots:
+                slot.leave()
+        if self.io_same_device and self.input_device is not None:
+            output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
+        return output
+
+    def detach_hook(self, module: nn.Module) -> nn.Module:
+        """Put offloaded weights back where they were."""
+        if self.offload and self.weights_map is not None:
+            for name, device in self.original_devices.items():
+                if device != _META:
+                    set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
+        return module
+
+    def _place(self, module: nn.Module, name: str) -> None:
+        device = self.execution_device
+        if device is not None:
+            set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
+
+    def _bring(self) -> None:
+        device = torch.device("cpu" if self.execution_device is None else self.execution_device)
+        weights, tied = self.weights_map or {}, self.tied_params_map
+        for slot in self._slots:
+            value = weights[slot.name]
+            if value.device != device:
+                shared = tied.get(value.data_ptr(), {}).get(device) if tied else None
+                value = value.to(device) if shared is None else shared
+            slot.enter(value)
+
+
+class _Slot:
+    """One offloaded tensor of a module: the table that holds it, and the meta tensor between forwards."""
+
+    __slots__ = ("_last", "_leaf", "_live", "_meta", "_table", "name")
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        owner, self._leaf = owner_of(module, name)
+        self.name = name
+        is_parameter = self._leaf in parameter_table(owner)
+        self._table: dict[str, Any] = parameter_table(owner) if is_parameter else buffer_table(owner)
+        empty = tensor.detach().to("meta")
+        self._meta = tensor if tensor.is_meta else as_parameter(empty, tensor) if is_parameter else empty
+        self._last: Tensor | None = None
+        self._live: Tensor | None = None
+
+    def enter(self, value: Tensor) -> None:
+        """Let the module hold a value. The same value as last time costs nothing."""
+        if value is not self._last:
+            is_parameter = isinstance(self._meta, nn.Parameter)
+            self._live = as_parameter(value, self._meta) if is_parameter else value
+            # Only what is in main memory anyway is remembered.
+            self._last = value if value.device.type == "cpu" else None
+        self._table[self._leaf] = self._live
+
+    def leave(self) -> None:
+        """Let the module hold the meta tensor."""
+        self._table[self._leaf] = self._meta
+        if self._last is None:
+            self._live = None
+
+
+def has_offloaded_params(module: nn.Module) -> bool:
+    """Say whether a module's weights are away between forwards.
+
+    Args:
+        module: The module itself; what is below it does not count.
+
+    Example:
+        >>> has_offloaded_params(nn.Linear(1, 1))
+        False
+    """
+    return align_hook_of(module) is not None
+
+
+@contextmanager
+def align_module_device(
+    module: nn.Module, execution_device: torch.device | None = None
+) -> Generator[None, None, None]:
+    """Have a module's weights on a device for a while, wherever they are otherwise.
+
+    Args:
+        module: The module; what is below it is left alone if it is offloaded.
+        execution_device: Where; by default the device of its hook. Without both, nothing happens.
+
+    Example:
+        >>> layer = nn.Linear(1, 1)
+        >>> with align_module_device(layer, torch.device("meta")):
+        ...     layer.weight.device
+        device(type='meta')
+    """
+    hook = align_hook_of(module)
+    if hook is not None:
+        before = hook.execution_device
+        if execution_device is not None:
+            hook.execution_device = execution_device
+        try:
+            hook.pre_forward(module)
+            yield
+        finally:
+            hook.post_forward(module, None)
+            hook.execution_device = before
+        return
+    held = dict(named_module_tensors(module, recurse=False)) if execution_device is not None else {}
+    tables: list[dict[str, Any]] = [parameter_table(module), buffer_table(module)]
+    try:
+        for name, tensor in held.items():
+            moved = tensor.detach().to(execution_device)
+            parameter = name in tables[0]
+            tables[not parameter][name] = as_parameter(moved, tensor) if parameter else moved
+        yield
+    finally:
+        for name, tensor in held.items():
+            table = tables[name not in tables[0]]
+            if not table[name].is_meta and table[name].device != tensor.device:
+                tensor.data.copy_(table[name])
+            table[name] = tensor
+
+
+def align_hook_of(module: nn.Module) -> AlignDevicesHook | None:
+    """Find the hook that keeps a module's weights away, also in a chain of hooks."""
+    hook = hook_of(module)
+    for candidate in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
+        if isinstance(candidate, AlignDevicesHook) and candidate.offload:
+            return candidate
+    return None

@@ -1,0 +1,123 @@
+"""Store weights in a small type, compute in a larger one, layer by layer."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_bigmodel.hooks.base import ModelHook, add_hook_to_module
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
+    nn.Conv1d,
+    nn.Conv2d,
+    nn.Conv3d,
+    nn.ConvTranspose1d,
+    nn.ConvTranspose2d,
+    nn.ConvTranspose3d,
+    nn.Linear,
+)
+
+
+class LayerwiseCastingHook(ModelHook):
+    """Cast a module's weights up for its forward.
+
+    After the forward the stored weights come back bit for bit, unless the forward changed them.
+
+    Args:
+        storage_dtype: The type between forwards.
+        compute_dtype: The type during one.
+        non_blocking: Let the casts of weights in pinned memory run on.
+    """
+
+    def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
+        self.storage_dtype = storage_dtype
+        self.compute_dtype = compute_dtype
+        self.non_blocking = non_blocking
+        self._stored: list[tuple[Tensor, Tensor, int]] = []
+
+    def init_hook(self, module: nn.Module) -> nn.Module:
+        """Cast the weights down."""
+        return module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+
+    def pre_forward(
+        self, module: nn.Module, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Cast the weights up."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
+                stored = tensor.data
+                tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
+                self._stored.append((tensor, stored, tensor._version))
+        return args, kwargs
+
+    def post_forward(self, module: nn.Module, output: Any) -> Any:
+        """Bring the stored weights back."""
+        for tensor, stored, version in self._stored:
+            if tensor._version == version:
+                tensor.data = stored
+        self._stored.clear()
+        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        return output
+
+
+def attach_layerwise_casting_hooks(
+    module: nn.Module,
+    storage_dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    skip_modules_pattern: str | tuple[str, ...] | list[str] | None = None,
+    skip_modules_classes: tuple[type[nn.Module], ...] | type[nn.Module] | None = None,
+    non_blocking: bool = False,
+) -> None:
+    """Store the weights of linear and convolution layers in a small type.
+
+    Args:
+        module: The model. Without a pattern and classes to skip, it is cast as one, whatever it is.
+        storage_dtype: The type between forwards, such as `torch.float8_e4m3fn`.
+        compute_dtype: The type during one.
+        skip_modules_pattern: Regular expressions; modules whose dotted name has a match are left alone, with
+            everything below them.
+        skip_modules_classes: Classes that are left alone, with everything below them.
+        non_blocking: Let the casts of weights in pinned memory run on.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+        >>> attach_layerwise_casting_hooks(model, torch.float16, torch.float32, ["norm"])
+        >>> model[0].weight.dtype, model[1].weight.dtype, model(torch.ones(1, 2)).dtype
+        (torch.float16, torch.float32, torch.float32)
+    """
+    if skip_modules_pattern is None and skip_modules_classes is None:
+        add_hook_to_module(
+            module, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True
+        )
+        return
+    patterns = (
+        (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
+    )
+    skipped = skip_modules_classes or ()
+    for layer in _castable(module, "", patterns, skipped):
+        add_hook_to_module(
+            layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True
+        )
+
+
+def _castable(
+    module: nn.Module,
+    name: str,
+    patterns: Iterable[str],
+    skipped: type[nn.Module] | tuple[type[nn.Module], ...],
+) -> list[nn.Module]:
+    if isinstance(module, skipped) or any(re.search(pattern, name) for pattern in patterns):
+        return []
+    if isinstance(module, SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING):
+        return [module]
+    return [
+        layer
+        for leaf, child in module.named_children()
+        for layer in _castable(child, f"{name}.{leaf}" if name else leaf, patterns, skipped)
+    ]

@@ -1,0 +1,238 @@
+"""Load a checkpoint into a model, each tensor straight to where it belongs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from accel_bigmodel.assign import Assignment, assign, plan_load
+from accel_bigmodel.broadcast import broadcast_sources
+from accel_bigmodel.budget import get_balanced_memory, get_max_memory
+from accel_bigmodel.device_map.check import check_device_map
+from accel_bigmodel.device_map.infer import infer_auto_device_map
+from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.offload import save_offload_index
+from accel_bigmodel.placement import torch_dtype
+from accel_bigmodel.report import FileReport, LoadReport, MemoryMeter, raw_rate
+from accel_bigmodel.sources import open_checkpoint
+from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from accel_bigmodel.offload import Index
+
+    Device = int | str | torch.device
+
+_log = logging.getLogger(__name__)
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
+
+
+def load_checkpoint_in_model(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: Mapping[str, Device] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool = False,
+    offload_buffers: bool = False,
+    keep_in_fp32_modules: Sequence[str] | None = None,
+    offload_8bit_bnb: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Load a checkpoint into a model, tensor by tensor, each straight to its device.
+
+    All names and shapes are checked before anything is changed. What stays on the CPU in its own type is
+    mapped, not read; what goes to the disk stays in a safetensors checkpoint, and its place is noted in
+    `offload_folder/index.json`. Tied weights stay tied, whichever of their names the checkpoint has.
+
+    Args:
+        model: The model, usually a skeleton on the meta device.
+        checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
+        device_map: Module or tensor name to device. Without one, tensors go where the model's are (the CPU
+            for those on the meta device).
+        offload_folder: Where weights for the disk are noted, or written if they come from a `.bin` file.
+        dtype: The type of floating weights; by default that of the model's tensors.
+        offload_state_dict: Put what the CPU cannot map (cast weights, old `.bin` files) into temporary files
+            rather than in memory.
+        offload_buffers: Whether buffers of modules on the disk are offloaded too.
+        keep_in_fp32_modules: Modules whose weights are float32 whatever `dtype` says.
+        offload_8bit_bnb: Keep 8-bit weights for the CPU and the disk, with their statistics, for a quantised
+            model.
+        strict: Refuse a checkpoint that lacks a tensor or has one too many; by default these are logged.
+        full_state_dict: Whether the checkpoint holds whole tensors; otherwise each rank's own shards.
+        broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
+            named.
+        SettingsError: The device map leaves tensors without a device, or weights for the disk have no folder.
+    """
+    assignment = Assignment(
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=torch_dtype(dtype),
+        spill=offload_state_dict,
+        offload_buffers=offload_buffers,
+        keep_in_fp32=tuple(keep_in_fp32_modules or ()),
+        quantized_offload=offload_8bit_bnb,
+        strict=strict,
+        shards=not full_state_dict,
+    )
+    _, index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0)
+    if index and offload_folder is None:
+        raise SettingsError(
+            "the device_map sends weights to the disk: pass offload_folder, where that is noted"
+        )
+    if offload_folder is not None:
+        save_offload_index(index, offload_folder)
+
+
+def load_checkpoint_and_dispatch(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    device_map: str | Mapping[str, Device] | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
+    no_split_module_classes: str | Sequence[str] | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    offload_buffers: bool = False,
+    dtype: str | torch.dtype | None = None,
+    offload_state_dict: bool | None = None,
+    skip_keys: str | list[str] | None = None,
+    preload_module_classes: Sequence[str] | None = None,
+    force_hooks: bool = False,
+    strict: bool = False,
+    full_state_dict: bool = True,
+    broadcast_from_rank0: bool = False,
+    *,
+    report: bool = False,
+    memory_limit: int | str | None = None,
+) -> nn.Module:
+    """Load a checkpoint into a model and let it run across its devices.
+
+    Args:
+        model: The model, usually a skeleton on the meta device.
+        checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
+        device_map: Module or tensor name to device; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
+            `"sequential"` to have one made. Without one the weights are loaded and nothing is dispatched.
+        max_memory: What each device may take when a map is made.
+        no_split_module_classes: Classes whose modules stay whole when a map is made.
+        offload_folder: Where weights for the disk are noted or written. A safetensors checkpoint needs
+            none: its weights are read in place.
+        offload_buffers: Whether buffers of offloaded modules are offloaded too.
+        dtype: The type of floating weights; by default that of the model's tensors.
+        offload_state_dict: Put what the CPU cannot map into temporary files; by default when part of the
+            model is on the disk.
+        skip_keys: Keyword arguments that are not moved between devices.
+        preload_module_classes: Classes whose modules load everything below them at once.
+        force_hooks: Attach hooks even where a single device needs none.
+        strict: Refuse a checkpoint that lacks a tensor or has one too many.
+        full_state_dict: Whether the checkpoint holds whole tensors; otherwise each rank's own shards.
+        broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
+        report: Measure, and leave a `LoadReport` in the model's `load_report`; it is logged too.
+        memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into main memory
+            beside mapped files, and on the disk-offloaded weights that are in memory while the model runs.
+
+    Returns:
+        The model.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
+            named.
+        SettingsError: The map is unusable, or the memory limit cannot be kept.
+    """
+    if isinstance(device_map, str):
+        device_map = _make_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+    limit = None if memory_limit is None else convert_file_size_to_int(memory_limit)
+    on_disk = device_map is not None and "disk" in device_map.values()
+    assignment = Assignment(
+        device_map=device_map,
+        offload_folder=offload_folder,
+        dtype=torch_dtype(dtype),
+        spill=on_disk if offload_state_dict is None else offload_state_dict,
+        offload_buffers=offload_buffers,
+        strict=strict,
+        shards=not full_state_dict,
+        memory_limit=limit,
+    )
+    found, index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0, measure=report)
+    if report:
+        vars(model)["load_report"] = found
+    if device_map is None:
+        return model
+    return dispatch_model(
+        model,
+        device_map=device_map,
+        offload_dir=offload_folder if any("safetensors_file" not in row for row in index.values()) else None,
+        offload_index=index,
+        offload_buffers=offload_buffers,
+        skip_keys=skip_keys,
+        preload_module_classes=preload_module_classes,
+        force_hooks=force_hooks,
+        memory_limit=limit,
+    )
+
+
+def _load(
+    model: nn.Module,
+    checkpoint: str | os.PathLike[str],
+    assignment: Assignment,
+    *,
+    broadcast: bool,
+    measure: bool = False,
+) -> tuple[LoadReport, Index]:
+    start = time.perf_counter()
+    if assignment.device_map is not None:
+        check_device_map(model, assignment.device_map)
+    tied = find_tied_parameters(model)
+    if not tied and check_tied_parameters_in_config(model):
+        _log.warning(
+            "The model's configuration ties its embeddings, the model does not: call tie_weights() first."
+        )
+    sources = broadcast_sources(checkpoint) if broadcast else open_checkpoint(checkpoint)
+    plan = plan_load(model, sources, assignment, tied)
+    meter = MemoryMeter()
+    index: Index = {}
+    files: list[FileReport] = []
+    for source, steps in plan:
+        began = time.perf_counter()
+        strategies = assign(model, source, steps, assignment, index, meter.look)
+        taken = time.perf_counter() - began
+        raw = raw_rate(source.path) if measure and not broadcast else None
+        files.append(FileReport(path=source.path, strategies=strategies, seconds=taken, raw=raw))
+    retie_parameters(model, tied)
+    report = LoadReport(files=tuple(files), seconds=time.perf_counter() - start, peak=meter.peak)
+    _log.info("%s", report)
+    return report, index
+
+
+def _make_map(
+    model: nn.Module,
+    kind: str,
+    max_memory: Mapping[int | str, int | str] | None,
+    no_split: str | Sequence[str] | None,
+    dtype: str | torch.dtype | None,
+    offload_buffers: bool,
+) -> dict[str, Any]:
+    if kind not in _AUTOMATIC:
+        raise SettingsError(
+            f"device_map is {kind!r}: write one of {', '.join(map(repr, _AUTOMATIC))}, or a mapping"
+        )
+    if kind == "sequential":
+        memory = get_max_memory(max_memory)
+    else:
+        memory = get_balanced_memory(
+            model, max_memory, no_split, dtype=dtype, low_zero=kind == "balanced_low_0"
+        )
+    return infer_auto_device_map(
+        model, memory, no_split_module_classes=no_split, dtype=dtype, offload_buffers=offload_buffers
+    )

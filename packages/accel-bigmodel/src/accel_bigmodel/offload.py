@@ -1,0 +1,270 @@
+"""Weights that stay on disk: the folder format, and a mapping that reads them in place."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_bigmodel.placement import set_module_tensor_to_device, torch_dtype
+from accel_ops.weights.names import OFFLOAD_INDEX_NAME
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_state.errors import CheckpointError, SettingsError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    Index = dict[str, dict[str, Any]]
+
+SUFFIX = ".dat"
+
+
+def offload_weight(
+    weight: Tensor,
+    weight_name: str,
+    offload_folder: str | os.PathLike[str],
+    index: Index | None = None,
+) -> Index:
+    """Write one tensor to `<name>.dat`, as it lies in memory.
+
+    Args:
+        weight: The tensor, not on the meta device.
+        weight_name: Its name.
+        offload_folder: An existing folder.
+        index: Where its entry (`dtype`, `shape`) is added; a new one by default.
+
+    Returns:
+        The index.
+    """
+    path = _tensor_file(Path(offload_folder), weight_name)
+    # Beside the target, then renamed: a model may have the old file mapped.
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    flat = weight.detach().to("cpu").contiguous().view(-1)
+    if flat.numel():
+        torch.from_file(str(temporary), shared=True, size=flat.numel(), dtype=flat.dtype).copy_(flat)
+    else:
+        temporary.touch()
+    temporary.replace(path)
+    index = {} if index is None else index
+    index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
+    return index
+
+
+def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
+    """Map a tensor that `offload_weight` wrote; nothing is read until it is used.
+
+    Args:
+        weight_file: The `.dat` file.
+        weight_info: Its entry of the index.
+
+    Raises:
+        CheckpointError: The file is shorter than the entry says.
+    """
+    dtype = torch_dtype(weight_info["dtype"]) or torch.float32
+    shape = tuple(weight_info["shape"])
+    count = math.prod(shape)
+    size = Path(weight_file).stat().st_size
+    if size < count * dtype.itemsize:
+        raise CheckpointError(
+            f"{str(weight_file)!r} is truncated: {list(shape)} of {dtype} need {count * dtype.itemsize} "
+            f"bytes, the file has {size}"
+        )
+    if not count:
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_file(str(weight_file), shared=False, size=count, dtype=dtype).view(shape)
+
+
+def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
+    """Add entries to a folder's `index.json`.
+
+    Args:
+        index: Name to entry; nothing is written for an empty one.
+        offload_folder: An existing folder.
+    """
+    if not index:
+        return
+    path = Path(offload_folder) / OFFLOAD_INDEX_NAME
+    known = read_offload_index(offload_folder) if path.is_file() else {}
+    path.write_text(json.dumps({**known, **index}, indent=2) + "\n", encoding="utf-8")
+
+
+def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
+    """Read a folder's `index.json`.
+
+    Raises:
+        CheckpointError: It is no index.
+        FileNotFoundError: There is none.
+    """
+    path = Path(offload_folder) / OFFLOAD_INDEX_NAME
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: {error}") from error
+    return found
+
+
+def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
+    """Write a state dict as a folder of offloaded weights.
+
+    Args:
+        save_dir: The folder; made if absent.
+        state_dict: Name to tensor.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     offload_state_dict(folder, {"w": torch.ones(2)})
+        ...     OffloadedWeightsLoader(save_folder=folder)["w"]
+        tensor([1., 1.])
+    """
+    Path(save_dir).mkdir(parents=True, exist_ok=True)
+    index: Index = {}
+    for name, tensor in state_dict.items():
+        offload_weight(tensor, name, save_dir, index)
+    save_offload_index(index, save_dir)
+
+
+def load_offloaded_weights(
+    model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
+) -> None:
+    """Give a model the tensors of an offload folder, mapped, on the CPU.
+
+    Args:
+        model: The model, which has tensors of these names.
+        index: The names, with their entries.
+        offload_folder: Where they lie.
+    """
+    if not index:
+        return
+    weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
+    for name in index:
+        set_module_tensor_to_device(model, name, "cpu", value=weights[name])
+
+
+def extract_submodules_state_dict(
+    state_dict: Mapping[str, Tensor], submodule_names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Take the part of a state dict that belongs to some modules.
+
+    Args:
+        state_dict: Name to tensor.
+        submodule_names: The modules (or single tensors).
+
+    Example:
+        >>> list(extract_submodules_state_dict({"a.w": torch.ones(1), "ab.w": torch.ones(1)}, ["a"]))
+        ['a.w']
+    """
+    prefixes = tuple(f"{name}." if name else "" for name in submodule_names)
+    names = set(submodule_names)
+    return {name: tensor for name, tensor in state_dict.items() if name in names or name.startswith(prefixes)}
+
+
+class PrefixedDataset(Mapping[str, Any]):
+    """A mapping as one module sees it: keys have its prefix added.
+
+    Args:
+        dataset: The mapping of the whole model.
+        prefix: What is put before a key, with its trailing dot.
+    """
+
+    def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
+        self.dataset = dataset
+        self.prefix = prefix
+
+    def __getitem__(self, key: str) -> Any:
+        return self.dataset[f"{self.prefix}{key}"]
+
+    def __iter__(self) -> Iterator[str]:
+        cut = len(self.prefix)
+        return (key[cut:] for key in self.dataset if key.startswith(self.prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+class OffloadedWeightsLoader(Mapping[str, Any]):
+    """All weights of an offloaded model: in a state dict, in `.dat` files, or in place in a checkpoint.
+
+    Files are opened and their headers read once; asking twice for a mapped tensor gives the same object.
+
+    Args:
+        state_dict: Tensors that are in memory.
+        save_folder: A folder that `offload_state_dict` wrote.
+        index: Name to entry: `dtype` and `shape` of a `.dat` file in `save_folder`, or `safetensors_file`,
+            `weight_name` and `dtype`. By default that of `save_folder`.
+        device: Move what is read there; by default it stays mapped.
+
+    Raises:
+        SettingsError: None of the first three is given, or an entry needs a `save_folder`.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Tensor] | None = None,
+        save_folder: str | os.PathLike[str] | None = None,
+        index: Mapping[str, Mapping[str, Any]] | None = None,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        if state_dict is None and save_folder is None and index is None:
+            raise SettingsError("offloaded weights need a state_dict, a save_folder or an index")
+        self.state_dict = {} if state_dict is None else state_dict
+        self.save_folder = save_folder
+        if index is None and save_folder is not None:
+            index = read_offload_index(save_folder)
+        self.index = {} if index is None else index
+        self.device = device
+        self._files: dict[str, SafetensorsFile] = {}
+        self._mapped: dict[str, Tensor] = {}
+
+    def __getitem__(self, key: str) -> Tensor:
+        if key in self.state_dict:
+            return self.state_dict[key]
+        if key in self._mapped:
+            return self._mapped[key]
+        tensor = self._open(key, self.index[key])
+        return tensor if self.device is None else tensor.to(self.device)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**dict.fromkeys(self.state_dict), **dict.fromkeys(self.index)})
+
+    def __len__(self) -> int:
+        return len({*self.state_dict, *self.index})
+
+    def file_of(self, key: str) -> tuple[SafetensorsFile, str] | None:
+        """Say in which safetensors file a weight lies, and under what name; `None` if it lies elsewhere."""
+        entry = self.index.get(key, {})
+        if key in self.state_dict or not entry.get("safetensors_file"):
+            return None
+        path = str(entry["safetensors_file"])
+        if path not in self._files:
+            self._files[path] = SafetensorsFile(path)
+        return self._files[path], entry.get("weight_name", key)
+
+    def _open(self, key: str, entry: Mapping[str, Any]) -> Tensor:
+        place = self.file_of(key)
+        if place is None:
+            if self.save_folder is None:
+                raise SettingsError(f"{key!r} is in a .dat file: say in which save_folder")
+            self._mapped[key] = load_offloaded_weight(_tensor_file(Path(self.save_folder), key), entry)
+            return self._mapped[key]
+        file, name = place
+        if name not in file.entries:
+            raise CheckpointError(f"{str(file.path)!r} has no tensor {name!r}, which the offload index names")
+        tensor = file.tensor(name)
+        wanted = torch_dtype(entry.get("dtype"))
+        if wanted is not None and wanted != tensor.dtype:
+            return tensor.to(wanted)  # read anew each time, or memory would fill
+        self._mapped[key] = tensor
+        return tensor
+
+
+def _tensor_file(folder: Path, name: str) -> Path:
+    if os.sep in name or name in {"", ".", ".."} or (os.altsep and os.altsep in name):
+        raise CheckpointError(f"the weight {name!r} cannot be the name of a file in {str(folder)!r}")
+    return folder / f"{name}{SUFFIX}"

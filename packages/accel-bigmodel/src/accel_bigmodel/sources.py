@@ -1,0 +1,145 @@
+"""The weight files of a checkpoint, each as a table of tensors that come when asked for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from accel_bigmodel.filesystem import is_network
+from accel_ops.weights.names import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFETENSORS_SUFFIX,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
+from accel_ops.weights.read import find_checkpoint_files, load_state_dict
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_state.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_PATTERNS = (
+    (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"*{SAFETENSORS_SUFFIX}"),
+    (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, "*.bin"),
+)
+
+
+class Source(Protocol):
+    """One weight file.
+
+    Attributes:
+        path: The file.
+        tensors: Name to shape and element type.
+        in_place: Whether a tensor may stay in the file and be read when it is used.
+        mapped: Whether `get` gives tensors that take no memory until they are used.
+        broadcast: Whether asking for a tensor is a collective.
+    """
+
+    path: Path
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    in_place: bool
+    mapped: bool
+    broadcast: bool
+
+    def get(self, name: str) -> Tensor:
+        """Give one tensor, on the CPU."""
+        ...
+
+
+class SafetensorsSource:
+    """A safetensors file: mapped; read in large pieces where mapping is slow, on a network file system."""
+
+    in_place = True
+    broadcast = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = SafetensorsFile(path)
+        self.tensors = {name: (entry.shape, entry.dtype) for name, entry in self.file.entries.items()}
+        self.mapped = not is_network(path)
+
+    def get(self, name: str) -> Tensor:
+        """Give one tensor: a view of the mapping, or of memory that it was read into."""
+        return self.file.tensor(name) if self.mapped else self.file.read(name)
+
+
+class BinSource:
+    """A file that `torch.save` wrote; the zip format is mapped, the older one is read whole."""
+
+    in_place = False
+    broadcast = False
+    mapped = True
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._state = load_state_dict(path)
+        self.tensors = {name: (tuple(value.shape), value.dtype) for name, value in self._state.items()}
+
+    def get(self, name: str) -> Tensor:
+        """Give one tensor."""
+        return self._state[name]
+
+
+def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
+    """Open every weight file of a checkpoint.
+
+    Args:
+        checkpoint: A file, an index, a folder, or the id of a model on the hub.
+
+    Raises:
+        CheckpointError: A file is damaged, unsafe or absent.
+        FileNotFoundError: Nothing is there, and it is no id of a model either.
+    """
+    files = find_checkpoint_files(local_checkpoint(checkpoint)).files
+    return [
+        SafetensorsSource(path) if path.suffix == SAFETENSORS_SUFFIX else BinSource(path) for path in files
+    ]
+
+
+def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
+    """Find a checkpoint on this machine, fetching it from the hub if that is where it is.
+
+    Args:
+        checkpoint: A path; or the id of a model, looked for in the hub's local cache first.
+
+    Raises:
+        FileNotFoundError: It is neither.
+        MissingDependencyError: It may be a hub id, and `huggingface_hub` is not installed.
+    """
+    path = Path(checkpoint)
+    name = os.fspath(checkpoint)
+    if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix:
+        return path
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"no checkpoint at {name!r}; if it is a model on the hub, install accel-bigmodel[hub]"
+        ) from error
+    try:
+        return _with_weights(snapshot_download(name, local_files_only=True, allow_patterns=["*"]))
+    except (LocalEntryNotFoundError, FileNotFoundError, HFValidationError):
+        pass
+    try:
+        for patterns in _PATTERNS:
+            folder = Path(snapshot_download(name, allow_patterns=list(patterns)))
+            if any(folder.glob(patterns[2])):
+                return folder
+    except (OSError, ValueError) as error:
+        raise FileNotFoundError(
+            f"no checkpoint at {name!r}: neither a path here nor a model in the hub's cache, and the hub "
+            f"did not give it ({str(error).splitlines()[0]})"
+        ) from error
+    raise FileNotFoundError(f"the model {name!r} on the hub has no weights")
+
+
+def _with_weights(folder: str) -> Path:
+    path = Path(folder)
+    if not any(found for patterns in _PATTERNS for found in path.glob(patterns[2])):
+        raise FileNotFoundError(folder)
+    return path

@@ -1,0 +1,349 @@
+"""Device maps: the promises, checked against brute force on random module trees."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from accel_bigmodel import (
+    Workload,
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    compute_module_sizes,
+    explain,
+    get_balanced_memory,
+    get_max_layer_size,
+    get_max_memory,
+    infer_auto_device_map,
+    kv_cache,
+    measure_activations,
+)
+from accel_bigmodel.budget import smallest_bound
+from accel_bigmodel.device_map.layers import Layers, read_layers
+from accel_bigmodel.device_map.plan import fill, units_of
+from accel_ops.weights.read import device_of
+from accel_state.errors import SettingsError
+from accel_state.labels import CustomDtype
+
+
+class Kept(nn.Module):
+    """A class that stays whole."""
+
+
+class Free(nn.Module):
+    """A class that may be split."""
+
+
+def leaf(sizes):
+    module = Free()
+    for index, (size, is_buffer) in enumerate(sizes):
+        tensor = torch.empty(size, device="meta")
+        if is_buffer:
+            module.register_buffer(f"t{index}", tensor)
+        else:
+            module.register_parameter(f"t{index}", nn.Parameter(tensor))
+    return module
+
+
+tensors = st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=3)
+
+
+@st.composite
+def trees(draw, depth=3):
+    """A random module tree with bare tensors, classes that stay whole, and shared parameters."""
+
+    def build(level):
+        module = leaf(draw(tensors))
+        if level and draw(st.booleans()):
+            module.__class__ = draw(st.sampled_from([Free, Free, Kept]))
+            for index in range(draw(st.integers(1, 3))):
+                module.add_module(f"m{index}", build(level - 1))
+        return module
+
+    model = build(depth)
+    owners = [
+        (part, name)
+        for part in model.modules()
+        for name in list(part._parameters)
+        if part._parameters[name] is not None
+    ]
+    if len(owners) > 1:
+        for _ in range(draw(st.integers(0, 2))):
+            (a, x), (b, y) = draw(st.sampled_from(owners)), draw(st.sampled_from(owners))
+            b._parameters[y] = a._parameters[x]
+    return model
+
+
+memories = st.fixed_dictionaries(
+    {}, optional={0: st.integers(0, 400), 1: st.integers(0, 400), "cpu": st.integers(0, 400)}
+)
+
+
+def atoms_by_hand(model, name="", kept=("Kept",)):
+    """The layers, found anew: (name, {id: bytes}, {id: bytes of buffers})."""
+
+    def below(module):
+        found, buffers = {}, {}
+        for part in module.modules():
+            for tensor in part._parameters.values():
+                if tensor is not None:
+                    found[id(tensor)] = tensor.numel() * 4
+            for tensor in part._buffers.values():
+                found[id(tensor)] = buffers[id(tensor)] = tensor.numel() * 4
+        return found, buffers
+
+    children = list(model._modules.items())
+    if not children or type(model).__name__ in kept:
+        yield name, *below(model)
+        return
+    prefix = f"{name}." if name else ""
+    for key, tensor in model._parameters.items():
+        yield prefix + key, {id(tensor): tensor.numel() * 4}, {}
+    for key, tensor in model._buffers.items():
+        size = {id(tensor): tensor.numel() * 4}
+        yield prefix + key, size, size
+    for key, child in children:
+        yield from atoms_by_hand(child, prefix + key, kept)
+
+
+@settings(max_examples=150, deadline=None)
+@given(trees(), memories, st.booleans(), st.booleans())
+def test_a_map_keeps_every_promise(model, memory, clean, offload_buffers):
+    plan = infer_auto_device_map(
+        model, memory, no_split_module_classes="Kept", clean_result=clean, offload_buffers=offload_buffers
+    )
+    check_device_map(model, plan)
+    atoms = list(atoms_by_hand(model))
+    where = {name: device_of(name, plan) for name, _, _ in atoms}
+    # Classes that stay whole are whole: each layer has one device.
+    assert None not in where.values()
+    executors = [key for key in (0, 1) if key in memory] or ["cpu"]
+    held = {}
+    for name, sizes, _ in atoms:
+        held.setdefault(where[name], {}).update(sizes)
+    # Tied weights live together, and count once.
+    homes = {}
+    for name, sizes, _ in atoms:
+        for key in sizes:
+            assert homes.setdefault(key, where[name]) == where[name]
+    away = [(sum(s.values()), b) for name, s, b in atoms if where[name] not in executors and s]
+    on_disk = [sum(s.values()) for name, s, _ in atoms if where[name] == "disk" and s]
+    # The main device: the first that holds any layer; nothing is reserved where nothing runs.
+    main = next((key for key in executors if key in where.values()), None)
+    for device, room in memory.items():
+        used = sum(held.get(device, {}).values())
+        reserve = 0
+        if device == main:
+            kept = {} if offload_buffers else {k: v for _, b in away for k, v in b.items()}
+            reserve = max((size for size, _ in away), default=0) + sum(kept.values())
+        elif device == "cpu" and executors != ["cpu"]:
+            reserve = max(on_disk, default=0)
+        if used:
+            assert used + reserve <= room, (device, plan)
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), memories)
+def test_a_clean_map_says_the_same_with_fewest_entries(model, memory):
+    long = infer_auto_device_map(model, memory, clean_result=False)
+    short = infer_auto_device_map(model, memory)
+    assert {name: device_of(name, short) for name in long} == long
+    assert len(short) <= len(long)
+    # No parent could stand for its children.
+    prefixes = {name.rpartition(".")[0] for name in short if name}
+    for prefix in prefixes - {""}:
+        inside = {d for n, d in long.items() if n == prefix or n.startswith(f"{prefix}.")}
+        assert len(inside) > 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(2, 4))
+def test_the_smallest_bound_is_that_of_brute_force(sizes, devices):
+    layers = Layers(
+        names=[str(i) for i in range(len(sizes))], sizes=sizes, wholes=sizes, buffers=[0] * len(sizes)
+    )
+
+    def brute(start, parts):
+        if parts == 1:
+            return sum(sizes[start:])
+        return min(max(sum(sizes[start:cut]), brute(cut, parts - 1)) for cut in range(start, len(sizes) + 1))
+
+    assert smallest_bound(units_of(layers), [10**6] * devices) == brute(0, devices)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=2, max_size=10), st.integers(2, 4))
+def test_a_balanced_map_has_the_smallest_largest_share(sizes, devices):
+    model = nn.ModuleList([leaf([(size, False)]) for size in sizes])
+    memory = dict.fromkeys(range(devices), 10**6)
+    plan = infer_auto_device_map(model, get_balanced_memory(model, memory))
+    shares = [0] * devices
+    for index, size in enumerate(sizes):
+        shares[device_of(str(index), plan)] += 4 * size
+    layers = read_layers(model, frozenset(), None)
+    assert max(shares) == smallest_bound(units_of(layers), [10**6] * devices)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8), st.integers(0, 40))
+def test_filling_with_activations_agrees_with_a_plain_count(rows, capacity):
+    sizes, actives = [size for size, _ in rows], [active for _, active in rows]
+    names = [f"m{i}" for i in range(len(rows))]
+    layers = Layers(names=names, sizes=sizes, wholes=sizes, buffers=[0] * len(rows))
+    units = units_of(layers, Workload(activations=dict(zip(names, actives, strict=True))))
+    (end,) = fill(units, [capacity])
+    assert sum(sizes[:end]) + max(actives[:end], default=0) <= capacity or end == 0
+    if end < len(rows):
+        assert sum(sizes[: end + 1]) + max(actives[: end + 1]) > capacity
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear1 = nn.Linear(3, 4)
+        self.batchnorm = nn.BatchNorm1d(4)
+        self.linear2 = nn.Linear(4, 5)
+
+
+@pytest.mark.parametrize(
+    ("memory", "expected"),
+    [
+        ({0: 200, 1: 200}, {"linear1": 0, "batchnorm": 1, "linear2": 1}),
+        ({0: 236}, {"": 0}),
+        ({0: 163}, {"": "disk"}),
+        ({0: 50, 1: 500}, {"": 1}),
+        ({0: 300, "cpu": 300}, {"": 0}),
+        ({"cpu": 236}, {"": "cpu"}),
+        ({"cpu": 205}, {"linear1": "cpu", "batchnorm": "disk", "linear2": "disk"}),
+        ({0: "1KB", "disk": 0}, {"": 0}),
+        ({}, {"": "disk"}),
+    ],
+)
+def test_known_maps(memory, expected):
+    assert infer_auto_device_map(Small(), memory) == expected
+
+
+def test_an_empty_accelerator_gets_what_fits_when_asked():
+    model = nn.ModuleList([nn.Linear(20, 20), nn.Linear(2, 2), nn.Linear(3, 3)])
+    memory = {0: 90, 1: 90}
+    assert set(infer_auto_device_map(model, memory).values()) == {"disk"}
+    plan = infer_auto_device_map(
+        nn.ModuleList([nn.Linear(20, 20), nn.Linear(2, 2), nn.Linear(20, 20)]),
+        {0: 1710, "cpu": 10**6},
+        fallback_allocation=True,
+    )
+    assert plan == {"0": "cpu", "1": 0, "2": "cpu"}
+
+
+def test_a_verbose_plan_is_logged(caplog):
+    with caplog.at_level(logging.INFO):
+        infer_auto_device_map(Small(), {0: 500}, verbose=True)
+    assert "linear1: 64 bytes on 0" in caplog.text
+
+
+def test_sizes_follow_the_types_that_weights_will_have():
+    model = Small()
+    assert compute_module_sizes(model)[""] == 236
+    half = compute_module_sizes(model, dtype="float16")
+    assert (half["linear1"], half["batchnorm"]) == (32, 40)  # the batch counter stays int64
+    assert compute_module_sizes(model, dtype=CustomDtype.INT4)["linear1.weight"] == 6
+    special = compute_module_sizes(model, special_dtypes={"linear1.weight": torch.float64})
+    assert special["linear1.weight"] == 96
+    assert compute_module_sizes(model, buffers_only=True)[""] == 40
+    assert compute_module_sizes(model, dtype="fp8")["linear1"] == 16
+    with pytest.raises(ValueError, match="'flat16' is no torch dtype"):
+        compute_module_sizes(model, dtype="flat16")
+
+
+def test_the_largest_layers_are_named():
+    model = nn.Sequential(Small(), Small())
+    sizes = compute_module_sizes(model)
+    children = list(model.named_children())
+    assert get_max_layer_size(children, sizes, []) == (100, ["0.linear2", "1.linear2"])
+    assert get_max_layer_size(children, sizes, "Small") == (236, ["0", "1"])
+
+
+def test_memory_is_read_in_order_and_refused_by_name():
+    assert list(get_max_memory({"disk": 1, "cpu": "1GB", 1: 5, 0: "2GiB"}).items()) == [
+        (0, 2**31),
+        (1, 5),
+        ("cpu", 10**9),
+        ("disk", 1),
+    ]
+    assert set(get_max_memory()) >= {"cpu"}
+    with pytest.raises(SettingsError, match="'gpu zero', which is no device"):
+        get_max_memory({"gpu zero": 1})
+    with pytest.raises(SettingsError, match="-5"):
+        get_max_memory({0: -5})
+    with pytest.raises(SettingsError, match="'lots' is not a size"):
+        get_max_memory({0: "lots"})
+
+
+def test_balancing_leaves_the_first_accelerator_low_when_asked():
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(6)])
+    memory = get_balanced_memory(model, {0: 1000, 1: 1000, 2: 1000}, low_zero=True)
+    assert memory[0] == 0
+    plan = infer_auto_device_map(model, memory)
+    assert sorted(plan.values()) == [1, 1, 1, 2, 2, 2]
+    assert get_balanced_memory(model, {0: 1000, "cpu": 5}) == {0: 1000, "cpu": 5}
+    assert get_balanced_memory(model, {0: 10, 1: 10}) == {0: 10, 1: 10}
+
+
+def test_activations_and_cache_take_room():
+    model = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])  # 64 bytes each
+    names = [str(i) for i in range(4)]
+    memory = {0: 256, 1: 256}
+    assert infer_auto_device_map(model, memory) == {"0": 0, "1": 0, "2": 0, "3": 1}
+    busy = Workload(cache=dict.fromkeys(names, 64))
+    assert infer_auto_device_map(model, memory, workload=busy) == {"0": 0, "1": 0, "2": 1, "3": 1}
+    active = Workload(activations={"0": 100, "3": 30})
+    plan = infer_auto_device_map(model, {0: 260, 1: 260}, workload=active)
+    assert plan == {"0": 0, "1": 0, "2": 1, "3": 1}
+    with pytest.raises(SettingsError, match="'nowhere'"):
+        infer_auto_device_map(model, memory, workload=Workload(cache={"nowhere": 1}))
+
+
+def test_activations_are_measured_without_computing(toy, tokens):
+    sizes = measure_activations(toy.to("meta"), tokens)
+    assert sizes["head"] == 4 * (4 * 8 + 4 * 11)
+    assert sizes["blocks.0.first"] == 4 * (4 * 8 + 4 * 8)
+    assert sizes["embed"] == 8 * 4 + 4 * 4 * 8
+    assert toy.embed.weight.is_meta
+
+
+def test_the_cache_of_attention_is_its_closed_form():
+    kwargs = {"batch_size": 2, "sequence_length": 7, "num_key_value_heads": 3, "head_dim": 5}
+    cache = torch.zeros(2, 2, 7, 3, 5, dtype=torch.bfloat16)  # keys and values
+    assert kv_cache(["a", "b"], **kwargs, dtype=torch.bfloat16) == {"a": cache.nbytes, "b": cache.nbytes}
+
+
+def test_a_map_that_leaves_tensors_out_names_them(toy):
+    with pytest.raises(SettingsError, match=r"gives no device to gain, .*no part: 'blokcs'"):
+        check_device_map(toy, {"embed": 0, "blokcs": 0, "head": 0})
+
+
+def test_tied_weights_on_different_devices_are_told(caplog):
+    check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b": 0})
+    assert not caplog.text
+    check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b": "cpu"})
+    assert "a.w on 0, b.w on cpu" in caplog.text
+
+
+def test_an_explanation_counts_what_each_forward_moves(toy):
+    plan = {"embed": 0, "gain": 0, "blocks": "cpu", "head": "disk"}
+    found = explain(plan, toy)
+    shares = {row.device: row for row in found.rows}
+    total = sum(t.nbytes for t in [*toy.parameters(), *toy.buffers()])
+    blocks = sum(t.nbytes for t in toy.blocks.parameters())
+    assert found.total == total
+    assert shares["cpu"].moved == blocks
+    assert shares["disk"].moved == toy.head.weight.nbytes  # tied: stored at 0, yet it moves
+    assert shares["disk"].nbytes == 0
+    assert found.moved == blocks + toy.head.weight.nbytes
+    assert sum(row.share for row in found.rows) == pytest.approx(1)
+    assert "moved per forward" in str(found)
+    assert explain({"": "cpu"}, toy).moved == 0
