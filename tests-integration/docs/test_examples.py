@@ -75,11 +75,12 @@ def test_a_shell_example_runs(command: str) -> None:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     if "digits.py" in command:
-        check_digits(done.stdout, processes=2 if "2" in command else 1)
+        check_digits(done.stdout, done.stderr, processes=2 if "2" in command else 1)
 
 
-def check_digits(output: str, *, processes: int) -> None:
-    """The example says its accuracy and its wall time once, and has seen every held-out image once."""
+def check_digits(output: str, progress: str, *, processes: int) -> None:
+    """One bar, one line about accuracy and one about time, every held-out image once."""
+    assert progress.count("training:   0%|") == 1
     (accuracy,) = re.findall(r"held-out accuracy (0\.\d+|1\.0+) \(\d+ of 360 images\)", output)
     assert float(accuracy) >= 0.97
     (wall,) = re.findall(rf"wall time (\d+\.\d) s, {processes} process", output)
