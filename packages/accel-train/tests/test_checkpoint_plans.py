@@ -1,0 +1,136 @@
+"""The plans behind checkpoints: names, manifests, rotation."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_state.errors import CheckpointError
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.manifest import FileRecord, Manifest, shares
+from accel_train.checkpoint.rotation import newest_of_all, outdated
+
+NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_size=1, max_size=12)
+RECORDS = st.builds(
+    FileRecord, size=st.integers(0, 2**50), checksum=st.text("0123456789abcdef", min_size=16, max_size=16)
+)
+MANIFESTS = st.builds(
+    Manifest,
+    world_size=st.integers(1, 4096),
+    step=st.integers(0, 100),
+    iteration=st.none() | st.integers(0, 10**6),
+    files=st.dictionaries(NAMES, RECORDS, max_size=8),
+)
+NUMBERS = st.sets(st.integers(0, 30), max_size=12)
+
+
+@given(MANIFESTS)
+def test_a_manifest_survives_being_written(manifest):
+    assert Manifest.from_text(manifest.to_text(), "x") == manifest
+
+
+@given(MANIFESTS)
+def test_a_manifest_has_no_complaint_about_its_own_files(manifest):
+    sizes = {name: record.size for name, record in manifest.files.items()}
+    assert manifest.complaints({**sizes, "another file": 3}) == []
+
+
+@given(MANIFESTS, st.data())
+def test_every_absent_or_changed_file_is_named_and_no_other(manifest, data):
+    names = sorted(manifest.files)
+    absent = data.draw(st.sets(st.sampled_from(names))) if names else set()
+    longer = data.draw(st.sets(st.sampled_from(names))) - absent if names else set()
+    sizes = {
+        name: record.size + (name in longer) for name, record in manifest.files.items() if name not in absent
+    }
+    complaints = " ".join(manifest.complaints(sizes))
+    assert len(manifest.complaints(sizes)) == len(absent | longer)
+    assert all(repr(name) in complaints for name in absent | longer)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"format": 1}', "\x00", '{"format": 1, "checksum": "xxh3_64"}']
+)
+def test_a_damaged_manifest_is_named(text):
+    with pytest.raises(CheckpointError, match=r"'here/accel_manifest.json' is damaged"):
+        Manifest.from_text(text, "here/accel_manifest.json")
+
+
+def test_a_manifest_of_a_later_version_is_refused():
+    text = Manifest(world_size=1, step=0).to_text().replace('"format": 1', '"format": 7')
+    with pytest.raises(CheckpointError, match=r"has format 7.*reads format 1"):
+        Manifest.from_text(text, "x")
+
+
+@given(st.dictionaries(NAMES, RECORDS, max_size=10), st.integers(1, 5))
+def test_every_file_is_verified_by_exactly_one_rank(files, parts):
+    divided = shares(files, parts)
+    assert len(divided) == parts
+    assert sorted(name for names in divided for name in names) == sorted(files)
+
+
+@given(st.dictionaries(NAMES, RECORDS, max_size=10), st.integers(1, 5))
+def test_no_rank_verifies_much_more_than_another(files, parts):
+    loads = [sum(files[name].size for name in names) for names in shares(files, parts)]
+    assert max(loads) - min(loads) <= max((record.size for record in files.values()), default=0)
+
+
+@given(NUMBERS, st.integers(0, 30), st.integers(1, 6))
+def test_rotation_keeps_the_newest_up_to_the_limit(complete, newest, limit):
+    doomed = outdated(complete, newest=newest, limit=limit)
+    kept = (complete | {newest}) - set(doomed)
+    assert newest in kept
+    assert len(kept) == min(limit, len(complete | {newest}))
+    assert all(gone < stays for gone in doomed for stays in kept - {newest})
+
+
+@given(NUMBERS, st.integers(0, 30))
+def test_without_a_limit_nothing_is_deleted(complete, newest):
+    assert outdated(complete, newest=newest, limit=None) == []
+
+
+@given(st.lists(NUMBERS, min_size=1, max_size=4))
+def test_the_newest_is_complete_on_every_host(hosts):
+    common = set.intersection(*hosts)
+    assert newest_of_all(hosts) == (max(common) if common else None)
+
+
+@given(st.integers(0, 99))
+def test_every_file_of_a_checkpoint_is_known_as_such(index):
+    names = [
+        layout.weights_name(index, safe=True),
+        layout.weights_name(index, safe=False),
+        layout.optimizer_name(index),
+        layout.scheduler_name(index),
+        layout.sampler_name(index),
+        layout.loader_state_name(index),
+        layout.rng_name(index),
+        layout.position_name(index),
+        layout.custom_name(index),
+        layout.SCALER_NAME,
+        layout.MANIFEST_NAME,
+    ]
+    assert all(layout.is_of_checkpoint(name) for name in names)
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "model.safetensors.index.json", "optimizer.pt", "checkpoint_3"]
+)
+def test_files_of_others_are_not_taken_for_ours(name):
+    assert not layout.is_of_checkpoint(name)
+
+
+@given(st.integers(0, 10**9))
+def test_a_numbered_name_tells_its_number(iteration):
+    assert layout.iteration_of(layout.numbered_name(iteration)) == iteration
+
+
+def test_leftovers_tell_their_owner(tmp_path):
+    target = tmp_path / "checkpoint_3"
+    assert layout.leftover_of(layout.staging_beside(target, "0a").name) == "checkpoint_3"
+    assert layout.leftover_of(layout.doomed(target, "0a").name) == "checkpoint_3"
+    assert layout.leftover_of(layout.staging_inside(target, "0a").name) == ""
+    assert layout.leftover_of(layout.COMMIT_NAME) is None
+    assert layout.leftover_of(target.name) is None

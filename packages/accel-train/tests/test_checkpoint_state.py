@@ -1,0 +1,511 @@
+"""Saving and loading the state of a run, on one process."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import pickle
+import random
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
+from accel_train import Accelerator, load_custom_state, save_custom_state
+from accel_train.checkpoint import files
+from accel_train.checkpoint.objects import load_accelerator_state, save_accelerator_state
+
+
+def listing(folder):
+    return sorted(entry.name for entry in Path(folder).iterdir())
+
+
+class Counter:
+    def __init__(self, value=0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Setup:
+    """A small run: tied weights, momentum, a schedule, shuffled data."""
+
+    def __init__(self, folder=None, *, limit=None, numbered=True, **project):
+        config = ProjectConfiguration(
+            project_dir=folder, automatic_checkpoint_naming=numbered, total_limit=limit, **project
+        )
+        self.accelerator = Accelerator(cpu=True, project_config=config)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
+        model[2].weight = model[0].weight
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        data = torch.randn(16, 4)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        self.model, self.optimizer, self.schedule, self.loader = self.accelerator.prepare(
+            model, optimizer, schedule, loader
+        )
+
+    def train(self, batches):
+        for batch, _ in zip(self.loader, range(batches), strict=False):
+            self.accelerator.backward(self.model(batch).square().mean())
+            self.optimizer.step()
+            self.schedule.step()
+            self.optimizer.zero_grad()
+
+    def weights(self):
+        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+
+
+def same(left, right):
+    return torch.equal(left.weights(), right.weights())
+
+
+@pytest.fixture(autouse=True)
+def told(caplog):
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_resumed_run_ends_like_the_undisturbed_one(tmp_path, safe, blocking):
+    whole = Setup(tmp_path / "whole")
+    whole.train(4)
+    whole.train(3)
+
+    first = Setup(tmp_path / "run")
+    first.train(4)
+    saved = first.accelerator.save_state(safe_serialization=safe, blocking=blocking)
+    first.train(1)  # lost
+    if not blocking:
+        saved.wait()
+    second = Setup(tmp_path / "run")
+    torch.manual_seed(99)
+    assert second.accelerator.has_checkpoint
+    second.accelerator.load_state()
+    second.train(3)
+    assert same(whole, second)
+    assert whole.schedule.get_last_lr() == second.schedule.get_last_lr()
+
+
+def test_a_run_goes_on_in_the_middle_of_an_epoch(tmp_path):
+    first = Setup(tmp_path)
+    seen = []
+    for batch in first.loader:
+        seen.append(batch)
+        if len(seen) == 2:
+            first.accelerator.save_state()
+    second = Setup(tmp_path)
+    second.accelerator.load_state()
+    assert torch.equal(torch.cat(list(second.loader)), torch.cat(seen[2:]))
+
+
+def test_files_have_the_names_that_the_field_knows(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+    run.accelerator.register_for_checkpointing(Counter())
+    run.accelerator.prepare(nn.Linear(1, 1))
+    run.train(1)
+    assert run.accelerator.save_state(tmp_path / "here") == str(tmp_path / "here")
+    assert listing(tmp_path / "here") == [
+        "accel_manifest.json",
+        "custom_checkpoint_0.pkl",
+        "data_position_0.bin",
+        "model.safetensors",
+        "model_1.safetensors",
+        "optimizer.bin",
+        "random_states_0.pkl",
+        "scheduler.bin",
+    ]
+    manifest = json.loads((tmp_path / "here" / "accel_manifest.json").read_text())
+    assert (manifest["format"], manifest["world_size"], manifest["step"]) == (1, 1, 0)
+    for name, record in manifest["files"].items():
+        assert record["size"] == (tmp_path / "here" / name).stat().st_size
+
+
+def test_the_step_is_in_the_manifest_and_not_among_the_random_numbers(tmp_path, told):
+    run = Setup(tmp_path)
+    run.accelerator.gradient_accumulation_steps = 3
+    with run.accelerator.accumulate():
+        pass
+    path = run.accelerator.save_state()
+    assert "1 micro-batch(es) after the last optimizer step" in told.text
+    states = torch.load(f"{path}/random_states_0.pkl", weights_only=False)
+    assert "step" not in states
+    again = Setup(tmp_path)
+    again.accelerator.load_state()
+    assert again.accelerator.step == 1
+
+
+def test_python_numpy_and_torch_draw_on(tmp_path):
+    run = Setup(tmp_path)
+    run.accelerator.save_state()
+    drawn = random.random(), np.random.rand(), torch.rand(()).item()
+    run.accelerator.load_state()
+    assert drawn == (random.random(), np.random.rand(), torch.rand(()).item())
+
+
+def test_a_generator_that_does_not_come_back_is_named(tmp_path, told):
+    run = Setup(tmp_path, numbered=False)
+    path = run.accelerator.save_state(tmp_path / "c")
+    (tmp_path / "c" / "accel_manifest.json").unlink()
+    name = tmp_path / "c" / "random_states_0.pkl"
+    states = torch.load(name, weights_only=False)
+    del states["numpy_random_seed"]
+    torch.save({**states, "torch_xpu_manual_seed": [torch.zeros(1)]}, name)
+    run.accelerator.load_state(path)
+    assert "'numpy_random_seed' is absent" in told.text
+    assert "'torch_xpu_manual_seed' is for devices that are not here" in told.text
+
+
+def test_only_the_limit_stays_and_numbers_go_on_after_a_restart(tmp_path):
+    run = Setup(tmp_path, limit=2)
+    for _ in range(4):
+        run.accelerator.save_state()
+    assert listing(tmp_path / "checkpoints") == ["checkpoint_2", "checkpoint_3"]
+    assert run.accelerator.save_iteration == 4
+    again = Setup(tmp_path, limit=2)
+    again.accelerator.load_state()
+    assert again.accelerator.save_iteration == 4
+    again.accelerator.save_state()
+    assert listing(tmp_path / "checkpoints") == ["checkpoint_3", "checkpoint_4"]
+
+
+def test_a_numbered_checkpoint_of_an_earlier_run_is_not_overwritten(tmp_path):
+    Setup(tmp_path).accelerator.save_state()
+    run = Setup(tmp_path)
+    with pytest.raises(SettingsError, match=r"checkpoint_0' is there already.*iteration=1"):
+        run.accelerator.save_state()
+    assert listing(tmp_path / "checkpoints") == ["checkpoint_0"]
+
+
+def test_an_output_dir_beside_numbering_is_named(tmp_path, told):
+    path = Setup(tmp_path).accelerator.save_state("elsewhere")
+    assert path == str(tmp_path / "checkpoints" / "checkpoint_0")
+    assert "'elsewhere'" in told.text
+
+
+def test_without_a_folder_or_numbering_the_way_out_is_said(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+    assert not run.accelerator.has_checkpoint
+    with pytest.raises(SettingsError, match=r"save_state.. needs an output_dir"):
+        run.accelerator.save_state()
+    with pytest.raises(SettingsError, match=r"load_state.. needs an input_dir"):
+        run.accelerator.load_state()
+    with pytest.raises(CheckpointError, match=r"there is no folder 'nowhere'"):
+        run.accelerator.load_state("nowhere")
+    with pytest.raises(TypeError, match=r"save_state.. got exclude_frozen"):
+        run.accelerator.save_state(tmp_path / "x", exclude_frozen=True)
+
+
+def test_numbering_needs_a_project_directory():
+    with pytest.raises(SettingsError, match=r"needs a project_dir"):
+        Setup(None).accelerator.save_state()
+
+
+def test_without_any_checkpoint_load_state_says_so(tmp_path):
+    run = Setup(tmp_path)
+    assert not run.accelerator.has_checkpoint
+    with pytest.raises(CheckpointError, match=r"no complete checkpoint"):
+        run.accelerator.load_state()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda path: path.unlink(), "'optimizer.bin' is absent"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-1]), "'optimizer.bin' has .* bytes, not"),
+        (
+            lambda path: path.write_bytes(path.read_bytes()[:-1] + b"x"),
+            "'optimizer.bin' has the checksum",
+        ),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, harm, said):
+    run = Setup(tmp_path, numbered=False)
+    run.train(1)
+    path = tmp_path / "c"
+    run.accelerator.save_state(path)
+    harm(path / "optimizer.bin")
+    before = run.weights().clone()
+    with pytest.raises(CheckpointError, match=said):
+        run.accelerator.load_state(path)
+    assert torch.equal(run.weights(), before)
+
+
+def test_the_newest_complete_one_is_loaded_and_the_damaged_one_named(tmp_path, told):
+    run = Setup(tmp_path)
+    run.train(1)
+    run.accelerator.save_state()
+    before = run.weights().clone()
+    run.train(1)
+    path = run.accelerator.save_state()
+    os.truncate(f"{path}/model.safetensors", 10)
+    again = Setup(tmp_path)
+    again.accelerator.load_state()
+    assert torch.equal(again.weights(), before)
+    assert "'model.safetensors' has 10 bytes" in told.text
+    again.accelerator.save_state()  # as number 2: nothing is overwritten
+    assert listing(tmp_path / "checkpoints") == ["checkpoint_0", "checkpoint_1", "checkpoint_2"]
+
+
+def test_rotation_counts_complete_checkpoints_only(tmp_path):
+    run = Setup(tmp_path, limit=2)
+    for _ in range(2):
+        run.accelerator.save_state()
+    os.truncate(tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors", 1)
+    run.accelerator.save_state()
+    assert (tmp_path / "checkpoints" / "checkpoint_0").exists()
+
+
+def test_a_folder_that_exists_keeps_its_other_files(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("kept")
+    run.accelerator.register_for_checkpointing(Counter(1))
+    run.train(1)
+    run.accelerator.save_state(folder)
+    run.train(1)
+    after = run.weights().clone()
+    run.accelerator.save_state(folder, safe_serialization=False)
+    assert (folder / "notes.txt").read_text() == "kept"
+    assert not (folder / "model.safetensors").exists()
+    assert not [name for name in listing(folder) if name.startswith(".")]
+    run.train(1)
+    run.accelerator.load_state(folder)
+    assert torch.equal(run.weights(), after)
+
+
+def test_hooks_see_models_weights_and_folder_and_their_files_belong_to_the_checkpoint(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+
+    def on_save(models, weights, output_dir):
+        assert models[0] is run.model
+        weights.pop()
+        Path(output_dir, "unet").mkdir()
+        torch.save(models[0].state_dict(), f"{output_dir}/unet/mine.bin")
+
+    def on_load(models, input_dir):
+        models.pop().load_state_dict(torch.load(f"{input_dir}/unet/mine.bin"))
+
+    saving = run.accelerator.register_save_state_pre_hook(on_save)
+    run.accelerator.register_load_state_pre_hook(on_load)
+    run.train(1)
+    before = run.weights().clone()
+    run.accelerator.save_state(tmp_path / "c")
+    assert not (tmp_path / "c" / "model.safetensors").exists()
+    assert "unet/mine.bin" in json.loads((tmp_path / "c" / "accel_manifest.json").read_text())["files"]
+    run.train(1)
+    run.accelerator.load_state(tmp_path / "c")
+    assert torch.equal(run.weights(), before)
+    saving.remove()
+    run.accelerator.save_state(tmp_path / "c")
+    assert (tmp_path / "c" / "model.safetensors").exists()
+    assert not (tmp_path / "c" / "unet" / "mine.bin").exists()
+
+
+def test_registered_objects_come_back(tmp_path):
+    run, counter = Setup(tmp_path), Counter(5)
+    run.accelerator.register_for_checkpointing(counter)
+    run.accelerator.save_state()
+    counter.value = 0
+    run.accelerator.load_state()
+    assert counter.value == 5
+    with pytest.raises(ValueError, match=r"register_for_checkpointing takes objects .* no \[3\]"):
+        run.accelerator.register_for_checkpointing(Counter(), 3)
+
+
+def test_fewer_or_more_objects_than_were_saved_are_named(tmp_path, told):
+    run = Setup(tmp_path)
+    run.accelerator.register_for_checkpointing(Counter())
+    run.accelerator.save_state()
+    fewer = Setup(tmp_path)
+    fewer.accelerator.load_state()
+    assert "custom_checkpoint_0.pkl is in the checkpoint" in told.text
+    more = Setup(tmp_path)
+    more.accelerator.register_for_checkpointing(Counter(), Counter())
+    with pytest.raises(CheckpointError, match=r"has no 'custom_checkpoint_1.pkl'"):
+        more.accelerator.load_state()
+
+
+def test_what_would_run_code_is_not_read(tmp_path):
+    class Trap:
+        def __reduce__(self):
+            return os.mkdir, (str(tmp_path / "trapped"),)
+
+    run = Setup(tmp_path, numbered=False)
+    path = tmp_path / "c"
+    run.accelerator.save_state(path)
+    (path / "accel_manifest.json").unlink()
+    torch.save({"value": Trap()}, path / "scheduler.bin")
+    with pytest.raises(CheckpointError, match=r"scheduler.bin' holds objects.*weights_only"):
+        run.accelerator.load_state(path)
+    (path / "scheduler.bin").write_bytes(pickle.dumps(Trap(), protocol=2))
+    with pytest.raises(CheckpointError, match=r"scheduler.bin'"):
+        run.accelerator.load_state(path)
+    assert not (tmp_path / "trapped").exists()
+
+
+def test_more_than_strict_weights_can_be_loaded(tmp_path):
+    run = Setup(tmp_path, numbered=False)
+    run.accelerator.save_state(tmp_path / "c")
+    run.model.register_parameter("new", nn.Parameter(torch.ones(1)))
+    with pytest.raises(RuntimeError, match=r"Missing key"):
+        run.accelerator.load_state(tmp_path / "c")
+    run.accelerator.load_state(tmp_path / "c", strict=False, map_location="on_device")
+
+
+def test_the_state_that_was_staged_is_saved_whatever_training_does(tmp_path, monkeypatch):
+    gate = threading.Event()
+    original = files.FileWriter.__init__
+
+    def slow(self, path):
+        assert gate.wait(60)
+        original(self, path)
+
+    run = Setup(tmp_path)
+    run.train(2)
+    before = run.weights().clone()
+    monkeypatch.setattr(files.FileWriter, "__init__", slow)
+    saving = run.accelerator.save_state(blocking=False)
+    assert not saving.done
+    run.train(2)
+    assert not Path(saving).exists()
+    gate.set()
+    assert saving.wait() == str(tmp_path / "checkpoints" / "checkpoint_0")
+    assert saving.done
+    run.accelerator.load_state()
+    assert torch.equal(run.weights(), before)
+
+
+def test_host_memory_is_used_again(tmp_path):
+    run = Setup(tmp_path)
+    run.train(1)
+    run.accelerator.save_state(blocking=False).wait()
+    arena = run.accelerator._parts.checkpoints.arena
+    taken = arena.nbytes
+    for _ in range(3):
+        run.accelerator.save_state(blocking=False)
+    run.accelerator.has_checkpoint  # noqa: B018 - waits
+    assert arena.nbytes == taken
+
+
+def save_and_wait(run, blocking):
+    saved = run.accelerator.save_state(blocking=blocking)
+    if not blocking:
+        saved.wait()
+
+
+class FailingDisk:
+    """`os`, as files.py sees it, with a disk that is full after some bytes."""
+
+    def __init__(self, room):
+        self.room = room
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def write(self, descriptor, data):
+        self.room -= len(data)
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return os.write(descriptor, data)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize("room", [0, 700, 20_000])
+def test_a_full_disk_is_said_and_the_older_checkpoint_stands(tmp_path, monkeypatch, blocking, room):
+    run = Setup(tmp_path, limit=1)
+    run.train(1)
+    run.accelerator.save_state()
+    before = run.weights().clone()
+    run.train(1)
+    monkeypatch.setattr(files, "os", FailingDisk(room))
+    with pytest.raises(
+        CheckpointWriteError, match=r"rank 0 could not write '.*': No space left.*Older ones stand"
+    ):
+        save_and_wait(run, blocking)
+    monkeypatch.undo()
+    assert listing(tmp_path / "checkpoints") == ["checkpoint_0"]
+    run.accelerator.load_state()
+    assert torch.equal(run.weights(), before)
+
+
+def test_an_error_of_the_background_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    run = Setup(tmp_path)
+    monkeypatch.setattr(files, "os", FailingDisk(0))
+    run.accelerator.save_state(blocking=False)
+    with pytest.raises(CheckpointWriteError, match=r"No space left"):
+        run.accelerator.save_state()
+    monkeypatch.undo()
+    run.accelerator.save_state()
+    assert run.accelerator.has_checkpoint
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_state_that_cannot_be_saved_leaves_nothing_behind(tmp_path, blocking):
+    run, bad = Setup(tmp_path), Counter(lambda: None)
+    run.accelerator.register_for_checkpointing(bad)
+    with pytest.raises(CheckpointWriteError, match=r"lambda"):
+        run.accelerator.save_state(blocking=blocking)
+    assert listing(tmp_path / "checkpoints") == []
+
+
+def test_the_files_of_a_folder_are_written_as_others_may_read_them(tmp_path):
+    before = os.umask(0o022)
+    try:
+        path = Setup(tmp_path).accelerator.save_state()
+    finally:
+        os.umask(before)
+    assert Path(path).stat().st_mode & 0o777 == 0o755
+    assert {Path(path, name).stat().st_mode & 0o777 for name in listing(path)} == {0o644}
+
+
+def test_save_model_cuts_large_models_and_writes_an_index(tmp_path):
+    run = Setup(tmp_path)
+    model = nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10))
+    run.accelerator.save_model(model, tmp_path / "m", max_shard_size=500)
+    index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == 880
+    assert set(index["weight_map"]) == set(model.state_dict())
+    run.accelerator.save_model(model, tmp_path / "m", safe_serialization=False)
+    assert "pytorch_model.bin" in listing(tmp_path / "m")
+
+
+def test_get_state_dict_and_save(tmp_path):
+    run = Setup(tmp_path)
+    assert set(run.accelerator.get_state_dict(run.model)) == set(run.model.state_dict())
+    run.accelerator.save({"a": torch.ones(1)}, tmp_path / "a.bin")
+    assert torch.equal(torch.load(tmp_path / "a.bin")["a"], torch.ones(1))
+    assert len(list(run.accelerator.skip_first_batches(run.loader, 3))) == 1
+
+
+def test_the_documented_functions_save_and_load_by_themselves(tmp_path):
+    run = Setup(tmp_path)
+    run.train(2)
+    state = run.model.state_dict()
+    optimizers, schedules, loaders = [run.optimizer], [run.schedule], [run.loader]
+    folder = save_accelerator_state(tmp_path / "f", [state], optimizers, schedules, loaders, 0, 3)
+    before = run.weights().clone()
+    drawn = torch.rand(())
+    run.train(1)
+    found = load_accelerator_state(folder, [run.model], optimizers, schedules, loaders, 0)
+    assert found == {"step": 3}
+    assert torch.equal(run.weights(), before)
+    assert torch.rand(()) == drawn
+    save_custom_state(Counter(4), folder, 2)
+    counter = Counter()
+    load_custom_state(counter, folder, 2)
+    assert counter.value == 4
