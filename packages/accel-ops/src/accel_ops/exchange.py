@@ -36,6 +36,7 @@ LARGEST = (
 MAX_GUESSES = 1024
 SHOWN = 8  # differing leaves that a message lists
 MAX_INDEX = 1 << 16  # indices that are kept with a cutter, 4 bytes each
+MAX_GRID = 1 << 20  # bytes of the chunks of all ranks that are kept with a plan
 MAX_CUTTERS = 32  # kept with a plan
 FEW = 4  # pieces that are faster concatenated than found by an index
 _CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -191,8 +192,8 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     capacity = guess.capacity()
     likely = extras.get(("likely", world_size, capacity, device))
     draft = Draft(flat, likely, device) if likely is not None else None
-    everything = _exchange(collectives, header, flat, capacity, draft, device)
-    prefixes: list[list[int]] = everything.view(torch.int64).view(world_size, -1)[:, :4].tolist()
+    everything, heads = _exchange(collectives, header, flat, capacity, draft, device)
+    prefixes: list[list[int]] = heads[:, :4].tolist()
     if any(prefix[0] != header.structure for prefix in prefixes):
         guess.learn(0, SMALLEST)
         raise mismatch("gather", collectives, _essentials(flat.plan))
@@ -206,13 +207,13 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
         if even:
             return gather_even(collectives, flat, device)
         capacity = _aligned(need)
-        everything = _exchange(collectives, header, flat, capacity, None, device)
+        everything, heads = _exchange(collectives, header, flat, capacity, None, device)
     cutter = extras.get((sizes, capacity, device))
     if cutter is None:
         ranks = [flat.plan.buckets] * world_size
         if not even:
-            rows = everything.view(torch.int64).view(world_size, -1)[:, 4 : 4 + len(flat.leaves)]
-            ranks = [plan.place(flat.plan.buckets, counts) for counts in rows.tolist()]
+            rows = heads[:, 4 : 4 + len(flat.leaves)].tolist()
+            ranks = [plan.place(flat.plan.buckets, counts) for counts in rows]
         cutter = _cutter(ranks, flat.plan.restore, header.start, everything, sizes)
         _keep(flat.plan, (sizes, capacity, device), cutter)
     _keep(flat.plan, ("likely", world_size, capacity, device), cutter)
@@ -319,8 +320,8 @@ def _exchange(
     capacity: int,
     draft: Draft | None,
     device: torch.device,
-) -> Tensor:
-    """Everyone's chunk; only its prefix where it did not fit."""
+) -> tuple[Tensor, Tensor]:
+    """Everyone's chunk, or only its prefix where it did not fit; and the same as 64-bit numbers by rank."""
     if header.nbytes <= capacity:
         buffer, new = kept_buffer(
             flat.plan, "gather", flat.plan.buckets, device, capacity=capacity, start=header.start
@@ -332,9 +333,23 @@ def _exchange(
     else:
         chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
         chunk[:PREFIX].copy_(header.content[:PREFIX])
-    everything = torch.empty(collectives.world_size * capacity, dtype=torch.uint8, device=device)
+    everything, heads = _grid(flat.plan, collectives.world_size, capacity, device)
     collectives.all_gather_into(everything, chunk, draft.prepare if draft is not None else None)
-    return everything
+    return everything, heads
+
+
+def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Memory for the chunks of all ranks: that of the last gather, if it was small."""
+    size = world_size * capacity
+    kept: tuple[Tensor, Tensor] | None = owner.extras.get(("grid", device))
+    if kept is not None and len(kept[0]) == size:
+        return kept
+    with torch.inference_mode(mode=False):
+        everything = torch.empty(size, dtype=torch.uint8, device=device)
+    made = everything, everything.view(torch.int64).view(world_size, -1)
+    if size <= MAX_GRID:
+        owner.extras["grid", device] = made
+    return made
 
 
 def _cutter(
