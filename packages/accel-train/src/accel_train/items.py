@@ -32,7 +32,7 @@ class ItemWindow:
         parameters: Finds the parameters whose gradients a window is about.
     """
 
-    __slots__ = ("_count", "_divisor", "_holds", "_parameters", "_refusing", "_runtime", "alone")
+    __slots__ = ("_alone", "_count", "_divisor", "_holds", "_parameters", "_refusing", "_runtime")
 
     def __init__(self, runtime: Runtime, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
         self._runtime = runtime
@@ -41,8 +41,7 @@ class ItemWindow:
         self._divisor: torch.Tensor | None = None
         self._holds = 0
         self._refusing: str | None = None
-        self.alone = False
-        """Whether this process counts and divides for itself, as it does while gradients stay local."""
+        self._alone = False
 
     @property
     def is_open(self) -> bool:
@@ -85,7 +84,7 @@ class ItemWindow:
         if self._count is None or self._divisor is not None:
             return
         total, processes = self._count.clone(), 1
-        if not self.alone:
+        if not self._alone:
             self._runtime.collectives.all_reduce(total)
             processes = self._runtime.topology.world_size
         # The gradients are the mean over the processes of what each has summed up.
@@ -114,6 +113,15 @@ class ItemWindow:
             yield
         finally:
             self._refusing = before
+
+    @contextmanager
+    def counting_alone(self) -> Generator[None]:
+        """A context in which this process counts and divides for itself, as its gradients are its own."""
+        self._alone = True
+        try:
+            yield
+        finally:
+            self._alone = False
 
     def _tensor(self, num_items: ItemCount) -> torch.Tensor:
         device = self._runtime.device

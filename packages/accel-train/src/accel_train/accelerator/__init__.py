@@ -29,7 +29,9 @@ __all__ = ["Accelerator"]
 
 
 @final
-class Accelerator(ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, StateIoFacet, ProjectFacet, ObserveFacet):
+class Accelerator(
+    ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, StateIoFacet, ProjectFacet, ObserveFacet
+):
     """Everything that a training script needs to run on one device or many.
 
     Args:

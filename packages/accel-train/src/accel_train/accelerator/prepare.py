@@ -8,7 +8,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.memory import release_memory
 from accel_train.accelerator.facet import Facet
 from accel_train.prepare.sort import sort_arguments, sort_one
-from accel_train.prepare.stages import Request, run_stages
+from accel_train.prepare.stages import Request, has_device_map, run_stages
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -84,7 +84,8 @@ class PrepareFacet(Facet):
 
         Raises:
             ValueError: `device_placement` has another length than the arguments.
-            UnsupportedError: The strategy cannot train what it was given.
+            UnsupportedError: The strategy cannot train what it was given, such as a model that is spread over
+                several devices and processes.
 
         Example:
             >>> import torch
@@ -154,6 +155,16 @@ class PrepareFacet(Facet):
             step_per: What one step of it stands for; what `Accelerator(step_scheduler_per=…)` says if `None`.
         """
         return self._prepare_one("schedulers", scheduler, None, step_per=step_per)
+
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether a model, or a part of it, was spread over several devices with a device map.
+
+        Such a model belongs to one process; several cannot train it.
+
+        Args:
+            model: Any model.
+        """
+        return has_device_map(model)
 
     def unwrap_model(
         self,

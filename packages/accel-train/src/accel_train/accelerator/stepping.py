@@ -10,9 +10,11 @@ from torch.optim import Optimizer
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.strategies.sync import sync_in_backward
 from accel_plugins.strategy import Feature
 from accel_train.accelerator.facet import Facet
 from accel_train.data.evenness import evenness
+from accel_train.lomo import fused_backward
 from accel_train.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
@@ -46,7 +48,7 @@ class SteppingFacet(Facet):
                 of one element. The counts of all backward passes of a window add up: of several losses
                 over the same items, give it with one, and 0 with the others. Gradients are divided by the
                 total when the window is complete.
-            **kwargs: Passed to `Tensor.backward`.
+            **kwargs: Passed to `Tensor.backward`; or `learning_rate`, as for `lomo_backward`.
 
         Raises:
             ValueError: `num_items` is no such number, or was given in some backward passes of a window only.
@@ -62,6 +64,9 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         state = parts.gradient_state
+        if kwargs and "learning_rate" in kwargs:
+            self.lomo_backward(loss, **kwargs)
+            return
         if num_items is not None:
             self._backward_of_items(loss, num_items, kwargs)
             return
@@ -73,6 +78,46 @@ class SteppingFacet(Facet):
         parts.strategy.stepper.backward(
             loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs
         )
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Compute gradients and step at once, as the optimizers Lomo and AdaLomo do.
+
+        Args:
+            loss: The loss, 0-d.
+            learning_rate: Of this step.
+
+        Raises:
+            MissingDependencyError: lomo-optim is not installed.
+            SettingsError: There is no learning rate, or no such optimizer was prepared.
+        """
+        parts = self._parts
+        fused_backward(parts.prepared.optimizers, parts.precision.scale(loss), learning_rate)
+
+    @staticmethod
+    def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
+        """A context in which backward passes bring gradients together although `no_sync` was on before.
+
+        For several forward passes that are followed by as many backward passes, of which only the last one
+        shall communicate.
+
+        Args:
+            model: A prepared model; nothing happens to one that no other process trains, too.
+
+        Raises:
+            UnsupportedError: The model looks for unused parameters, which it does in the forward pass.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> model = accelerator.prepare(torch.nn.Linear(1, 1))
+            >>> with accelerator.no_sync(model):
+            ...     first, second = model(torch.ones(1)), model(torch.zeros(1))
+            >>> accelerator.backward(first)
+            >>> with accelerator.trigger_sync_in_backward(model):
+            ...     accelerator.backward(second)
+        """
+        return sync_in_backward(model)
 
     def accumulate(self, *models: nn.Module) -> Accumulation:
         """A context around one micro-batch, of `gradient_accumulation_steps` that make one optimizer step.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_state.errors import UnsupportedError
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.prepare.compiled import compile_model
@@ -13,6 +14,8 @@ from accel_train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from torch import nn
 
     from accel_plugins.bundle import Bundle
     from accel_train.parts import Parts
@@ -51,7 +54,19 @@ def run_stages(bundle: Bundle, request: Request) -> Bundle:
     return bundle
 
 
+def has_device_map(model: nn.Module) -> bool:
+    """Whether a model, or a part of it, was spread over several devices with a device map."""
+    return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
+
+
 def _check(bundle: Bundle, request: Request) -> Bundle:
+    if request.parts.process.use_distributed and not request.evaluation:
+        for model in bundle.models:
+            if has_device_map(model):
+                raise UnsupportedError(
+                    f"{type(model).__qualname__} is spread over several devices by a device map, and cannot "
+                    "be trained by several processes; load it without device_map, or start one process."
+                )
     request.parts.strategy.wrapper.check(bundle)
     return bundle
 

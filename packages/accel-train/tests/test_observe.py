@@ -1,0 +1,122 @@
+"""Profiling on one process; models spread over devices; optimizers that step in the backward pass."""
+
+from __future__ import annotations
+
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from accel_plugins.kwargs.profile import ProfileKwargs
+from accel_state import available
+from accel_state.errors import MissingDependencyError, SettingsError
+from accel_train import Accelerator
+
+
+def names_in(trace):
+    return {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+
+
+def test_a_trace_is_written_and_can_be_read(tmp_path):
+    handler = ProfileKwargs(activities=["cpu"], record_shapes=True, output_trace_dir=str(tmp_path / "new"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    assert accelerator.profile_handler is handler
+    with accelerator.profile() as profiler, torch.profiler.record_function("my region"):
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    assert {"my region", "aten::matmul"} <= names_in(tmp_path / "new" / "profile_0.json")
+    assert any(event.key == "aten::matmul" for event in profiler.key_averages())
+
+
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
+def test_every_cycle_of_a_schedule_has_a_trace_of_its_own(tmp_path):
+    seen = []
+    handler = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 1, "warmup": 1, "active": 1, "repeat": 2},
+        on_trace_ready=seen.append,
+        output_trace_dir=str(tmp_path),
+    )
+    with Accelerator(cpu=True).profile(handler) as profiler:
+        for step in range(7):
+            with torch.profiler.record_function(f"step {step}"):
+                torch.ones(2) + 1
+            profiler.step()
+    assert seen == [profiler, profiler]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["profile_0.json", "profile_0_1.json"]
+    assert "step 2" in names_in(tmp_path / "profile_0.json")
+    assert "step 5" in names_in(tmp_path / "profile_0_1.json")
+
+
+def test_a_schedule_that_never_records_is_said(tmp_path, caplog):
+    handler = ProfileKwargs(
+        activities=["cpu"],
+        schedule_option={"wait": 5, "warmup": 1, "active": 1},
+        output_trace_dir=str(tmp_path),
+    )
+    with Accelerator(cpu=True).profile(handler) as profiler:
+        profiler.step()
+    assert "wrote no trace" in caplog.text
+    assert "before step 6" in caplog.text
+
+
+def test_without_a_directory_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with Accelerator(cpu=True).profile():
+        torch.ones(1)
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_device_map_over_several_devices_is_found_in_any_part():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    assert not accelerator.verify_device_map(model)
+    model[0].hf_device_map = {"": 0}
+    assert not accelerator.verify_device_map(model)
+    model[0].hf_device_map = {"a": 0, "b": 1}
+    assert accelerator.verify_device_map(model)
+
+
+def test_lomo_is_asked_for_by_name():
+    with pytest.raises(MissingDependencyError, match="lomo"):
+        Accelerator(cpu=True).lomo_backward(torch.ones(()), 0.1)
+
+
+@pytest.fixture
+def lomo(monkeypatch):
+    """A library with the interface of lomo-optim."""
+    module = ModuleType("lomo_optim")
+
+    class Lomo(torch.optim.SGD):
+        def fused_backward(self, loss, lr):
+            loss.backward()
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data -= lr * parameter.grad
+
+    Lomo.__module__ = "lomo_optim.lomo"
+    module.Lomo = Lomo
+    monkeypatch.setitem(sys.modules, "lomo_optim", module)
+    monkeypatch.setattr(available, "_is_there", lambda library: True)
+    return module
+
+
+def test_lomo_steps_in_the_backward_pass(lomo):
+    accelerator = Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    accelerator.prepare(lomo.Lomo([weight], lr=0.0))
+    accelerator.lomo_backward(3 * weight.sum(), 0.1)
+    assert weight.item() == pytest.approx(0.7)
+    weight.grad = None
+    accelerator.backward(3 * weight.sum(), learning_rate=0.2)
+    assert weight.item() == pytest.approx(0.1)
+    with pytest.raises(SettingsError, match="learning_rate=None"):
+        accelerator.lomo_backward(weight.sum(), None)
+
+
+def test_other_optimizers_are_no_lomo(lomo):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
+    with pytest.raises(SettingsError, match="SGD"):
+        accelerator.lomo_backward(torch.ones(()), 0.1)

@@ -1,0 +1,165 @@
+"""Processes that train apart, gradients that travel late, and profiles of all processes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.profile import ProfileKwargs
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_train import Accelerator
+from accel_train.local_sgd import LocalSGD
+from harness import distributed
+
+RATE = 0.1
+
+
+def make_model():
+    generator = torch.Generator().manual_seed(0)
+    model = torch.nn.Linear(3, 1).double()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return model
+
+
+def batch_of(step, rank):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(4, 3, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model, batch):
+    return model(batch).square().mean()
+
+
+def averaged_sgd(steps, every):
+    """Plain SGD of every rank in turn, with averages when they are due and at the end."""
+    models = [make_model() for _ in range(dist.get_world_size())]
+
+    def average():
+        for together in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack([one.detach() for one in together]).mean(0)
+            for one in together:
+                one.data.copy_(mean)
+
+    for step in range(steps):
+        for rank, model in enumerate(models):
+            model.zero_grad()
+            loss_of(model, batch_of(step, rank)).backward()
+            for parameter in model.parameters():
+                parameter.data -= RATE * parameter.grad
+        if (step + 1) % every == 0:
+            average()
+    average()
+    return models[0]
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@distributed(world_size=2)
+def test_processes_step_alone_and_meet_every_few_steps(counted):
+    accelerator = Accelerator(cpu=True)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    with LocalSGD(accelerator, model, local_sgd_steps=3) as local_sgd:
+        for step in range(7):
+            batch = batch_of(step, accelerator.process_index)
+            if counted:
+                accelerator.backward(model(batch).square().sum(), num_items=len(batch))
+            else:
+                accelerator.backward(loss_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            local_sgd.step()
+    right = averaged_sgd(7, 3)
+    for found, wanted in zip(model.parameters(), right.parameters(), strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-12)
+    # Afterwards gradients travel again, and items are counted over all processes.
+    accelerator.backward(model(batch_of(0, accelerator.process_index)).sum(), num_items=4)
+    gradients = [torch.empty_like(accelerator.unwrap_model(model).weight.grad) for _ in range(2)]
+    dist.all_gather(gradients, accelerator.unwrap_model(model).weight.grad)
+    assert torch.equal(*gradients)
+    assert torch.allclose(gradients[0], torch.cat([batch_of(0, 0), batch_of(0, 1)]).mean(0), rtol=1e-12)
+
+
+@distributed(world_size=2)
+def test_micro_batches_are_no_steps_and_a_disabled_context_does_nothing():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=RATE))
+    with LocalSGD(accelerator, model, local_sgd_steps=2, enabled=False) as local_sgd:
+        for step in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch_of(step, accelerator.process_index)))
+                optimizer.step()
+                optimizer.zero_grad()
+                local_sgd.step()
+    assert local_sgd.num_steps == 2
+    weights = [torch.empty_like(accelerator.unwrap_model(model).weight) for _ in range(2)]
+    dist.all_gather(weights, accelerator.unwrap_model(model).weight.detach())
+    assert torch.equal(*weights)
+
+
+@distributed(world_size=2)
+def test_an_error_within_is_not_followed_by_a_collective():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(make_model())
+    with pytest.raises(SettingsError, match="local_sgd_steps=0"):
+        LocalSGD(accelerator, model, local_sgd_steps=0)
+    if accelerator.is_main_process:
+        with pytest.raises(ZeroDivisionError), LocalSGD(accelerator, model, local_sgd_steps=1):
+            raise ZeroDivisionError
+    assert model.require_backward_grad_sync
+
+
+@distributed(world_size=2)
+def test_gradients_of_earlier_forward_passes_can_be_brought_together():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(make_model())
+    rank = accelerator.process_index
+    with accelerator.no_sync(model):
+        first = loss_of(model, batch_of(0, rank))
+        second = loss_of(model, batch_of(1, rank))
+    accelerator.backward(first)
+    with Accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    right = make_model()
+    for step in range(2):
+        for other in range(2):
+            (loss_of(right, batch_of(step, other)) / 2).backward()
+    for found, wanted in zip(model.parameters(), right.parameters(), strict=True):
+        assert torch.allclose(found.grad, wanted.grad, rtol=1e-12)
+
+
+@distributed(world_size=2)
+def test_unused_parameters_are_not_found_without_a_forward_pass():
+    handlers = [DistributedDataParallelKwargs(find_unused_parameters=True)]
+    accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+    model = accelerator.prepare(make_model())
+    with (
+        pytest.raises(UnsupportedError, match="find_unused_parameters"),
+        Accelerator.trigger_sync_in_backward(model),
+    ):
+        pass
+
+
+@distributed(world_size=2)
+def test_a_model_over_several_devices_is_not_trained_by_several_processes():
+    model = make_model()
+    model.hf_device_map = {"a": 0, "b": 1}
+    with pytest.raises(UnsupportedError, match="device_map"):
+        Accelerator(cpu=True).prepare(model)
+
+
+@distributed(world_size=2)
+def test_every_process_writes_a_trace(tmp_path):
+    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path / "traces"))
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[handler])
+    with accelerator.profile(), torch.profiler.record_function(f"rank {accelerator.process_index}"):
+        torch.ones(2) + 1
+    for rank in range(2):
+        events = json.loads((tmp_path / "traces" / f"profile_{rank}.json").read_text())["traceEvents"]
+        assert {event.get("name") for event in events} & {"rank 0", "rank 1"} == {f"rank {rank}"}
