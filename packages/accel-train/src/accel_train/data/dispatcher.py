@@ -12,7 +12,7 @@ from accel_train.data.iterable_shard import Delivery
 from accel_train.data.placing import placing
 from accel_train.data.post import Receiver, Sender
 from accel_train.data.prepared import PreparedLoader
-from accel_train.data.reading import Position, look_ahead
+from accel_train.data.reading import Launch, Position, launched, look_ahead
 from accel_train.data.rounds import Division, SliceFn
 
 if TYPE_CHECKING:
@@ -44,11 +44,11 @@ class MainReading:
         self._collectives = collectives
         self._read: deque[list[Any]] = deque()
 
-    def pairs(self) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
         """Each part of the main process, with whether it is the last one."""
         if self._collectives.world_size == 1:
-            return look_ahead(part for (part,) in self._parts())
-        return Sender(self._parts(), self._collectives).pairs()
+            return look_ahead((part for (part,) in self._parts()), launch)
+        return launched(Sender(self._parts(), self._collectives).pairs(), launch)
 
     def _parts(self) -> Iterator[list[Delivery | None]]:
         inner = self._inner = self._open_inner()  # here, where the others are told if it fails
@@ -91,9 +91,9 @@ class RemoteReading:
         self.taken = 0
         self._collectives = collectives
 
-    def pairs(self) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
         """Each part of this process, with whether it is the last one."""
-        return Receiver(self._collectives).pairs()
+        return launched(Receiver(self._collectives).pairs(), launch)
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
@@ -191,7 +191,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this process's parts."""
-        return self._pass(placing(self.device, non_blocking=self._non_blocking))
+        return self._pass(placing(self.device, ahead=self._non_blocking))
 
     def _open(self) -> Reading:
         if self._reads:

@@ -70,7 +70,9 @@ class DataLoaderShard(PreparedLoader):
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this rank's batches."""
-        return self._pass(placing(self.device, non_blocking=self._non_blocking), before=self._synchronize)
+        return self._pass(
+            placing(self.device, ahead=self._non_blocking or self.pin_memory), before=self._synchronize
+        )
 
     def _synchronize(self) -> None:
         if self.rng_types:

@@ -2,14 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_ops.move import send_to_device
+from accel_ops.tree import walk
+from accel_train.data.iterable_shard import Delivery
 
-Place = Callable[[Any], Any]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+_CPU = torch.device("cpu")
+
+
+class Placing(Protocol):
+    """How batches get to the device of a loader."""
+
+    @property
+    def launch(self) -> Callable[[Any], Any] | None:
+        """What is done to a batch (or `Delivery`) as soon as it was read, one ahead; None for nothing."""
+        ...
+
+    @property
+    def land(self) -> Callable[[Any], Any] | None:
+        """What is done to a batch right before it is yielded; None for nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Batches are moved when they are due.
+
+    Args:
+        land: What moves a batch, or None for nothing.
+    """
+
+    land: Callable[[Any], Any] | None = None
+    launch: None = None
+
+
+class SideStream:
+    """Batches are copied to a CUDA device on a stream of their own, while the one before is computed with.
+
+    Work of the current stream on a batch waits for its copy, and its memory is kept until that work is done.
+
+    Args:
+        device: The CUDA device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def launch(self, item: Any) -> Any:
+        """Begin the copy of a batch."""
+        if type(item) is Delivery:
+            return replace(item, batch=self._launch(item.batch))
+        return self._launch(item)
+
+    def land(self, flight: InFlight) -> Any:
+        """Give the batch to the current stream."""
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(flight.arrived)
+        for _, leaf in walk(flight.batch):
+            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
+                leaf.record_stream(current)
+        return flight.batch
+
+    def _launch(self, batch: Any) -> InFlight:
+        pinned = pin_memory(batch)  # as it is, where it is pinned
+        with torch.cuda.stream(self._stream):
+            moved = send_to_device(pinned, self._device, non_blocking=True)
+        return InFlight(moved, self._stream.record_event())
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A batch on its way to the device.
+
+    Args:
+        batch: Nested tensors on the device.
+        arrived: When they are there.
+    """
+
+    batch: Any
+    arrived: torch.Event
 
 
 def to_cpu(batch: Any) -> Any:
@@ -34,21 +114,17 @@ def to_cpu(batch: Any) -> Any:
     return batch
 
 
-_CPU = torch.device("cpu")
-
-
-def placing(device: torch.device | None, *, non_blocking: bool) -> Place | None:
+def placing(device: torch.device | None, *, ahead: bool) -> Placing:
     """Choose how batches get to a device.
 
     Args:
         device: Where they shall be, or None to leave them where they are.
-        non_blocking: Whether to return before the copy is complete.
-
-    Returns:
-        What to call with every batch, or None for nothing.
+        ahead: Whether not to wait for copies.
     """
     if device is None:
-        return None
+        return Plain()
     if device.type == "cpu":
-        return to_cpu
-    return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
+        return Plain(to_cpu)
+    if device.type == "cuda" and ahead:
+        return SideStream(device)
+    return Plain(lambda batch: send_to_device(batch, device, non_blocking=ahead))

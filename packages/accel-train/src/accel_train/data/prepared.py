@@ -16,7 +16,7 @@ from accel_train.data.samplers import innermost_sampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from accel_train.data.placing import Place
+    from accel_train.data.placing import Placing
     from accel_train.data.reading import Reading
 
 _END: Any = object()
@@ -173,12 +173,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         return other
 
     def _pass(
-        self, place: Place | None = None, *, before: Callable[[], None] | None = None
+        self, placing: Placing | None = None, *, before: Callable[[], None] | None = None
     ) -> Generator[Any]:
         """Yield the batches of one pass.
 
         Args:
-            place: What moves a batch to its device.
+            placing: How batches get to their device; not at all if `None`.
             before: Called at the beginning.
         """
         if before is not None:
@@ -191,7 +191,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             reading = self._open()
             advance, padded = reading.advance, None
             facts = vars(self)  # torch's loaders have a slow `__setattr__`
-            for item, is_last in reading.pairs():
+            launch, land = (None, None) if placing is None else (placing.launch, placing.land)
+            for item, is_last in reading.pairs(launch):
                 if padded is None:  # by now the order is drawn
                     padded, self.remainder = reading.opened(), reading.remainder
                 delivery = item if type(item) is Delivery else None
@@ -202,8 +203,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                 if advance is not None:
                     advance(delivery)
                     facts["real_in_batch"] = None if delivery is None else delivery.real
-                if place is not None:
-                    batch = place(batch)
+                if land is not None:
+                    batch = land(batch)
                 facts["_batch"] = batch
                 facts["end_of_dataloader"] = is_last
                 if is_last:

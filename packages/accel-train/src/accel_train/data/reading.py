@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.utils.data import get_worker_info
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
     from accel_train.data.batch_shard import BatchSamplerShard
     from accel_train.data.iterable_shard import Delivery
@@ -59,21 +60,41 @@ class Position:
         )
 
 
-def look_ahead(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
+Launch = Callable[[Any], Any]
+
+
+def look_ahead(batches: Iterator[Any], launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
     """Yield every item with whether it is the last one; one more is always read already.
 
     Args:
         batches: The items.
+        launch: What is made of an item as soon as it was read.
 
     Example:
         >>> list(look_ahead(iter("abc")))
         [('a', False), ('b', False), ('c', True)]
     """
+    if launch is not None:
+        batches = map(launch, batches)
     item = next(batches, _END)
     while item is not _END:
         upcoming = next(batches, _END)
         yield item, upcoming is _END
         item = upcoming
+
+
+def launched(pairs: Iterator[tuple[Any, bool]], launch: Launch | None) -> Iterator[tuple[Any, bool]]:
+    """The same pairs; with `launch`, one more is always read and launched already.
+
+    Args:
+        pairs: Items, with whether each is the last one.
+        launch: What is made of an item as soon as it was read; None to read nothing ahead.
+    """
+    if launch is None:
+        yield from pairs
+        return
+    for (item, is_last), _ in look_ahead((launch(item), is_last) for item, is_last in pairs):
+        yield item, is_last
 
 
 _END: Any = object()
@@ -100,8 +121,12 @@ class Reading(Protocol):
         """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
         ...
 
-    def pairs(self) -> Iterator[tuple[Any, bool]]:
-        """Each of the batches, with whether it is the last one."""
+    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+        """Each of the batches, with whether it is the last one.
+
+        Args:
+            launch: What is made of a batch one step before it is yielded.
+        """
         ...
 
     def opened(self) -> dict[int, int]:
@@ -136,9 +161,9 @@ class SamplerReading:
         self._start = start
         self._order: OrderState | None = None
 
-    def pairs(self) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one."""
-        return look_ahead(self.batches)
+        return look_ahead(self.batches, launch)
 
     @property
     def remainder(self) -> int:
@@ -181,9 +206,9 @@ class StreamReading:
         self._consumed = list(starts)
         self._next_worker = next_worker
 
-    def pairs(self) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one."""
-        return look_ahead(self.batches)
+        return look_ahead(self.batches, launch)
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
@@ -221,9 +246,9 @@ class StatefulReading:
             self._states.append(self._loader.state_dict())
             yield batch
 
-    def pairs(self) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one."""
-        return look_ahead(self.batches)
+        return look_ahead(self.batches, launch)
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
