@@ -339,7 +339,7 @@ def _exchange(
 
 
 def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for the chunks of all ranks: that of the last gather, if it was small."""
+    """Memory for the chunks of all ranks: that of the last gather, as `kept_buffer`."""
     size = world_size * capacity
     kept: tuple[Tensor, Tensor] | None = owner.extras.get(("grid", device))
     if kept is not None and len(kept[0]) == size:
@@ -347,7 +347,7 @@ def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> 
     with torch.inference_mode(mode=False):
         everything = torch.empty(size, dtype=torch.uint8, device=device)
     made = everything, everything.view(torch.int64).view(world_size, -1)
-    if size <= MAX_GRID:
+    if size <= MAX_GRID and device.type == "cpu":
         owner.extras["grid", device] = made
     return made
 

@@ -190,6 +190,8 @@ def kept_buffer(
 ) -> tuple[Buffer, bool]:
     """A buffer whose content nobody needs after the call: the one of the last call, if it was small.
 
+    Only on the CPU: elsewhere a call on another stream might overwrite it while the last one still reads.
+
     Args:
         owner: The plan with which it is kept.
         key: What it is for.
@@ -207,7 +209,7 @@ def kept_buffer(
         return kept, False
     with torch.inference_mode(mode=False):  # else later calls outside of it could not write to the buffer
         made = make_buffer(buckets, device, start=start, capacity=capacity)
-    if capacity <= MAX_KEPT:
+    if capacity <= MAX_KEPT and device.type == "cpu":
         owner.extras[slot] = made
     return made, True
 
