@@ -11,6 +11,7 @@ from accel_bigmodel.offload import (
     offload_state_dict,
     read_offload_index,
 )
+from accel_bigmodel.placement import sites_of
 from accel_bigmodel.stream import MappedCarrier, StreamedWeights
 from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_ops.weights.tensors import named_module_tensors
@@ -35,6 +36,7 @@ def collect_weights(
     state_dict: Mapping[str, Tensor] | None,
     offload_dir: str | os.PathLike[str] | None,
     offload_index: Mapping[str, Mapping[str, Any]] | None,
+    offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
     """Collect the weights that are away, writing to the disk what is not there yet.
 
@@ -46,6 +48,7 @@ def collect_weights(
         state_dict: Weights on the CPU; by default the model's.
         offload_dir: Where weights on the disk lie, or are written.
         offload_index: Name to where a weight on the disk lies.
+        offload_buffers: Whether buffers are away too.
 
     Raises:
         SettingsError: Weights are to go to the disk, and there is no folder for them.
@@ -54,7 +57,7 @@ def collect_weights(
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if not on_cpu and not on_disk:
         return None
-    own = model.state_dict()
+    own = _own_tensors(model, buffers=offload_buffers)
     given = extract_submodules_state_dict(own, on_cpu) if state_dict is None else state_dict
     held = {name: tensor for name, tensor in given.items() if not tensor.is_meta}
     index: dict[str, Mapping[str, Any]] = _index_of(offload_dir)
@@ -103,6 +106,15 @@ def stream_weights(
     if main.type == "cpu":
         return StreamedWeights(weights, blocks, MappedCarrier(weights, blocks, memory_limit))
     return weights
+
+
+def _own_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
+    sites = sites_of(model).items()
+    return {
+        name: site.table[site.leaf].detach()
+        for name, site in sites
+        if not site.is_buffer or (buffers and site.persistent)
+    }
 
 
 def _index_of(folder: str | os.PathLike[str] | None) -> dict[str, Mapping[str, Any]]:

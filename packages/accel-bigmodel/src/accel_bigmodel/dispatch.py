@@ -10,6 +10,7 @@ import torch
 
 from accel_bigmodel.away import collect_weights, stream_weights
 from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
+from accel_bigmodel.device_map.flat import flatten_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.base import add_hook_to_module
@@ -20,7 +21,7 @@ from accel_bigmodel.offload import OffloadedWeightsLoader, offload_state_dict
 from accel_bigmodel.placement import sites_of
 from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
-from accel_ops.weights.tensors import child_table, named_module_tensors
+from accel_ops.weights.tensors import child_table
 from accel_ops.weights.tied import find_tied_parameters, retie_parameters
 from accel_state.errors import SettingsError
 
@@ -99,6 +100,7 @@ def dispatch_model(
         _move_whole(model, torch.device(devices[0]))
         vars(model)["hf_device_map"] = dict(device_map)
         return model
+    asked, device_map = dict(device_map), flatten_map(model, device_map)
     main = _main_device(devices) if main_device is None else torch.device(main_device)
     offload = {name: _is_offloaded(device, main) for name, device in device_map.items()}
     execution: dict[str, Device] = {
@@ -115,6 +117,7 @@ def dispatch_model(
         state_dict=state_dict,
         offload_dir=offload_dir,
         offload_index=offload_index,
+        offload_buffers=offload_buffers,
     )
     _require_values(model, device_map, known=weights)
     served = None
@@ -134,7 +137,7 @@ def dispatch_model(
     _retie(model, tied, device_map)
     _guard_moves(model, offloaded=any(offload.values()))
     keep_placement_of_replaced_modules()
-    vars(model)["hf_device_map"] = dict(device_map)
+    vars(model)["hf_device_map"] = asked
     return model
 
 
@@ -276,11 +279,7 @@ def _settle(
         if module is None:
             AlignDevicesHook(device, only=(leaf,), tied_params_map=tied).init_hook(owner)
             continue
-        inner = [key.removeprefix(f"{name}.") for key in offload if name and key.startswith(f"{name}.")]
-        inside = [tensor for tensor, _ in named_module_tensors(module, recurse=True)]
-        only = [t for t in inside if not any(t == key or t.startswith(f"{key}.") for key in inner)]
-        hook = AlignDevicesHook(device, place_submodules=True, only=frozenset(only), tied_params_map=tied)
-        hook.init_hook(module)
+        AlignDevicesHook(device, place_submodules=True, tied_params_map=tied).init_hook(module)
 
 
 def _require_values(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_bigmodel.assign import Assignment, assign, plan_load
@@ -93,7 +94,8 @@ def load_checkpoint_in_model(
         raise SettingsError(
             "the device_map sends weights to the disk: pass offload_folder, where that is noted"
         )
-    if offload_folder is not None:
+    if index and offload_folder is not None:
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
         save_offload_index(index, offload_folder)
 
 

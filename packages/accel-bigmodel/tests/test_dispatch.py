@@ -1,0 +1,134 @@
+"""Dispatched models: the same output, and nothing lost on the way."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from accel_bigmodel import AlignDevicesHook, cpu_offload, disk_offload, dispatch_model
+from accel_ops.weights.tied import find_tied_parameters
+
+
+def hooks_of(model):
+    return [name for name, part in model.named_modules() if hasattr(part, "_hf_hook")]
+
+
+def test_a044_one_device_needs_no_hooks(toy, tokens):
+    expected = toy(tokens)
+    model = dispatch_model(toy, {"": "cpu"})
+    assert hooks_of(model) == []
+    assert torch.equal(model(tokens), expected)
+    mixed = dispatch_model(copy.deepcopy(toy), {"": "cpu"}, force_hooks=True)
+    assert hooks_of(mixed)
+
+
+def test_only_offloaded_blocks_have_hooks_when_all_runs_on_one_device(toy, tmp_path):
+    plan = {
+        "embed": "cpu",
+        "gain": "cpu",
+        "blocks.0": "cpu",
+        "blocks.1": "disk",
+        "blocks.2": "cpu",
+        "head": "cpu",
+    }
+    dispatch_model(toy, plan, offload_dir=tmp_path)
+    assert [name for name in hooks_of(toy) if name] == [
+        name for name, _ in toy.named_modules() if name.startswith("blocks.1")
+    ]
+
+
+def test_a039_bare_parameters_and_buffers_have_a_place(toy, tokens, tmp_path):
+    toy.register_buffer("offset", torch.ones(1))
+    expected = toy(tokens)
+    for place in ("cpu", "disk"):
+        plan = {"embed": "cpu", "gain": place, "offset": place, "blocks": "disk", "head": "cpu"}
+        model = dispatch_model(copy.deepcopy(toy), plan, offload_dir=tmp_path / place)
+        assert torch.equal(model(tokens), expected)
+
+
+def test_a041_dispatch_keeps_ties(toy, tokens, tmp_path):
+    expected = toy(tokens)
+    plan = {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}
+    model = dispatch_model(toy, plan, offload_dir=tmp_path)
+    assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
+    assert torch.equal(model(tokens), expected)
+
+
+@pytest.mark.parametrize("offload", ["cpu", "disk"])
+def test_whole_models_are_offloaded(toy, tokens, tmp_path, offload):
+    expected = toy(tokens)
+    if offload == "cpu":
+        cpu_offload(toy, execution_device="cpu")
+    else:
+        disk_offload(toy, tmp_path, execution_device="cpu")
+    assert all(parameter.is_meta for parameter in toy.parameters())
+    for _ in range(2):
+        assert torch.equal(toy(tokens), expected)
+
+
+def test_a044_a_replaced_module_is_placed_like_the_old_one(toy, tokens, tmp_path):
+    plan = {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}
+    dispatch_model(toy, plan, offload_dir=tmp_path)
+    replacement = nn.Linear(8, 8)
+    weight = replacement.weight
+    toy.blocks[1].first = replacement
+    hook = replacement._hf_hook
+    assert isinstance(hook, AlignDevicesHook)
+    assert hook.offload
+    assert replacement.weight.is_meta
+    x = torch.randn(2, 8)
+    assert torch.equal(replacement(x), nn.functional.linear(x, weight, hook.weights_map["bias"]))
+    toy(tokens)
+
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x)
+
+    toy.blocks[2].first = Wrapper(toy.blocks[2].first)
+    assert not hasattr(toy.blocks[2].first, "_hf_hook")
+    toy(tokens)
+
+
+def test_a_dispatched_model_refuses_to_be_moved(toy, tmp_path):
+    dispatch_model(
+        toy, {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}, offload_dir=tmp_path
+    )
+    with pytest.raises(RuntimeError, match="cannot be moved: some of its modules are offloaded"):
+        toy.to("cpu")
+
+
+def test_a_limit_and_an_error_in_a_forward_leave_the_model_usable(toy, tokens, tmp_path):
+    expected = toy(tokens)
+    dispatch_model(toy, {"": "disk"}, offload_dir=tmp_path, memory_limit=1 << 20)
+    with pytest.raises(IndexError):
+        toy(torch.tensor([99]))
+    assert torch.equal(toy(tokens), expected)
+
+
+def test_gradients_flow_through_weights_that_come_and_go(toy, tokens, tmp_path):
+    dispatch_model(
+        toy, {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}, offload_dir=tmp_path
+    )
+    toy(tokens).sum().backward()
+    assert toy.gain.grad is not None
+
+
+def test_skipped_arguments_are_not_moved(toy):
+    class Taking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def forward(self, x, cache=None):
+            return self.layer(x), cache
+
+    cache = {"key": torch.ones(1)}
+    model = dispatch_model(Taking(), {"": "cpu"}, force_hooks=True, skip_keys="cache")
+    assert model(torch.ones(1, 2), cache=cache)[1]["key"] is cache["key"]

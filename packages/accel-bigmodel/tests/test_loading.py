@@ -1,0 +1,335 @@
+"""Checkpoints into models: every form, every map, every way it can be wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel_bigmodel import (
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    load_checkpoint_in_model,
+)
+from accel_bigmodel.filesystem import is_network
+from accel_bigmodel.sources import local_checkpoint
+from accel_ops.weights.tied import find_tied_parameters
+from accel_ops.weights.write import save_state_dict
+from accel_state.errors import CheckpointError, SettingsError
+
+MAPS = {
+    "all cpu": {"": "cpu"},
+    "all disk": {"": "disk"},
+    "blocks on disk": {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"},
+    "mixed": {
+        "embed": "disk",
+        "gain": "disk",
+        "blocks.0": "cpu",
+        "blocks.1": "disk",
+        "blocks.2": "cpu",
+        "head": "disk",
+    },
+    "inside a block": {"": "cpu", "blocks.1.first": "disk", "blocks.1.scale": "disk", "blocks.2": "disk"},
+}
+
+
+@pytest.fixture(params=["safetensors", "bin"])
+def checkpoint(request, toy, tmp_path):
+    folder = tmp_path / "checkpoint"
+    save_state_dict(
+        toy.state_dict(), folder, max_shard_size=900, safe_serialization=request.param == "safetensors"
+    )
+    assert len(list(folder.glob("*.index.json"))) == 1
+    return folder
+
+
+def skeleton(toy_class):
+    with init_empty_weights():
+        return toy_class().eval()
+
+
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("force_hooks", [False, True])
+def test_a_model_gives_the_same_under_every_map(
+    checkpoint, toy, toy_class, tokens, tmp_path, kind, force_hooks
+):
+    model = load_checkpoint_and_dispatch(
+        skeleton(toy_class),
+        checkpoint,
+        device_map=MAPS[kind],
+        offload_folder=tmp_path / "offload",
+        force_hooks=force_hooks,
+        strict=True,
+    )
+    for _ in range(2):
+        assert torch.allclose(model(tokens), toy(tokens), atol=1e-6)
+    assert model.hf_device_map == MAPS[kind]
+
+
+@pytest.mark.parametrize("form", ["folder", "index", "one file", "custom index"])
+def test_every_form_of_a_checkpoint_is_found(toy, toy_class, tmp_path, form):
+    save_state_dict(toy.state_dict(), tmp_path, max_shard_size="1MB" if form == "one file" else 900)
+    place = {
+        "folder": tmp_path,
+        "index": tmp_path / "model.safetensors.index.json",
+        "one file": tmp_path / "model.safetensors",
+        "custom index": tmp_path,
+    }[form]
+    if form == "custom index":
+        (tmp_path / "model.safetensors.index.json").rename(tmp_path / "mine.index.json")
+    model = skeleton(toy_class)
+    load_checkpoint_in_model(model, place)
+    state = model.state_dict()
+    assert all(torch.equal(state[name], tensor) for name, tensor in toy.state_dict().items())
+
+
+def test_a_load_in_two_steps_is_that_in_one(checkpoint, toy, toy_class, tokens, tmp_path):
+    model, plan = skeleton(toy_class), MAPS["mixed"]
+    load_checkpoint_in_model(model, checkpoint, device_map=plan, offload_folder=tmp_path / "off")
+    model = dispatch_model(model, plan, offload_dir=tmp_path / "off")
+    assert torch.allclose(model(tokens), toy(tokens), atol=1e-6)
+
+
+def test_weights_go_into_the_tensors_that_the_model_has(checkpoint, toy, toy_class):
+    model = toy_class()
+    before = {name: (id(tensor), tensor.data_ptr()) for name, tensor in model.named_parameters()}
+    load_checkpoint_in_model(model, checkpoint)
+    assert before == {name: (id(tensor), tensor.data_ptr()) for name, tensor in model.named_parameters()}
+    assert torch.equal(model.gain, toy.gain)
+
+
+def test_a041_ties_hold_whichever_name_the_checkpoint_has(toy, toy_class, tokens, tmp_path):
+    for kept, dropped in (("embed", "head"), ("head", "embed")):
+        state = {name: value for name, value in toy.state_dict().items() if name != f"{dropped}.weight"}
+        assert f"{kept}.weight" in state
+        save_state_dict(state, tmp_path / kept)
+        for kind, plan in MAPS.items():
+            model = load_checkpoint_and_dispatch(
+                skeleton(toy_class), tmp_path / kept, device_map=plan, strict=True
+            )
+            assert torch.allclose(model(tokens), toy(tokens), atol=1e-6), (kept, kind)
+            if plan.get("embed") == "cpu":
+                assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
+
+
+def test_a041_a_weight_without_values_is_never_random(toy, toy_class, tmp_path, caplog):
+    state = {name: value for name, value in toy.state_dict().items() if name != "head.weight"}
+    save_state_dict(state, tmp_path)
+    with init_empty_weights():
+        model = toy_class()
+        model.head.weight = nn.Parameter(torch.empty(11, 8))  # the tie is forgotten
+    with caplog.at_level(logging.WARNING), pytest.raises(SettingsError, match=r"head\.weight have no values"):
+        load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "cpu"})
+    assert "missing from the checkpoint: head.weight" in caplog.text
+
+
+def test_a037_disk_weights_are_read_in_place(toy, toy_class, tokens, tmp_path):
+    save_state_dict(toy.state_dict(), tmp_path / "ck", max_shard_size=900)
+    model = load_checkpoint_and_dispatch(
+        skeleton(toy_class), tmp_path / "ck", device_map={"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    assert torch.allclose(model(tokens), toy(tokens), atol=1e-6)
+    assert not list(tmp_path.rglob("*.dat"))
+    load_checkpoint_in_model(
+        skeleton(toy_class), tmp_path / "ck", device_map={"": "disk"}, offload_folder=tmp_path / "off"
+    )
+    index = json.loads((tmp_path / "off" / "index.json").read_text())
+    assert index["gain"]["safetensors_file"].startswith(str(tmp_path / "ck"))
+    assert not list(tmp_path.rglob("*.dat"))
+
+
+def test_cpu_weights_are_mapped(toy, toy_class, tmp_path):
+    save_state_dict(toy.state_dict(), tmp_path)
+    model = load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map={"": "cpu"}, report=True)
+    assert {name for file in model.load_report.files for name in file.strategies} == {"map"}
+    assert model.load_report.files[0].nbytes == sum(t.nbytes for t in toy.parameters()) + sum(
+        t.nbytes for t in toy.buffers()
+    )
+
+
+def test_a_load_reports_each_file(toy, toy_class, tmp_path, caplog):
+    save_state_dict(toy.state_dict(), tmp_path, max_shard_size=900)
+    plan = {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}
+    with caplog.at_level(logging.INFO):
+        model = load_checkpoint_and_dispatch(
+            skeleton(toy_class), tmp_path, device_map=plan, dtype=torch.float64, report=True
+        )
+    report = model.load_report
+    assert [file.path.name for file in report.files] == sorted(p.name for p in tmp_path.glob("*.safetensors"))
+    assert {name for file in report.files for name in file.strategies} == {"cast", "in place", "map"}
+    assert all(file.raw > 0 for file in report.files)
+    assert report.peak >= 0
+    assert "a raw read" in str(report)
+    assert "file(s) in" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, "float16"])
+def test_weights_are_cast_except_those_kept(toy, toy_class, tmp_path, dtype):
+    save_state_dict(toy.state_dict(), tmp_path)
+    model = skeleton(toy_class)
+    load_checkpoint_in_model(
+        model, tmp_path, device_map={"": "cpu"}, dtype=dtype, keep_in_fp32_modules=["norm"]
+    )
+    wanted = getattr(torch, str(dtype).removeprefix("torch."))
+    assert model.blocks[0].first.weight.dtype == wanted
+    assert model.blocks[0].norm.weight.dtype == torch.float32
+    assert model.blocks[0].norm.num_batches_tracked.dtype == torch.int64
+    assert torch.equal(model.gain, toy.gain.to(wanted))
+
+
+@pytest.mark.parametrize("plan", ["all disk", "mixed"])
+def test_disk_weights_are_cast_as_they_come(toy, toy_class, tokens, tmp_path, plan):
+    save_state_dict(toy.half().state_dict(), tmp_path)
+    model = load_checkpoint_and_dispatch(
+        skeleton(toy_class), tmp_path, device_map=MAPS[plan], dtype="float32"
+    )
+    assert torch.allclose(model(tokens), toy.float()(tokens), atol=1e-6)
+
+
+def test_what_cannot_be_mapped_goes_to_temporary_files_when_asked(toy, toy_class, tokens, tmp_path):
+    save_state_dict(toy.state_dict(), tmp_path)
+    model = skeleton(toy_class)
+    load_checkpoint_in_model(
+        model, tmp_path, device_map={"": "cpu"}, dtype=torch.float64, offload_state_dict=True
+    )
+    assert torch.equal(model.gain, toy.gain.double())
+    assert torch.allclose(model.double()(tokens), toy.double()(tokens))
+
+
+def test_a_memory_limit_is_kept_or_refused(toy, toy_class, tokens, tmp_path):
+    save_state_dict(toy.state_dict(), tmp_path)
+    with pytest.raises(SettingsError, match=r"more than the limit of 100 bytes: .* cannot be mapped"):
+        load_checkpoint_and_dispatch(
+            skeleton(toy_class), tmp_path, device_map={"": "cpu"}, dtype="float64", memory_limit=100
+        )
+    blocks = {"": "cpu", **{f"blocks.{i}": "disk" for i in range(3)}}
+    with pytest.raises(SettingsError, match=r"less than block 'blocks\.0'"):
+        load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map=blocks, memory_limit=100)
+    model = load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map=blocks, memory_limit="1KB")
+    for _ in range(3):
+        assert torch.allclose(model(tokens), toy(tokens), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["auto", "balanced", "balanced_low_0", "sequential"])
+def test_a_map_is_made_when_asked(toy, toy_class, tokens, tmp_path, kind):
+    save_state_dict(toy.state_dict(), tmp_path)
+    model = load_checkpoint_and_dispatch(
+        skeleton(toy_class),
+        tmp_path,
+        device_map=kind,
+        max_memory={"cpu": 2400},
+        no_split_module_classes=["Block"],
+        offload_folder=tmp_path / "off",
+    )
+    assert set(model.hf_device_map.values()) == {"cpu", "disk"}
+    assert torch.allclose(model(tokens), toy(tokens), atol=1e-6)
+    with pytest.raises(SettingsError, match="device_map is 'automatic'"):
+        load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map="automatic")
+
+
+def test_names_and_shapes_that_do_not_fit_are_listed(toy, toy_class, tmp_path, caplog):
+    state = dict(toy.state_dict())
+    state["stray"] = torch.zeros(1)
+    del state["blocks.1.scale"]
+    save_state_dict(state, tmp_path / "names")
+    with pytest.raises(CheckpointError, match=r"missing .*: blocks\.1\.scale; unexpected .*: stray"):
+        load_checkpoint_in_model(skeleton(toy_class), tmp_path / "names", strict=True)
+    with caplog.at_level(logging.WARNING):
+        load_checkpoint_in_model(skeleton(toy_class), tmp_path / "names")
+    assert "blocks.1.scale" in caplog.text
+    assert "stray" in caplog.text
+    state["gain"] = torch.zeros(3)
+    state["head.weight"] = torch.zeros(2, 2)
+    save_state_dict(state, tmp_path / "shapes")
+    model = toy_class()
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=r"gain \(\[3\] in the checkpoint, \[8\] in the model\), head"):
+        load_checkpoint_in_model(model, tmp_path / "shapes")
+    assert torch.equal(model.embed.weight, before)  # nothing was touched
+
+
+def test_a_damaged_shard_is_named_before_anything_changes(toy, toy_class, tmp_path):
+    save_state_dict(toy.state_dict(), tmp_path, max_shard_size=900)
+    last = max(tmp_path.glob("*.safetensors"))
+    last.write_bytes(last.read_bytes()[:-4])
+    model = toy_class()
+    before = model.embed.weight.detach().clone()
+    with pytest.raises(CheckpointError, match=f"{last.name}.* is truncated: tensor"):
+        load_checkpoint_in_model(model, tmp_path)
+    assert torch.equal(model.embed.weight, before)
+
+
+def test_a_map_with_a_hole_is_refused_by_name(toy, toy_class, tmp_path):
+    save_state_dict(toy.state_dict(), tmp_path)
+    with pytest.raises(SettingsError, match="gives no device to gain"):
+        load_checkpoint_in_model(
+            skeleton(toy_class), tmp_path, device_map={"embed": 0, "blocks": 0, "head": 0}
+        )
+
+
+def test_the_disk_needs_a_place(toy, toy_class, tmp_path):
+    save_state_dict(toy.state_dict(), tmp_path / "safe")
+    save_state_dict(toy.state_dict(), tmp_path / "bin", safe_serialization=False)
+    with pytest.raises(SettingsError, match="pass offload_folder"):
+        load_checkpoint_in_model(skeleton(toy_class), tmp_path / "safe", device_map={"": "disk"})
+    with pytest.raises(SettingsError, match=r"'pytorch_model.bin', which cannot be read in place"):
+        load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path / "bin", device_map={"": "disk"})
+    with pytest.raises(SettingsError, match="pass offload_dir"):
+        dispatch_model(toy, {"": "disk"})
+
+
+def test_a_broadcast_needs_a_process_group(toy_class, tmp_path):
+    with pytest.raises(SettingsError, match="needs a process group"):
+        load_checkpoint_in_model(skeleton(toy_class), tmp_path, broadcast_from_rank0=True)
+
+
+def test_a_hub_id_is_found_in_the_local_cache(toy, tmp_path, monkeypatch):
+    hub = pytest.importorskip("huggingface_hub")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    revision = "0" * 40
+    repo = tmp_path / "models--some--model"
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(revision)
+    save_state_dict(toy.state_dict(), repo / "snapshots" / revision)
+    assert str(tmp_path) == hub.constants.HF_HUB_CACHE
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download",
+        lambda name, **kwargs: hub._snapshot_download.snapshot_download(name, cache_dir=tmp_path, **kwargs),
+    )
+    found = local_checkpoint("some/model")
+    assert (found / "model.safetensors").is_file()
+
+
+def test_a_path_that_is_nothing_is_told(tmp_path):
+    with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
+        load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "nowhere")
+
+
+def test_a046_a_network_file_system_is_read_not_mapped(toy, toy_class, tokens, tmp_path, monkeypatch):
+    assert not is_network(tmp_path)
+    monkeypatch.setattr("accel_bigmodel.filesystem._mounts", lambda: {"/": "ext4", str(tmp_path): "nfs4"})
+    save_state_dict(toy.state_dict(), tmp_path / "ck")
+    assert is_network(tmp_path / "ck")
+    model = load_checkpoint_and_dispatch(
+        skeleton(toy_class), tmp_path / "ck", device_map={"": "cpu"}, report=True
+    )
+    assert {name for file in model.load_report.files for name in file.strategies} == {"read"}
+    assert torch.equal(model(tokens), toy(tokens))
+
+
+def test_integers_and_shards_of_other_types_come_as_they_are(tmp_path):
+    class Quantised(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.packed = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+
+    save_file({"packed": torch.arange(4, dtype=torch.uint8)}, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = Quantised()
+    load_checkpoint_in_model(model, tmp_path, device_map={"": "cpu"}, dtype="float16")
+    assert model.packed.tolist() == [0, 1, 2, 3]

@@ -1,0 +1,211 @@
+"""Weights on the disk: the folder format, and the mapping that reads them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from accel_bigmodel import (
+    OffloadedWeightsLoader,
+    PrefixedDataset,
+    extract_submodules_state_dict,
+    load_offloaded_weight,
+    load_offloaded_weights,
+    offload_state_dict,
+    offload_weight,
+    save_offload_index,
+)
+from accel_bigmodel.stream import MappedCarrier, StreamedWeights
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_state.errors import CheckpointError, SettingsError
+
+SMAPS = Path("/proc/self/smaps")
+TENSORS = {
+    "w": torch.randn(3, 4),
+    "half": torch.randn(5).bfloat16(),
+    "count": torch.tensor(7),
+    "none": torch.empty(0, 2),
+    "flags": torch.tensor([True, False]),
+    "small": torch.randn(4).to(torch.float8_e4m3fn),
+}
+
+
+def bits(tensor):
+    return tensor.contiguous().view(-1).view(torch.uint8).tolist() if tensor.numel() else []
+
+
+def test_every_type_comes_back_bit_for_bit(tmp_path):
+    offload_state_dict(tmp_path, TENSORS)
+    weights = OffloadedWeightsLoader(save_folder=tmp_path)
+    assert list(weights) == list(TENSORS)
+    for name, tensor in TENSORS.items():
+        assert (weights[name].dtype, weights[name].shape) == (tensor.dtype, tensor.shape)
+        assert bits(weights[name]) == bits(tensor)
+
+
+def test_the_folder_has_the_documented_format(tmp_path):
+    offload_state_dict(tmp_path, {"a.w": TENSORS["w"], "b": TENSORS["half"]})
+    index = json.loads((tmp_path / "index.json").read_text())
+    assert index == {"a.w": {"dtype": "float32", "shape": [3, 4]}, "b": {"dtype": "bfloat16", "shape": [5]}}
+    assert (tmp_path / "a.w.dat").read_bytes() == TENSORS["w"].numpy().tobytes()
+
+
+def test_an_index_grows(tmp_path):
+    save_offload_index({}, tmp_path)
+    assert not (tmp_path / "index.json").exists()
+    save_offload_index({"a": {"dtype": "float32", "shape": [1]}}, tmp_path)
+    save_offload_index({"b": {"dtype": "float32", "shape": [1]}}, tmp_path)
+    assert list(json.loads((tmp_path / "index.json").read_text())) == ["a", "b"]
+
+
+def test_a_truncated_weight_is_named(tmp_path):
+    entry = offload_weight(TENSORS["w"], "w", tmp_path)["w"]
+    (tmp_path / "w.dat").write_bytes(b"1234")
+    with pytest.raises(CheckpointError, match=r"w\.dat.* is truncated"):
+        load_offloaded_weight(tmp_path / "w.dat", entry)
+
+
+@pytest.mark.parametrize("name", ["../evil", "a/b", "..", ""])
+def test_a_weight_never_leaves_its_folder(tmp_path, name):
+    with pytest.raises(CheckpointError, match="cannot be the name of a file"):
+        offload_weight(TENSORS["w"], name, tmp_path)
+
+
+def test_rewriting_leaves_a_mapped_weight_whole(tmp_path):
+    offload_state_dict(tmp_path, {"w": torch.ones(3)})
+    mapped = OffloadedWeightsLoader(save_folder=tmp_path)["w"]
+    offload_state_dict(tmp_path, {"w": torch.zeros(3)})
+    assert torch.equal(mapped, torch.ones(3))
+
+
+def test_a_module_gets_its_weights_back(tmp_path):
+    source, target = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+    offload_state_dict(tmp_path, source.state_dict())
+    index = json.loads((tmp_path / "index.json").read_text())
+    load_offloaded_weights(target, {}, tmp_path)
+    assert target.weight.is_meta
+    load_offloaded_weights(target, index, tmp_path)
+    assert torch.equal(target.weight, source.weight)
+
+
+def test_a_state_dict_comes_before_the_disk_and_casts_are_made(tmp_path):
+    save_file({"x": torch.ones(2), "y": torch.full((2,), 1.5)}, tmp_path / "m.safetensors")
+    entry = {"safetensors_file": str(tmp_path / "m.safetensors")}
+    weights = OffloadedWeightsLoader(
+        state_dict={"a": torch.zeros(1)},
+        index={
+            "a": {**entry, "weight_name": "x"},
+            "b": {**entry, "weight_name": "y", "dtype": "float16"},
+            "x": entry,
+            "lost": {**entry, "weight_name": "gone"},
+        },
+    )
+    assert len(weights) == 4
+    assert weights["a"].tolist() == [0]
+    assert (weights["b"].dtype, weights["b"].tolist()) == (torch.float16, [1.5, 1.5])
+    with pytest.raises(CheckpointError, match="'gone'"):
+        weights["lost"]
+    with pytest.raises(KeyError):
+        weights["unknown"]
+    with pytest.raises(SettingsError, match="state_dict, a save_folder or an index"):
+        OffloadedWeightsLoader()
+    with pytest.raises(SettingsError, match="in which save_folder"):
+        OffloadedWeightsLoader(index={"d": {"dtype": "float32", "shape": [1]}})["d"]
+
+
+def test_a036_a_file_is_opened_once_however_often_weights_are_asked_for(tmp_path, monkeypatch):
+    save_file({f"t{i}": torch.full((2,), float(i)) for i in range(5)}, tmp_path / "m.safetensors")
+    opened = []
+    original = SafetensorsFile.__init__
+    monkeypatch.setattr(
+        SafetensorsFile, "__init__", lambda self, path: (opened.append(path), original(self, path))[1]
+    )
+    index = {f"t{i}": {"safetensors_file": str(tmp_path / "m.safetensors")} for i in range(5)}
+    weights = OffloadedWeightsLoader(index=index)
+    for _ in range(3):
+        for i in range(5):
+            assert weights[f"t{i}"].tolist() == [i, i]
+    assert len(opened) == 1
+    assert weights["t1"] is weights["t1"]
+
+
+def test_a_prefix_is_added_and_only_its_keys_are_seen():
+    view = PrefixedDataset({"a.w": 1, "a.b": 2, "ab.w": 3}, "a.")
+    assert (dict(view), len(view), view["w"]) == ({"w": 1, "b": 2}, 2, 1)
+
+
+def test_a_part_of_a_state_dict_is_taken_by_module():
+    tensors = {"a.w": 1, "ab.w": 2, "gain": 3, "a": 4}
+    assert extract_submodules_state_dict(tensors, ["a", "gain"]) == {"a.w": 1, "gain": 3, "a": 4}
+    assert extract_submodules_state_dict(tensors, [""]) == tensors
+
+
+class Recorder:
+    def __init__(self):
+        self.events = []
+
+    def begin(self, block):
+        self.events.append(("begin", block))
+
+    def ahead(self, block):
+        self.events.append(("ahead", block))
+
+    def end(self, block):
+        self.events.append(("end", block))
+
+    def tensor(self, name):
+        return name
+
+
+def test_blocks_are_streamed_in_the_order_of_their_use():
+    carrier = Recorder()
+    blocks = {name: [f"{name}.w", f"{name}.b"] for name in "abc"}
+    weights = StreamedWeights({"other": "value"}, blocks, carrier)
+    for name in ("a.w", "a.b", "other", "c.w", "b.w"):
+        weights[name]
+    assert carrier.events == [
+        ("begin", "a"), ("ahead", "b"),
+        ("end", "a"), ("begin", "c"), ("ahead", "a"),
+        ("end", "c"), ("begin", "b"), ("ahead", "c"),
+    ]  # fmt: skip
+    carrier.events.clear()
+    for name in ("a.w", "c.b", "b.w"):
+        weights[name]
+    # The second pass knows the order, and wraps around.
+    assert [event for event in carrier.events if event[0] == "ahead"] == [
+        ("ahead", "c"), ("ahead", "b"), ("ahead", "a")
+    ]  # fmt: skip
+
+
+def mapped_bytes(path):
+    """Bytes of a file that this process has resident, from its own memory map."""
+    total, inside = 0, False
+    for line in SMAPS.read_text().splitlines():
+        if "-" in line.split(" ")[0]:
+            inside = line.rstrip().endswith(str(path))
+        elif inside and line.startswith("Rss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+@pytest.mark.skipif(not SMAPS.exists(), reason="needs Linux's /proc")
+def test_a_memory_limit_holds_while_blocks_pass_by(tmp_path):
+    path = tmp_path / "m.safetensors"
+    count, size = 8, 1 << 20
+    save_file({f"b{i}.w": torch.full((size // 4,), float(i)) for i in range(count)}, path)
+    index = {f"b{i}.w": {"safetensors_file": str(path)} for i in range(count)}
+    blocks = {f"b{i}": [f"b{i}.w"] for i in range(count)}
+    loader = OffloadedWeightsLoader(index=index)
+    carrier = MappedCarrier(loader, blocks, limit=3 * size)
+    weights = StreamedWeights(loader, blocks, carrier)
+    for _ in range(2):
+        for i in range(count):
+            assert weights[f"b{i}.w"].sum() == i * size / 4
+            assert mapped_bytes(path) <= 3 * size + (256 << 10)  # the kernel maps neighbours with a page
+    with pytest.raises(SettingsError, match="less than block 'b0'"):
+        MappedCarrier(loader, blocks, limit=size - 1)
