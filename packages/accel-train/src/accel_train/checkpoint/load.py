@@ -133,7 +133,8 @@ def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
     """What all ranks say, once they agree on what is asked for."""
     mine = _look(run, asked) if run.commits else Answer(asked=asked)
     answers = [Answer(**json.loads(text)) for text in run.main.exchange(what, json.dumps(asdict(mine)))]
-    if any(answer.asked != asked for answer in answers):
+    shared = not run.project.save_on_each_node
+    if any(answer.asked != asked for answer in answers if shared or None in {answer.asked, asked}):
         raise DistributedOperationException(
             "load_state() was called for different folders: "
             + "; ".join(f"rank {rank}: {answer.asked!r}" for rank, answer in enumerate(answers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -165,10 +165,13 @@ def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
 
 def _agree(run: Run, request: Request, target: Path) -> Path:
     """Meet all ranks; return the folder in which this one writes."""
+    # Hosts that share no file system may well save to folders of different names.
+    common = replace(request, folder="") if run.project.save_on_each_node else request
     mine = _begin(request, target) if run.commits else Answer(request=request)
+    mine = replace(mine, request=common)
     try:
         answers = [Answer.from_text(text) for text in run.main.exchange(WHAT, mine.to_text())]
-        if any(answer.request != request for answer in answers):
+        if any(answer.request != answers[0].request for answer in answers):
             raise DistributedOperationException(
                 "save_state() was called with different arguments: "
                 + "; ".join(f"rank {rank}: {answer.request}" for rank, answer in enumerate(answers))

@@ -26,6 +26,7 @@ from accel_train.data.reading import (
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+from accel_train.data.samplers import innermost_sampler, record_source, restore_source
 
 logger = logging.getLogger(__name__)
 
@@ -149,6 +150,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             "format": STATE_FORMAT,
             "epoch": self.iteration,
             "position": None if position is None else position.to_dict(),
+            "source": {} if self._indices is None else record_source(innermost_sampler(self._indices.shard)),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -172,6 +174,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         position = state_dict["position"]
         self._resume = None if position is None else self._checked(Position.from_dict(position))
         self.iteration = state_dict["epoch"]
+        if self._indices is not None:
+            restore_source(innermost_sampler(self._indices.shard), state_dict.get("source", {}))
         self._has_drawn = position is not None or self.iteration > 0
 
     def adjust_state_dict_for_prefetch(self) -> None:

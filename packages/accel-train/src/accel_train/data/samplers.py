@@ -168,6 +168,36 @@ def record_order(sampler: object) -> OrderState:
     return {"torch": torch.get_rng_state()}
 
 
+def record_source(sampler: object) -> OrderState:
+    """Record what decides the orders of all epochs to come, where that is the sampler's own.
+
+    Args:
+        sampler: A sampler of indices.
+
+    Returns:
+        The seed, or the state of its generator; nothing if it draws from torch's default generator, or not at
+        all.
+    """
+    if isinstance(sampler, SeedableRandomSampler):
+        return {"seed": sampler.initial_seed}
+    generator = getattr(sampler, "generator", None)
+    return {"generator": generator.get_state()} if isinstance(generator, torch.Generator) else {}
+
+
+def restore_source(sampler: object, state: OrderState) -> None:
+    """Let a sampler draw the epochs to come as the one that was recorded would.
+
+    Args:
+        sampler: The sampler of indices. What was recorded of another kind of sampler changes nothing.
+        state: What `record_source` returned.
+    """
+    generator = getattr(sampler, "generator", None)
+    if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
+        sampler.initial_seed = state["seed"]
+    elif isinstance(generator, torch.Generator) and "generator" in state:
+        generator.set_state(state["generator"])
+
+
 @contextmanager
 def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
     """Within the context, the sampler draws the order that was recorded.

@@ -1,0 +1,246 @@
+"""Checkpoints of several ranks: agreement, failure on one of them, other numbers of ranks at load."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_state.errors import CheckpointError, CheckpointWriteError, DistributedOperationException
+from accel_train import Accelerator
+from accel_train.checkpoint import files
+from harness import distributed
+
+
+def build(folder: Path, **project: object) -> tuple:
+    config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, **project)
+    accelerator = Accelerator(cpu=True, project_config=config)
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    loader = torch.utils.data.DataLoader(torch.arange(60.0).view(15, 4), batch_size=1, shuffle=True)
+    return (accelerator, *accelerator.prepare(model, optimizer, loader))
+
+
+def train(accelerator, model, optimizer, loader, batches: int, *, save: bool = False) -> list[int]:
+    """Train some batches of an epoch, and save after the last; return which samples all ranks have seen."""
+    seen: list[int] = []
+    for batch in loader:
+        seen += [int(row[0]) // 4 for row in accelerator.gather_for_metrics(batch)]
+        accelerator.backward(model(batch / 60).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        batches -= 1
+        if not batches:
+            if save:
+                accelerator.save_state()
+            break
+    return seen
+
+
+def weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@distributed(world_size=2)
+def test_a_resumed_run_ends_like_the_undisturbed_one(tmp_path: Path, blocking: bool) -> None:
+    whole = build(tmp_path / "whole")
+    train(*whole, 8)
+    train(*whole, 3)
+    first = build(tmp_path / "run")
+    train(*first, 8)
+    saved = first[0].save_state(blocking=blocking)
+    if not blocking:
+        saved.wait()
+    drawn = torch.rand(3)
+    train(*first, 1)
+    again = build(tmp_path / "run")
+    torch.manual_seed(dist.get_rank())
+    assert again[0].has_checkpoint
+    again[0].load_state()
+    assert torch.equal(drawn, torch.rand(3))
+    train(*again, 3)
+    assert torch.equal(weights(whole[1]), weights(again[1]))
+    names = {path.name for path in (tmp_path / "run" / "checkpoints" / "checkpoint_0").iterdir()}
+    assert {"random_states_0.pkl", "random_states_1.pkl", "data_position_1.bin"} <= names
+    manifest = json.loads((tmp_path / "run/checkpoints/checkpoint_0/accel_manifest.json").read_text())
+    assert manifest["world_size"] == 2
+    assert set(manifest["files"]) == names - {"accel_manifest.json"}
+
+
+@distributed(world_size=3)
+def _part_of_an_epoch_on_three(folder: Path, batches: int) -> None:
+    run = build(folder)
+    if run[0].has_checkpoint:
+        run[0].load_state()
+    seen = train(*run, batches, save=True)
+    if run[0].is_main_process:
+        with (folder / "seen").open("a") as file:
+            file.write(" ".join(map(str, seen)) + " ")
+
+
+@distributed(world_size=2)
+def _rest_of_an_epoch_on_two(folder: Path) -> None:
+    run = build(folder)
+    assert run[0].has_checkpoint
+    run[0].load_state()
+    seen = train(*run, -1)
+    if run[0].is_main_process:
+        with (folder / "seen").open("a") as file:
+            file.write(" ".join(map(str, seen)) + " ")
+
+
+def test_every_sample_comes_once_whatever_the_number_of_ranks(tmp_path: Path) -> None:
+    _part_of_an_epoch_on_three(folder=tmp_path, batches=2)  # 6 of 15
+    _part_of_an_epoch_on_three(folder=tmp_path, batches=1)  # 9 of 15
+    _rest_of_an_epoch_on_two(folder=tmp_path)
+    assert sorted(map(int, (tmp_path / "seen").read_text().split())) == list(range(15))
+
+
+@distributed(world_size=3)
+def test_a_rank_without_random_numbers_gets_its_own(tmp_path: Path) -> None:
+    run = build(tmp_path)
+    path = Path(run[0].save_state())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        manifest = path / "accel_manifest.json"
+        table = json.loads(manifest.read_text())
+        table["world_size"] = 2
+        del table["files"]["random_states_2.pkl"]
+        manifest.write_text(json.dumps(table))
+        (path / "random_states_2.pkl").unlink()
+    dist.barrier()
+    run[0].load_state()
+    once = [torch.empty(2) for _ in range(3)]
+    dist.all_gather(once, torch.rand(2))
+    run[0].load_state()
+    twice = [torch.empty(2) for _ in range(3)]
+    dist.all_gather(twice, torch.rand(2))
+    assert all(map(torch.equal, once, twice))
+    assert not torch.equal(once[2], once[0])
+
+
+@distributed(world_size=2)
+def test_save_state_on_one_rank_only_is_said_at_once(tmp_path: Path) -> None:
+    accelerator, model, _, _ = build(tmp_path)
+    began = time.monotonic()
+    if accelerator.is_main_process:
+        with pytest.raises(
+            DistributedOperationException, match="must be called on every rank, but rank 1 waits"
+        ):
+            accelerator.save_state()
+        assert time.monotonic() - began < 60  # the process group would wait for 30 minutes
+        assert not list((tmp_path / "checkpoints").iterdir())
+    accelerator.gather(weights(model))  # where rank 1 has been waiting
+    accelerator.save_state()
+
+
+@distributed(world_size=2)
+def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
+    accelerator, *_ = build(tmp_path)
+    if not accelerator.is_main_process:
+        time.sleep(5)
+    accelerator.save_state()
+    assert accelerator.has_checkpoint
+
+
+@distributed(world_size=2)
+def test_other_arguments_on_another_rank_are_said_on_all(tmp_path: Path) -> None:
+    accelerator, *_ = build(tmp_path)
+    with pytest.raises(DistributedOperationException, match=r"rank 0: .*safe=True.*rank 1: .*safe=False"):
+        accelerator.save_state(safe_serialization=accelerator.is_main_process)
+    dist.barrier()
+    assert not list((tmp_path / "checkpoints").iterdir())
+    accelerator.save_state()
+    with pytest.raises(DistributedOperationException, match=r"different folders: rank 0: 'a0'; rank 1: 'a1'"):
+        accelerator.load_state(f"a{dist.get_rank()}")
+
+
+class FullDisk:
+    def __getattr__(self, name: str) -> object:
+        return getattr(os, name)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@distributed(world_size=2)
+def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, rank: int) -> None:
+    run = build(tmp_path)
+    run[0].save_state()
+    before = weights(run[1]).clone()
+    train(*run, 2)
+    if dist.get_rank() == rank:
+        files.os = FullDisk()
+    try:
+        with pytest.raises(CheckpointWriteError, match=rf"rank {rank} could not write .* No space left"):
+            run[0].save_state()
+    finally:
+        files.os = os
+    dist.barrier()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+    run[0].load_state()
+    assert torch.equal(before, weights(run[1]))
+
+
+@distributed(world_size=2)
+def test_a_damaged_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    run = build(tmp_path)
+    path = Path(run[0].save_state())
+    dist.barrier()
+    if dist.get_rank() == 0:
+        weights_file = path / "model.safetensors"
+        weights_file.write_bytes(weights_file.read_bytes()[:-1] + b"\x7f")
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"'model.safetensors' has the checksum"):
+        run[0].load_state()
+
+
+@distributed(world_size=2)
+def test_an_object_that_cannot_be_loaded_on_one_rank_is_heard_on_all(tmp_path: Path) -> None:
+    class Stubborn:
+        def state_dict(self) -> dict[str, int]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if dist.get_rank() == 1:
+                raise ValueError("not me")
+
+    accelerator, *_ = build(tmp_path)
+    accelerator.register_for_checkpointing(Stubborn())
+    accelerator.save_state()
+    with pytest.raises(ValueError, match="not me"):
+        accelerator.load_state()
+
+
+@distributed(world_size=4)
+def test_every_host_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    rank = dist.get_rank()
+    keep = {name: os.environ[name] for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    os.environ.update(LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    try:
+        run = build(tmp_path / f"host{rank // 2}", save_on_each_node=True, total_limit=1)
+    finally:
+        os.environ.update(keep)
+    train(*run, 1)
+    before = weights(run[1]).clone()
+    for _ in range(2):
+        run[0].save_state()
+    folder = tmp_path / f"host{rank // 2}" / "checkpoints"
+    assert [path.name for path in folder.iterdir()] == ["checkpoint_1"]
+    names = {path.name for path in (folder / "checkpoint_1").iterdir()}
+    assert {"model.safetensors", f"random_states_{rank}.pkl"} <= names
+    assert f"random_states_{(rank + 2) % 4}.pkl" not in names
+    train(*run, 1)
+    run[0].load_state()
+    assert torch.equal(before, weights(run[1]))
