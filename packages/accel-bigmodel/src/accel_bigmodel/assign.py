@@ -149,12 +149,13 @@ def assign(
     """
     strategies: dict[str, int] = {}
     spilled = None
+    uploaded = _uploaded(source, steps)
     for step in steps:
         strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
         if step.device == "disk":
             _to_disk(source, step, assignment, index)
             continue
-        value = source.get(step.name)
+        value = uploaded.pop(step.name) if step.name in uploaded else source.get(step.name)
         if step.how in ("cast", "read") and assignment.spill and str(step.device) == "cpu":
             spilled = spilled or tempfile.TemporaryDirectory(prefix="accel-spill-")
             value = _spilled(value.to(step.dtype), step.name, spilled.name)
@@ -209,6 +210,18 @@ def _how(source: Source, device: Device | None, *, cast: bool) -> How:
     if device is None or not source.mapped:
         return "read"
     return "cast" if cast else "map"
+
+
+def _uploaded(source: Source, steps: Sequence[Step]) -> dict[str, Tensor]:
+    """Bring what goes to accelerators there together, device by device."""
+    found: dict[str, Tensor] = {}
+    by_device: dict[torch.device, list[str]] = {}
+    for step in steps:
+        if step.how == "pinned" and step.device is not None:
+            by_device.setdefault(torch.device(step.device), []).append(step.name)
+    for device, names in by_device.items():
+        found.update(source.upload(names, device))
+    return found
 
 
 def _put(model: nn.Module, step: Step, value: Tensor, assignment: Assignment) -> None:

@@ -11,10 +11,10 @@ from accel_bigmodel.offload import (
     offload_state_dict,
     read_offload_index,
 )
+from accel_bigmodel.pinned import PinnedCarrier
 from accel_bigmodel.placement import sites_of
 from accel_bigmodel.stream import MappedCarrier, StreamedWeights
 from accel_ops.weights.names import OFFLOAD_INDEX_NAME
-from accel_ops.weights.tensors import named_module_tensors
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -99,13 +99,15 @@ def stream_weights(
         memory_limit: Bytes of mapped weights that may be in memory.
     """
     blocks: dict[str, list[str]] = {}
-    for name, _ in named_module_tensors(model, recurse=True):
+    for name in sites_of(model):
         block = _entry_of(name, device_map)
         if offload[block] and name in weights:
             blocks.setdefault(block, []).append(name)
     if main.type == "cpu":
         return StreamedWeights(weights, blocks, MappedCarrier(weights, blocks, memory_limit))
-    return weights
+    carrier = PinnedCarrier(weights, blocks, main, resident=list(weights.state_dict))
+    weights.state_dict = {**weights.state_dict, **carrier.pinned_views()}
+    return StreamedWeights(weights, blocks, carrier)
 
 
 def _own_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Sequence
 
     from torch import Tensor
 
@@ -82,6 +83,10 @@ class BroadcastSource:
         # As bytes: not every backend knows every element type.
         distributed.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
+
+    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """Send or receive tensors, on to their device."""
+        return {name: self.get(name).to(device) for name in names}
 
 
 def _collective_device() -> torch.device:

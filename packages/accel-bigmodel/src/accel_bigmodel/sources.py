@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from accel_bigmodel.filesystem import is_network
+from accel_bigmodel.upload import upload
 from accel_ops.weights.names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -19,6 +20,8 @@ from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_state.errors import MissingDependencyError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
     from torch import Tensor
 
@@ -49,6 +52,10 @@ class Source(Protocol):
         """Give one tensor, on the CPU."""
         ...
 
+    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """Give tensors on an accelerator."""
+        ...
+
 
 class SafetensorsSource:
     """A safetensors file: mapped; read in large pieces where mapping is slow, on a network file system."""
@@ -66,6 +73,10 @@ class SafetensorsSource:
         """Give one tensor: a view of the mapping, or of memory that it was read into."""
         return self.file.tensor(name) if self.mapped else self.file.read(name)
 
+    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """Give tensors on an accelerator, through pinned buffers."""
+        return upload(self.file, names, device)
+
 
 class BinSource:
     """A file that `torch.save` wrote; the zip format is mapped, the older one is read whole."""
@@ -82,6 +93,10 @@ class BinSource:
     def get(self, name: str) -> Tensor:
         """Give one tensor."""
         return self._state[name]
+
+    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
+        """Give tensors on an accelerator, one by one."""
+        return {name: self.get(name).to(device) for name in names}
 
 
 def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
