@@ -140,7 +140,8 @@ def examine_member(item: str, owner: Any, member: str, documented: dict[str, Any
         found = inspect.getattr_static(owner, member)
     except AttributeError:
         return Finding(item=item, present=False)
-    if documented["kind"] == "attribute":
+    by_protocol = member.startswith("__") and member != "__call__"  # called by position, under no name
+    if documented["kind"] == "attribute" or by_protocol:
         return Finding(item=item, present=True)
     function = found.__func__ if isinstance(found, (staticmethod, classmethod)) else found
     skip = 0 if isinstance(found, staticmethod) else 1

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from accel import checkpointing as checkpointing
     from accel import data_loader as data_loader
     from accel import errors as errors
+    from accel import hooks as hooks
+    from accel import launchers as launchers
+    from accel import local_sgd as local_sgd
     from accel import logging as logging
     from accel import optimizer as optimizer
     from accel import scheduler as scheduler
     from accel import state as state
     from accel import utils as utils
     from accel_bigmodel.device_map.infer import infer_auto_device_map
+    from accel_bigmodel.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
     from accel_bigmodel.empty import init_empty_weights, init_on_device
+    from accel_bigmodel.loading import load_checkpoint_and_dispatch, load_checkpoint_in_model
     from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
@@ -34,13 +39,15 @@ if TYPE_CHECKING:
     from accel_state.rng import synchronize_rng_states
     from accel_train.accelerator import Accelerator
     from accel_train.data.skip import skip_first_batches
+    from accel_train.launchers import debug_launcher, notebook_launcher
 
 __all__ = [
     "Accelerator", "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
     "DistributedDataParallelKwargs", "DistributedType", "GradScalerKwargs", "InitProcessGroupKwargs",
-    "PartialState", "ProfileKwargs", "find_executable_batch_size", "infer_auto_device_map",
-    "init_empty_weights", "init_on_device", "is_rich_available", "skip_first_batches",
-    "synchronize_rng_states",
+    "PartialState", "ProfileKwargs", "cpu_offload", "cpu_offload_with_hook", "debug_launcher",
+    "disk_offload", "dispatch_model", "find_executable_batch_size", "infer_auto_device_map",
+    "init_empty_weights", "init_on_device", "is_rich_available", "load_checkpoint_and_dispatch",
+    "load_checkpoint_in_model", "notebook_launcher", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __version__ = "0.1.0"
@@ -50,13 +57,20 @@ _EXPORTS = {
     "checkpointing": "accel.checkpointing:",
     "data_loader": "accel.data_loader:",
     "errors": "accel.errors:",
+    "hooks": "accel.hooks:",
+    "launchers": "accel.launchers:",
+    "local_sgd": "accel.local_sgd:",
     "logging": "accel.logging:",
     "optimizer": "accel.optimizer:",
     "scheduler": "accel.scheduler:",
     "state": "accel.state:",
     "utils": "accel.utils:",
     **dict.fromkeys(("infer_auto_device_map",), "accel_bigmodel.device_map.infer"),
+    **dict.fromkeys((
+        "cpu_offload", "cpu_offload_with_hook", "disk_offload", "dispatch_model",
+    ), "accel_bigmodel.dispatch"),
     **dict.fromkeys(("init_empty_weights", "init_on_device"), "accel_bigmodel.empty"),
+    **dict.fromkeys(("load_checkpoint_and_dispatch", "load_checkpoint_in_model"), "accel_bigmodel.loading"),
     **dict.fromkeys(("AutocastKwargs", "GradScalerKwargs"), "accel_plugins.kwargs.amp"),
     **dict.fromkeys(("DataLoaderConfiguration",), "accel_plugins.kwargs.dataloader"),
     **dict.fromkeys(("DistributedDataParallelKwargs",), "accel_plugins.kwargs.ddp"),
@@ -69,5 +83,6 @@ _EXPORTS = {
     **dict.fromkeys(("synchronize_rng_states",), "accel_state.rng"),
     **dict.fromkeys(("Accelerator",), "accel_train.accelerator"),
     **dict.fromkeys(("skip_first_batches",), "accel_train.data.skip"),
+    **dict.fromkeys(("debug_launcher", "notebook_launcher"), "accel_train.launchers"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)

@@ -16,9 +16,16 @@ if TYPE_CHECKING:
     from accel_bigmodel.budget import get_balanced_memory, get_max_memory
     from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
     from accel_bigmodel.device_map.infer import infer_auto_device_map
+    from accel_bigmodel.hooks.align import align_module_device, has_offloaded_params
+    from accel_bigmodel.loading import load_checkpoint_in_model
+    from accel_bigmodel.offload import (
+        OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict, load_offloaded_weight,
+        load_offloaded_weights, offload_state_dict, offload_weight, save_offload_index,
+    )
     from accel_bigmodel.placement import set_module_tensor_to_device
     from accel_bigmodel.sizes import calculate_maximum_sizes, compute_module_sizes, get_max_layer_size
     from accel_ops.collect import broadcast, broadcast_object_list, gather, gather_object, reduce
+    from accel_ops.compile import compile_regions, compile_regions_deepspeed
     from accel_ops.modules import (
         extract_model_from_parallel, has_compiled_regions, is_compiled_module, model_has_dtensor,
     )
@@ -89,25 +96,34 @@ if TYPE_CHECKING:
     from accel_state.rng import set_seed, synchronize_rng_state, synchronize_rng_states
     from accel_state.topology import get_cpu_distributed_information
     from accel_state.versions import compare_versions, is_torch_version
+    from accel_train.checkpoint.layout import (
+        OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME,
+    )
+    from accel_train.launchers import PrepareForLaunch
+    from accel_train.profile import PROFILE_PATTERN_NAME
 
 __all__ = [
     "AutocastKwargs", "CannotPadNestedTensorWarning", "ComputeEnvironment", "CustomDtype",
     "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
     "DistributedType", "DynamoBackend", "GradScalerKwargs", "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MODEL_NAME", "PrecisionType", "ProfileKwargs",
-    "ProjectConfiguration", "RNGType", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
-    "SAFE_WEIGHTS_PATTERN_NAME", "SageMakerDistributedType", "TensorInformation", "TorchDynamoPlugin",
-    "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME", "are_libraries_initialized", "broadcast",
-    "broadcast_object_list", "calculate_maximum_sizes", "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_environment",
-    "compare_versions", "compute_module_sizes", "concatenate", "convert_bytes",
+    "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MODEL_NAME", "OPTIMIZER_NAME",
+    "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "PrecisionType", "PrefixedDataset",
+    "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration", "RNGType", "RNG_STATE_NAME",
+    "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
+    "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "SageMakerDistributedType", "TensorInformation",
+    "TorchDynamoPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
+    "align_module_device", "are_libraries_initialized", "broadcast", "broadcast_object_list",
+    "calculate_maximum_sizes", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_device_map",
+    "check_os_kernel", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
+    "clean_state_dict_for_safetensors", "clear_environment", "compare_versions", "compile_regions",
+    "compile_regions_deepspeed", "compute_module_sizes", "concatenate", "convert_bytes",
     "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_outputs_to_fp32",
     "convert_to_fp32", "copy_tensor_to_devices", "dtype_byte_size", "extract_model_from_parallel",
-    "find_batch_size", "find_device", "find_executable_batch_size", "find_tied_parameters", "gather",
-    "gather_object", "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
-    "get_data_structure", "get_gpu_info", "get_int_from_env", "get_max_layer_size", "get_max_memory",
-    "has_compiled_regions", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
+    "extract_submodules_state_dict", "find_batch_size", "find_device", "find_executable_batch_size",
+    "find_tied_parameters", "gather", "gather_object", "get_balanced_memory",
+    "get_cpu_distributed_information", "get_current_device_type", "get_data_structure", "get_gpu_info",
+    "get_int_from_env", "get_max_layer_size", "get_max_memory", "has_compiled_regions",
+    "has_offloaded_params", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
     "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
     "is_aim_available", "is_amdsmi_available", "is_bf16_available",
     "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
@@ -125,12 +141,13 @@ __all__ = [
     "is_torchvision_available", "is_trackio_available", "is_transformer_engine_available",
     "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
     "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify",
-    "load", "load_state_dict", "model_has_dtensor", "named_module_tensors", "pad_across_processes",
-    "pad_input_tensors", "parse_choice_from_env", "parse_flag_from_env", "patch_environment",
-    "purge_accelerate_environment", "recursively_apply", "reduce", "release_memory", "retie_parameters",
-    "save", "send_to_device", "set_module_tensor_to_device", "set_numa_affinity", "set_seed",
-    "slice_tensors", "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "tqdm",
-    "wait_for_everyone",
+    "load", "load_checkpoint_in_model", "load_offloaded_weight", "load_offloaded_weights",
+    "load_state_dict", "model_has_dtensor", "named_module_tensors", "offload_state_dict", "offload_weight",
+    "pad_across_processes", "pad_input_tensors", "parse_choice_from_env", "parse_flag_from_env",
+    "patch_environment", "purge_accelerate_environment", "recursively_apply", "reduce", "release_memory",
+    "retie_parameters", "save", "save_offload_index", "send_to_device", "set_module_tensor_to_device",
+    "set_numa_affinity", "set_seed", "slice_tensors", "str_to_bool", "synchronize_rng_state",
+    "synchronize_rng_states", "tqdm", "wait_for_everyone",
 ]
 
 _EXPORTS = {
@@ -141,6 +158,13 @@ _EXPORTS = {
         "check_device_map", "check_tied_parameters_on_same_device",
     ), "accel_bigmodel.device_map.check"),
     **dict.fromkeys(("infer_auto_device_map",), "accel_bigmodel.device_map.infer"),
+    **dict.fromkeys(("align_module_device", "has_offloaded_params"), "accel_bigmodel.hooks.align"),
+    **dict.fromkeys(("load_checkpoint_in_model",), "accel_bigmodel.loading"),
+    **dict.fromkeys((
+        "OffloadedWeightsLoader", "PrefixedDataset", "extract_submodules_state_dict",
+        "load_offloaded_weight", "load_offloaded_weights", "offload_state_dict", "offload_weight",
+        "save_offload_index",
+    ), "accel_bigmodel.offload"),
     **dict.fromkeys(("set_module_tensor_to_device",), "accel_bigmodel.placement"),
     **dict.fromkeys((
         "calculate_maximum_sizes", "compute_module_sizes", "get_max_layer_size",
@@ -148,6 +172,7 @@ _EXPORTS = {
     **dict.fromkeys((
         "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce",
     ), "accel_ops.collect"),
+    **dict.fromkeys(("compile_regions", "compile_regions_deepspeed"), "accel_ops.compile"),
     **dict.fromkeys((
         "extract_model_from_parallel", "has_compiled_regions", "is_compiled_module", "model_has_dtensor",
     ), "accel_ops.modules"),
@@ -225,5 +250,10 @@ _EXPORTS = {
     **dict.fromkeys(("set_seed", "synchronize_rng_state", "synchronize_rng_states"), "accel_state.rng"),
     **dict.fromkeys(("get_cpu_distributed_information",), "accel_state.topology"),
     **dict.fromkeys(("compare_versions", "is_torch_version"), "accel_state.versions"),
+    **dict.fromkeys((
+        "OPTIMIZER_NAME", "RNG_STATE_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
+    ), "accel_train.checkpoint.layout"),
+    **dict.fromkeys(("PrepareForLaunch",), "accel_train.launchers"),
+    **dict.fromkeys(("PROFILE_PATTERN_NAME",), "accel_train.profile"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)

@@ -12,10 +12,12 @@ from accel_state._lazy import attach
 
 if TYPE_CHECKING:
     from accel_ops.weights.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+    from accel_train.checkpoint.layout import OPTIMIZER_NAME
 
-__all__ = ["SAFE_WEIGHTS_NAME", "WEIGHTS_NAME"]
+__all__ = ["OPTIMIZER_NAME", "SAFE_WEIGHTS_NAME", "WEIGHTS_NAME"]
 
 _EXPORTS = {
     **dict.fromkeys(("SAFE_WEIGHTS_NAME", "WEIGHTS_NAME"), "accel_ops.weights.names"),
+    **dict.fromkeys(("OPTIMIZER_NAME",), "accel_train.checkpoint.layout"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)
