@@ -23,9 +23,9 @@ from accel_bigmodel import (
     kv_cache,
     measure_activations,
 )
-from accel_bigmodel.budget import smallest_bound
-from accel_bigmodel.device_map.layers import Layers, read_layers
+from accel_bigmodel.device_map.budget import smallest_bound
 from accel_bigmodel.device_map.plan import fill, units_of
+from accel_bigmodel.layers import Layers, read_layers
 from accel_ops.weights.read import device_of
 from accel_state.errors import SettingsError
 from accel_state.labels import CustomDtype

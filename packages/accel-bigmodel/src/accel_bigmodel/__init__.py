@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
-    from accel_bigmodel.budget import get_balanced_memory as get_balanced_memory
-    from accel_bigmodel.budget import get_max_memory as get_max_memory
+    from accel_bigmodel.device_map.budget import get_balanced_memory as get_balanced_memory
+    from accel_bigmodel.device_map.budget import get_max_memory as get_max_memory
     from accel_bigmodel.device_map.check import check_device_map as check_device_map
     from accel_bigmodel.device_map.check import (
         check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
@@ -150,9 +150,9 @@ __getattr__, __dir__ = attach(
         "dispatch_model": "accel_bigmodel.dispatch",
         "explain": "accel_bigmodel.explanation",
         "extract_submodules_state_dict": "accel_bigmodel.offload",
-        "get_balanced_memory": "accel_bigmodel.budget",
+        "get_balanced_memory": "accel_bigmodel.device_map.budget",
         "get_max_layer_size": "accel_bigmodel.sizes",
-        "get_max_memory": "accel_bigmodel.budget",
+        "get_max_memory": "accel_bigmodel.device_map.budget",
         "has_offloaded_params": "accel_bigmodel.hooks.align",
         "infer_auto_device_map": "accel_bigmodel.device_map.infer",
         "init_empty_weights": "accel_bigmodel.empty",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_bigmodel.assign import Assignment, assign, plan_load
 from accel_bigmodel.broadcast import broadcast_sources
-from accel_bigmodel.budget import get_balanced_memory, get_max_memory
+from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
 from accel_bigmodel.device_map.check import check_device_map
 from accel_bigmodel.device_map.infer import infer_auto_device_map
 from accel_bigmodel.dispatch import dispatch_model

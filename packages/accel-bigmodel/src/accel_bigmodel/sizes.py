@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_bigmodel.device_map.layers import class_names
+from accel_bigmodel.layers import class_names
 from accel_bigmodel.placement import torch_dtype
 from accel_ops.weights.sizes import dtype_byte_size
 from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from accel_bigmodel.device_map.layers import ByteCount
+    from accel_bigmodel.layers import ByteCount
 
     ElementType = str | torch.dtype | CustomDtype
 

@@ -7,10 +7,10 @@ from itertools import accumulate
 from operator import ne
 from typing import TYPE_CHECKING
 
-from accel_bigmodel.budget import get_max_memory
+from accel_bigmodel.device_map.budget import get_max_memory
 from accel_bigmodel.device_map.fallback import rescue
-from accel_bigmodel.device_map.layers import class_names, read_layers
 from accel_bigmodel.device_map.plan import Machine, devices_of, place, units_of
+from accel_bigmodel.layers import class_names, read_layers
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.sizes import convert_bytes
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from accel_bigmodel.device_map.layers import Layers
     from accel_bigmodel.device_map.plan import Units
     from accel_bigmodel.device_map.workload import Workload
+    from accel_bigmodel.layers import Layers
     from accel_bigmodel.sizes import ElementType
 
 _log = logging.getLogger(__name__)

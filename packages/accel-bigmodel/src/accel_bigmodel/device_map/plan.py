@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from accel_bigmodel.device_map.layers import Layers
     from accel_bigmodel.device_map.workload import Workload
+    from accel_bigmodel.layers import Layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from accel_state._lazy import attach
 if TYPE_CHECKING:
     from accel.utils import environment as environment
     from accel.utils import fsdp_utils as fsdp_utils
-    from accel_bigmodel.budget import get_balanced_memory, get_max_memory
+    from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
     from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
     from accel_bigmodel.device_map.infer import infer_auto_device_map
     from accel_bigmodel.hooks.align import align_module_device, has_offloaded_params
@@ -153,7 +153,7 @@ __all__ = [
 _EXPORTS = {
     "environment": "accel.utils.environment:",
     "fsdp_utils": "accel.utils.fsdp_utils:",
-    **dict.fromkeys(("get_balanced_memory", "get_max_memory"), "accel_bigmodel.budget"),
+    **dict.fromkeys(("get_balanced_memory", "get_max_memory"), "accel_bigmodel.device_map.budget"),
     **dict.fromkeys((
         "check_device_map", "check_tied_parameters_on_same_device",
     ), "accel_bigmodel.device_map.check"),

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
-from accel_bigmodel.device_map.layers import class_names, read_layers
 from accel_bigmodel.device_map.plan import Units, fill, units_of
+from accel_bigmodel.layers import class_names, read_layers
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_state.errors import SettingsError
@@ -126,7 +126,7 @@ def smallest_bound(units: Units, capacities: Sequence[int]) -> int | None:
         The bound in bytes, or `None` when the capacities cannot hold everything.
 
     Example:
-        >>> from accel_bigmodel.device_map.layers import Layers
+        >>> from accel_bigmodel.layers import Layers
         >>> layers = Layers(names=["a", "b", "c"], sizes=[3, 1, 2], wholes=[3, 1, 2], buffers=[0, 0, 0])
         >>> smallest_bound(units_of(layers), [10, 10])
         3
