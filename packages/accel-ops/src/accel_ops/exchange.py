@@ -33,6 +33,7 @@ SMALLEST = 1 << 10  # bytes of the smallest first chunk
 LARGEST = (
     1 << 18
 )  # bytes of the largest first chunk: beyond that a second message costs less than a wrong guess
+MOST = 1 << 25  # bytes that the first chunks of all ranks together may take
 MAX_GUESSES = 1024
 SHOWN = 8  # differing leaves that a message lists
 MAX_INDEX = 1 << 16  # indices that are kept with a cutter, 4 bytes each
@@ -50,6 +51,7 @@ class Guess:
     gathered last, not on the one that this rank is about to gather.
     """
 
+    largest: int = LARGEST
     last: int = 0
     after: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
@@ -66,7 +68,7 @@ class Guess:
         """
         if len(self.after) >= MAX_GUESSES:
             self.after.clear()
-        enough = max(SMALLEST, 1 << (need - 1).bit_length()) if need <= LARGEST else SMALLEST
+        enough = max(SMALLEST, 1 << (need - 1).bit_length()) if need <= self.largest else SMALLEST
         before = self.after.get(self.last, (SMALLEST,))[0]
         self.after[self.last] = (enough, before)
         self.last = structure
@@ -290,7 +292,8 @@ def _guess(collectives: Collectives) -> Guess:
     """The guess that belongs to these ranks; another run starts with a new one."""
     global _guesses  # noqa: PLW0603 - memory of this process about its peers
     if _guesses[0] is not collectives:
-        _guesses = (collectives, Guess())
+        share = max(SMALLEST, MOST // collectives.world_size)
+        _guesses = (collectives, Guess(largest=min(LARGEST, share)))
     return _guesses[1]
 
 
