@@ -2,9 +2,10 @@
 
     uv run python tools/benchmarks/regional_compile.py [--blocks 24] [--rounds 1]
 
-Measured, in fresh processes with empty caches, is the wall time of the first forward and backward pass of a model
-that `torch.compile` compiles with inductor, as a whole and by regions, less that of the same pass uncompiled. Also
-printed is the time of later steps. Claim: the compile time by regions is at most a third of that of the whole.
+Measured, in fresh processes with empty caches, is the wall time of the first forward and backward pass of a
+model that `torch.compile` compiles with inductor, as a whole and by regions, less that of the same pass
+uncompiled. Also printed is the time of later steps. Claim: the compile time by regions is at most a third
+of that of the whole.
 """
 
 from __future__ import annotations
@@ -17,17 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 CLAIM = 1 / 3
 WAYS = ("eager", "whole", "regions")
 
 
-def measure(way: str, blocks: int) -> dict[str, float]:
-    """Wall time of the first step and of a later one, in this process."""
+def small_gpt(blocks: int) -> Any:
+    """A model of equal blocks."""
     import torch
-
-    from accel import Accelerator
-    from accel.utils import TorchDynamoPlugin, has_compiled_regions
 
     class Block(torch.nn.Module):
         """A block of a small GPT."""
@@ -64,11 +63,21 @@ def measure(way: str, blocks: int) -> dict[str, float]:
                 x = block(x)
             return self.head(self.norm(x))
 
+    return Model()
+
+
+def measure(way: str, blocks: int) -> dict[str, float]:
+    """Wall time of the first step and of a later one, in this process."""
+    import torch
+
+    from accel import Accelerator
+    from accel.utils import TorchDynamoPlugin, has_compiled_regions
+
     plugin = TorchDynamoPlugin(
         backend="no" if way == "eager" else "inductor", use_regional_compilation=way == "regions"
     )
     accelerator = Accelerator(cpu=True, dynamo_plugin=plugin)
-    model = accelerator.prepare(Model())
+    model = accelerator.prepare(small_gpt(blocks))
     assert has_compiled_regions(model) == (way != "eager")
     tokens = torch.randint(512, (2, 32), generator=torch.Generator().manual_seed(0))
     times: list[float] = []

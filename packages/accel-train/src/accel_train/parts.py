@@ -181,13 +181,7 @@ def build_parts(arguments: Arguments) -> Parts:
     rng_types = _rng_types(arguments.rng_types)
     project = _project(arguments)
     compiler = _dynamo(arguments)
-    state = AcceleratorState(
-        mixed_precision=arguments.mixed_precision,
-        cpu=arguments.cpu,
-        dynamo_plugin=compiler,
-        _from_accelerator=True,
-        **_process_group(handlers),
-    )
+    state = _state(arguments, handlers, compiler)
     process = PartialState()
     runtime = process.runtime
     autocast = handlers.get(AutocastKwargs)
@@ -346,6 +340,18 @@ def _clock(arguments: Arguments) -> StepPer | None:
             "optimizer every call of step() is one step of the schedule; leave one of the two out."
         )
     return step_per
+
+
+def _state(
+    arguments: Arguments, handlers: Mapping[type, Any], compiler: TorchDynamoPlugin
+) -> AcceleratorState:
+    return AcceleratorState(
+        mixed_precision=arguments.mixed_precision,
+        cpu=arguments.cpu,
+        dynamo_plugin=compiler,
+        _from_accelerator=True,
+        **_process_group(handlers),
+    )
 
 
 def _process_group(handlers: Mapping[type, Any]) -> dict[str, Any]:
