@@ -1,0 +1,241 @@
+"""Starting several processes from within Python: from a notebook, or on the CPU to try something out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, get_args
+
+import torch
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from accel_state import environ
+from accel_state.devices.kinds import CPU, available_kind
+from accel_state.errors import SettingsError
+from accel_state.labels import DistributedType
+from accel_state.partial_state import PartialState
+from accel_state.ports import free_port, is_port_in_use
+from accel_state.settings import from_environ
+from accel_state.settings.model import Precision
+from accel_state.topology import DEFAULT_PORT
+from accel_train.forking import Machines, launch, refuse_initialised_devices, run_forked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
+"""The first version of torch that knows `log_line_prefix_template`."""
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: str | int = "29500",
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+    rdzv_backend: str = "static",
+    rdzv_endpoint: str = "",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    rdzv_id: str = "none",
+    max_restarts: int = 0,
+    monitor_interval: float = 0.1,
+    log_line_prefix_template: str | None = None,
+) -> dict[int, Any]:
+    """Run a training function on several devices from a notebook or any Python process.
+
+    The function runs in forked processes, so that it may be defined in a notebook cell; one process on one
+    machine is not forked but runs here. Make the `Accelerator`, and touch accelerators, in the function only.
+
+    Args:
+        function: What to run. Its result has to be picklable.
+        args: What it is called with.
+        num_processes: How many processes on this machine; one for every accelerator, or one, if `None`.
+        mixed_precision: For `Accelerator`s that do not say themselves: `"fp16"` or `"bf16"`; `"no"` leaves it
+            to the environment.
+        use_port: Where rank 0 listens; 0 for any free port. If the usual one is taken on a single machine,
+            another one is used.
+        master_addr: The address of the first machine.
+        node_rank: Which machine this is.
+        num_nodes: On how many machines this function is called.
+        rdzv_backend: How machines find each other: `"static"` or `"c10d"`.
+        rdzv_endpoint: Where they do; `<master_addr>:<use_port>` if empty.
+        rdzv_conf: Further options of the rendezvous.
+        rdzv_id: What all machines of this job, and no others, call it.
+        max_restarts: How often all processes are started again when one has failed.
+        monitor_interval: Seconds between two looks at the processes.
+        log_line_prefix_template: If given, the processes' output passes through this one, every line with
+            this in front; `${rank}`, `${local_rank}` and `${role_name}` are replaced.
+
+    Returns:
+        The results of this machine's processes by rank.
+
+    Raises:
+        SettingsError: An argument cannot be used, or a device was initialised already, with which no forked
+            process could work any more.
+        WorkerFailedError: The function failed in a forked process.
+        UnsupportedError: This system cannot fork.
+
+    Example:
+        >>> notebook_launcher(lambda text: text.upper(), ("trained",), num_processes=1)
+        {0: 'TRAINED'}
+    """
+    if mixed_precision.lower() not in get_args(Precision):
+        raise SettingsError(
+            f"notebook_launcher(mixed_precision={mixed_precision!r}): expected one of {get_args(Precision)}."
+        )
+    kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
+    count = _device_count(kind.module) if num_processes is None else num_processes
+    _check_numbers(count, num_nodes, node_rank, max_restarts)
+    variables = {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
+    machines = Machines(
+        num_nodes=num_nodes,
+        node_rank=node_rank,
+        endpoint=rdzv_endpoint or f"{master_addr}:{_port(use_port, num_nodes, node_rank)}",
+        backend=rdzv_backend,
+        conf=rdzv_conf or {},
+        run_id=rdzv_id,
+    )
+    plain = rdzv_backend == "static" and not (rdzv_endpoint or max_restarts or log_line_prefix_template)
+    if plain and count == num_nodes == 1:
+        with environ.patch_environment(**variables):
+            return {0: function(*args)}
+    if kind.type != "cpu":
+        refuse_initialised_devices()
+    shown = log_line_prefix_template is not None
+    config = machines.config(
+        count,
+        max_restarts=max_restarts,
+        monitor_interval=monitor_interval,
+        log_line_prefix_template=log_line_prefix_template,
+        logs_specs=DefaultLogsSpecs(tee=Std.ALL if shown else Std.NONE),
+    )
+    with environ.patch_environment(**variables):
+        return launch(function, args, config)
+
+
+def debug_launcher(
+    function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2
+) -> dict[int, Any]:
+    """Run a training function in several processes on the CPU, to try it out or test it.
+
+    Args:
+        function: What to run. Its result has to be picklable.
+        args: What it is called with.
+        num_processes: How many processes.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        SettingsError: `num_processes` is no number of processes, or this is one of several already.
+        WorkerFailedError: The function failed.
+        UnsupportedError: This system cannot fork.
+
+    Example:
+        >>> from accel_train import Accelerator
+        >>> debug_launcher(lambda: Accelerator().process_index, num_processes=2)
+        {0: 0, 1: 1}
+    """
+    _check_numbers(num_processes, 1, 0, 0)
+    machines = Machines(endpoint=f"127.0.0.1:{free_port()}")
+    with environ.patch_environment(accelerate_use_cpu="yes"):
+        return launch(function, args, machines.config(num_processes))
+
+
+class PrepareForLaunch:
+    """A function for `torch.multiprocessing` to start, which passes the index of a process first.
+
+    Whoever starts the processes says in `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` how many there are and
+    where they meet.
+
+    Args:
+        launcher: What to run.
+        distributed_type: How the processes work together; `"NO"` if they do not.
+        debug: Let the processes meet in the file that `ACCELERATE_DEBUG_RDV_FILE` names, over gloo.
+
+    Example:
+        >>> PrepareForLaunch(lambda a, b: a + b)(0, 1, 2)
+        3
+    """
+
+    def __init__(
+        self,
+        launcher: Callable[..., Any],
+        distributed_type: DistributedType | str = "NO",
+        debug: bool = False,
+    ) -> None:
+        self.launcher = launcher
+        self.distributed_type = DistributedType(distributed_type)
+        self.debug = debug
+
+    def __call__(self, index: int, *args: Any) -> Any:
+        """Run the function as the process of an index.
+
+        Args:
+            index: Which process of this machine this is.
+            *args: What the function is called with.
+
+        Raises:
+            SettingsError: In the environment there is not what the processes need to meet.
+        """
+        variables = environ.read()
+        if self.debug:
+            _meet_in_file(index, variables)
+        elif self.distributed_type.value != "NO":
+            local = int(variables.get("NPROC") or variables.get("WORLD_SIZE") or 1)
+            node = int(variables.get("NODE_RANK") or 0)
+            environ.publish({"LOCAL_RANK": str(index), "RANK": str(local * node + index)})
+        return run_forked(self.launcher, *args)
+
+
+def test_launch() -> None:
+    """Make a `PartialState`, to see whether processes find each other."""
+    PartialState()
+
+
+def _meet_in_file(index: int, variables: Mapping[str, str]) -> None:
+    missing = [name for name in ("ACCELERATE_DEBUG_RDV_FILE", "WORLD_SIZE") if not variables.get(name)]
+    if missing:
+        raise SettingsError(
+            f"PrepareForLaunch(debug=True) needs {' and '.join(missing)} in the environment: a file that "
+            "does not exist yet, and the number of processes. debug_launcher() takes care of all."
+        )
+    world_size = int(variables["WORLD_SIZE"])
+    store = torch.distributed.FileStore(  # pyright: ignore[reportPrivateImportUsage]
+        variables["ACCELERATE_DEBUG_RDV_FILE"], world_size
+    )
+    torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=world_size)
+    environ.publish({"LOCAL_RANK": str(index), "RANK": str(index), "ACCELERATE_USE_CPU": "yes"})
+
+
+def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_restarts: int) -> None:
+    counts = {"num_processes": num_processes, "num_nodes": num_nodes, "max_restarts": max_restarts}
+    for name, value in counts.items():
+        least = 0 if name == "max_restarts" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise SettingsError(f"{name}={value!r}: expected a whole number of at least {least}.")
+    if not 0 <= node_rank < num_nodes:
+        raise SettingsError(f"node_rank={node_rank!r} is not one of num_nodes={num_nodes!r}, counted from 0.")
+
+
+def _port(asked: str | int, num_nodes: int, node_rank: int) -> int:
+    """Where rank 0 listens; see `use_port`."""
+    if not str(asked).isdigit():
+        raise SettingsError(f"notebook_launcher(use_port={asked!r}): expected the number of a port.")
+    port = int(asked)
+    if num_nodes > 1 and port == 0:
+        raise SettingsError("notebook_launcher(use_port=0): several machines need to know the port.")
+    if port == 0 or (num_nodes == 1 and port == DEFAULT_PORT and is_port_in_use(port)):
+        return free_port()
+    if node_rank == 0 and is_port_in_use(port):
+        raise SettingsError(
+            f"notebook_launcher(use_port={asked!r}): another process listens there; use 0 for any free port."
+        )
+    return port
+
+
+def _device_count(module: Any) -> int:
+    """How many accelerators there are, without initialising one."""
+    count = getattr(module, "device_count", None)
+    return max(1, count()) if count is not None else 1

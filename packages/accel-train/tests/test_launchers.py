@@ -1,0 +1,171 @@
+"""Launchers on one process: what they run, what they refuse, and what they say when it fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+
+import pytest
+import torch
+
+from accel_state import environ
+from accel_state.devices.kinds import KINDS
+from accel_state.errors import SettingsError
+from accel_train import Accelerator, forking, launchers
+from accel_train.forking import Machines, WorkerFailedError
+from accel_train.launchers import PrepareForLaunch, debug_launcher, notebook_launcher
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "1")
+
+
+def sum_of_ranks(plus):
+    accelerator = Accelerator(cpu=True)
+    total = accelerator.reduce(torch.tensor(float(accelerator.process_index + plus)))
+    fork = accelerator.state.fork_launched
+    return accelerator.num_processes, total.item(), accelerator.mixed_precision, fork
+
+
+def test_debug_launcher_runs_processes_that_find_each_other():
+    Accelerator(cpu=True)  # a process alone, which its forks forget
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    before = environ.read()
+    assert debug_launcher(sum_of_ranks, (1,), num_processes=2) == dict.fromkeys(range(2), (2, 3, "no", True))
+    assert environ.read() == before
+
+
+def test_notebook_launcher_does_so_with_a_precision_and_shows_lines_with_a_prefix(capfd):
+    def work(plus):
+        print("here")
+        return sum_of_ranks(plus)
+
+    results = notebook_launcher(
+        work, (0,), num_processes=2, mixed_precision="bf16", use_port=0, log_line_prefix_template="<${rank}> "
+    )
+    assert results == dict.fromkeys(range(2), (2, 1, "bf16", True))
+    assert sorted(capfd.readouterr().out.split("\n")[:2]) == ["<0> here", "<1> here"]
+
+
+def test_one_process_runs_here_in_the_precision():
+    seen = notebook_launcher(lambda: (os.getpid(), Accelerator().mixed_precision), (), 1, "bf16")
+    assert seen == {0: (os.getpid(), "bf16")}
+
+
+def test_processes_are_started_again_as_often_as_asked(tmp_path):
+    def fail_twice():
+        tries = len([*tmp_path.iterdir()])
+        (tmp_path / str(tries)).touch()
+        if tries < 2:
+            raise ZeroDivisionError
+        return tries
+
+    assert notebook_launcher(fail_twice, (), 1, max_restarts=2, use_port=0) == {0: 2}
+
+
+@pytest.mark.parametrize("backend", ["static", "c10d"])
+def test_a_failure_names_the_rank_and_has_its_traceback(backend):
+    def fail():
+        accelerator = Accelerator(cpu=True)
+        if accelerator.is_last_process:
+            raise KeyError("no such column")
+        accelerator.wait_for_everyone()
+
+    with pytest.raises(WorkerFailedError) as caught:
+        notebook_launcher(fail, (), 2, use_port=0, rdzv_backend=backend, rdzv_id="job")
+    assert caught.value.ranks[0] == 1
+    assert "Rank 1 failed: KeyError: 'no such column'" in str(caught.value)
+    assert 'raise KeyError("no such column")' in str(caught.value)
+
+
+def test_a_killed_process_is_named_too():
+    with pytest.raises(WorkerFailedError, match="Rank 0 failed: Signal 9"):
+        debug_launcher(lambda: os.kill(os.getpid(), signal.SIGKILL), (), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_processes": 0}, "num_processes=0"),
+        ({"num_nodes": 2, "node_rank": 2}, "node_rank=2"),
+        ({"max_restarts": -1}, "max_restarts=-1"),
+        ({"mixed_precision": "half"}, "mixed_precision='half'"),
+        ({"use_port": "http"}, "use_port='http'"),
+        ({"use_port": 0, "num_nodes": 2}, "use_port=0"),
+    ],
+)
+def test_what_cannot_be_is_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
+        notebook_launcher(print, (), **{"num_processes": 1, **options})
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"use_port={port}"):
+            notebook_launcher(print, (), 2, use_port=port)
+
+
+def test_a_process_that_is_one_of_several_launches_none(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SettingsError, match="one of several"):
+        debug_launcher(print)
+
+
+def test_a_device_that_was_initialised_before_forking_is_said(monkeypatch):
+    """#940, #3524, #3833, #3925: the child would fail in the driver, far from the cause."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "0")
+    gpu = next(kind for kind in KINDS if kind.type == "cuda")
+    monkeypatch.setattr(launchers, "available_kind", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(SettingsError, match=r"has initialised .*Restart the notebook"):
+        notebook_launcher(print, (), 2)
+
+
+def test_a_driver_that_another_library_holds_is_found(monkeypatch, tmp_path):
+    assert not forking._holds_cuda_driver()
+    (tmp_path / "3").symlink_to("/dev/nvidia-uvm")
+    monkeypatch.setattr(forking, "Path", lambda _: tmp_path)
+    assert forking._holds_cuda_driver()
+    with pytest.raises(SettingsError, match="has initialised CUDA"):
+        forking.refuse_initialised_devices()
+
+
+def test_machines_tell_who_they_are():
+    config = Machines(endpoint="a:1", num_nodes=2, node_rank=1, conf={"timeout": 5}).config(4, max_restarts=3)
+    assert config.rdzv_configs.items() >= {"rank": 1, "timeout": 5}.items()
+    assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (2, 2, 4, 3)
+    assert Machines(endpoint="a:1", backend="c10d").config(1).rdzv_configs["is_host"] is True
+
+
+def test_a_function_prepared_for_launch_knows_its_place(monkeypatch):
+    def place():
+        variables = environ.read()
+        return [variables.get(name) for name in ("LOCAL_RANK", "RANK", "FORK_LAUNCHED")]
+
+    with environ.clear_environment():
+        environ.publish({"WORLD_SIZE": "8", "NPROC": "4", "NODE_RANK": "1"})
+        assert PrepareForLaunch(place, "MULTI_CPU")(2) == ["2", "6", "1"]
+    with environ.clear_environment():
+        assert PrepareForLaunch(place)(2) == [None, None, "1"]
+        with pytest.raises(SettingsError, match="ACCELERATE_DEBUG_RDV_FILE and WORLD_SIZE"):
+            PrepareForLaunch(place, debug=True)(0)
+
+
+def test_torch_starts_functions_that_are_prepared(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DEBUG_RDV_FILE", str(tmp_path / "meeting"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    def work():
+        assert sum_of_ranks(1) == (2, 3, "no", True)
+
+    torch.multiprocessing.start_processes(
+        PrepareForLaunch(work, "MULTI_CPU", debug=True), nprocs=2, start_method="fork"
+    )
