@@ -32,6 +32,11 @@ if TYPE_CHECKING:
     from accel_train.data.skip import SkipBatchSampler as SkipBatchSampler
     from accel_train.data.skip import SkipDataLoader as SkipDataLoader
     from accel_train.data.skip import skip_first_batches as skip_first_batches
+    from accel_train.forking import WorkerFailedError as WorkerFailedError
+    from accel_train.launchers import PrepareForLaunch as PrepareForLaunch
+    from accel_train.launchers import debug_launcher as debug_launcher
+    from accel_train.launchers import notebook_launcher as notebook_launcher
+    from accel_train.local_sgd import LocalSGD as LocalSGD
     from accel_train.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_train.optimizer import move_to_device as move_to_device
     from accel_train.scheduler import AcceleratedScheduler as AcceleratedScheduler
@@ -51,16 +56,21 @@ __all__ = [
     "DataLoaderShard",
     "DataLoaderStateMixin",
     "IterableDatasetShard",
+    "LocalSGD",
     "MainProcessReadError",
+    "PrepareForLaunch",
     "Saving",
     "SeedableRandomSampler",
     "SeekableDataset",
     "SkipBatchSampler",
     "SkipDataLoader",
+    "WorkerFailedError",
+    "debug_launcher",
     "get_sampler",
     "load_accelerator_state",
     "load_custom_state",
     "move_to_device",
+    "notebook_launcher",
     "prepare_data_loader",
     "save_accelerator_state",
     "save_custom_state",
@@ -93,6 +103,9 @@ _MODULES = {
     "data.prepared": ("DataLoaderStateMixin",),
     "data.samplers": ("SeedableRandomSampler",),
     "data.skip": ("SkipBatchSampler", "SkipDataLoader", "skip_first_batches"),
+    "forking": ("WorkerFailedError",),
+    "launchers": ("PrepareForLaunch", "debug_launcher", "notebook_launcher"),
+    "local_sgd": ("LocalSGD",),
     "optimizer": ("AcceleratedOptimizer", "move_to_device"),
     "scheduler": ("AcceleratedScheduler",),
 }
