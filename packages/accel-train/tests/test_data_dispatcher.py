@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
-from threading import Barrier, Thread
+from queue import Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pytest
@@ -37,11 +38,11 @@ class Record:
 
 
 class Table:
-    """What the threads that stand for ranks have in common."""
+    """What the threads that stand for ranks have in common: what is sent to each."""
 
     def __init__(self, world: int) -> None:
-        self.barrier = Barrier(world, timeout=30)
-        self.parts: Any = None
+        self.scattered: list[Queue[Tensor]] = [Queue() for _ in range(world)]
+        self.announced: list[Queue[list[Any]]] = [Queue() for _ in range(world)]
         self.scatters = 0
         self.objects = 0
 
@@ -52,24 +53,27 @@ class Collectives:
     def __init__(self, table: Table, rank: int, world_size: int) -> None:
         self.table, self.rank, self.world_size = table, rank, world_size
 
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         assert src == 0
         if parts is not None:
-            self.table.parts = [part.clone() for part in parts]
             self.table.scatters += 1
-        self.table.barrier.wait()
-        assert out.shape == self.table.parts[self.rank].shape
-        out.copy_(self.table.parts[self.rank])
-        self.table.barrier.wait()
+            for queue, part in zip(self.table.scattered, parts, strict=True):
+                queue.put(part.clone())
+
+        def finish() -> None:
+            part = self.table.scattered[self.rank].get(timeout=30)
+            assert out.shape == part.shape
+            out.copy_(part)
+
+        return finish
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         assert src == 0
         if self.rank == 0:
-            self.table.parts = objects[:]
             self.table.objects += 1
-        self.table.barrier.wait()
-        objects[:] = self.table.parts
-        self.table.barrier.wait()
+            for queue in self.table.announced:
+                queue.put(objects[:])
+        objects[:] = self.table.announced[self.rank].get(timeout=30)
 
 
 def dispatch(
@@ -252,6 +256,18 @@ def test_in_the_steady_state_a_round_is_one_collective() -> None:
     assert (table.scatters, table.objects) == (20, 1)
 
 
+def test_the_next_round_is_under_way_before_this_one_is_computed_with() -> None:
+    table = Table(2)
+    division = Division(num_processes=2)
+    collectives: Any = Collectives(table, 0, 2)
+    pairs = Sender(
+        (division.parts(turn) for turn in division.rounds(iter(numbered([1] * 8)))), collectives
+    ).pairs()
+    for taken in range(1, 5):
+        next(pairs)
+        assert table.scatters == min(taken + 1, 4)
+
+
 def test_a_new_structure_is_announced() -> None:
     batches = [*numbered([2, 2, 2, 2]), torch.ones(2), torch.ones(2), *numbered([2, 2])]
     got, errors, table = dispatch(lambda: iter(batches), Division(num_processes=2))
@@ -275,7 +291,7 @@ def test_an_error_of_the_main_process_reaches_all(good: int) -> None:
         raise OSError("disk on fire")
 
     got, errors, _ = dispatch(batches, Division(num_processes=2))
-    assert [len(rank) for rank in got] == [good // 2] * 2
+    assert [len(rank) for rank in got] == [good // 2] * 2, "what was read before comes first"
     assert isinstance(errors[0], OSError)
     assert isinstance(errors[1], MainProcessReadError)
     assert "OSError: disk on fire" in str(errors[1])

@@ -57,6 +57,14 @@ class Collectives(Protocol):
         """
         ...
 
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Begin a `scatter`; the tensors are left alone until what is returned has been called.
+
+        Returns:
+            What waits until `out` is filled.
+        """
+        ...
+
     def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Overwrite `tensor` with the sum over all ranks, if need be computed in a wider type.
 

@@ -42,6 +42,11 @@ class SingleCollectives:
         if parts is not None and parts[0] is not out:
             out.copy_(parts[0])
 
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Copy the only part at once."""
+        self.scatter(out, parts, src)
+        return _done
+
     def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Do nothing but the other work: the sum of one is there."""
         del tensor
@@ -63,3 +68,7 @@ class SingleCollectives:
     def _check(self, src: int) -> None:
         if src != 0:
             raise ValueError(f"There is no rank {src!r} to broadcast from: this process is alone.")
+
+
+def _done() -> None:
+    """There is nothing to wait for."""

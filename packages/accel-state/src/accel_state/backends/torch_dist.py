@@ -92,10 +92,22 @@ class TorchCollectives:
         if out.numel() == 0:
             return
         with region("scatter"), self._carry(out) as target:
-            sources = None
-            if parts is not None:
-                sources = [_as_moved(target if part is out else part.to(target.device)) for part in parts]
-            dist.scatter(_as_moved(target), sources, src=src, group=self._group)
+            dist.scatter(_as_moved(target), _sources(out, target, parts), src=src, group=self._group)
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Begin a `scatter`, and return what waits for its end."""
+        if out.numel() == 0 or out.device.type not in self._carried:
+            self.scatter(out, parts, src)
+            return _done
+        work: Any = dist.scatter(
+            _as_moved(out), _sources(out, out, parts), src=src, group=self._group, async_op=True
+        )
+
+        def finish() -> None:
+            with region("scatter"):
+                work.wait()
+
+        return finish
 
     def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Overwrite `tensor` with the sum over all ranks."""
@@ -154,6 +166,17 @@ class TorchCollectives:
 
     def _carry(self, tensor: Tensor) -> Any:
         return _Same(tensor) if tensor.device.type in self._carried else self._staged(tensor)
+
+
+def _done() -> None:
+    """There is nothing to wait for."""
+
+
+def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> list[Tensor] | None:
+    """What is scattered, where `target` is, which stands for `out`."""
+    if parts is None:
+        return None
+    return [_as_moved(target if part is out else part.to(target.device)) for part in parts]
 
 
 class _Same:

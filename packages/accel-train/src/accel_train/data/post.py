@@ -11,7 +11,7 @@ from accel_state.errors import AccelError
 from accel_train.data.message import Next, Parcel, read, take_apart, write
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -51,7 +51,8 @@ class Round:
 class Sender:
     """The main process's side.
 
-    A round is read before the one before it is sent, since every message says what follows it.
+    While a round is computed with, the next one is under way; and since every message says what follows
+    it, the one after that is read already.
 
     Args:
         rounds: For every rank its part of each round, or None if there is none for it.
@@ -67,12 +68,15 @@ class Sender:
         """Send round after round; yield this rank's parts, each with whether it is the last one."""
         current = self._take()
         self._announce(current)
+        upcoming, arrived = self._start(current)
         while isinstance(current, Round):
-            upcoming = self._take()
-            self._send(current, upcoming)
+            arrived()
+            if _needs_notice(current, upcoming):
+                self._announce(upcoming)
+            after, arrived = self._start(upcoming)
             if (mine := current.parts[0]) is not None:
                 yield mine, _is_last(upcoming, 0)
-            current = upcoming
+            current, upcoming = upcoming, after
         if current is not None:
             raise current
 
@@ -95,19 +99,24 @@ class Sender:
             notice = Notice(error=f"{type(upcoming).__name__}: {upcoming}")
         self._collectives.broadcast_object_list([notice], 0)
 
-    def _send(self, current: Round, upcoming: Round | Exception | None) -> None:
-        same = isinstance(upcoming, Round) and upcoming.layouts == current.layouts
-        following = Next.SAME if same else Next.END if upcoming is None else Next.NOTICE
-        nbytes = upcoming.nbytes if same and isinstance(upcoming, Round) else 0
+    def _start(
+        self, current: Round | Exception | None
+    ) -> tuple[Round | Exception | None, Callable[[], None]]:
+        """Begin to send a round; return what follows it, and what waits until it was sent."""
+        if not isinstance(current, Round):
+            return None, _nothing
+        upcoming = self._take()
+        following = Next.END if upcoming is None else Next.SAME
+        if _needs_notice(current, upcoming):
+            following = Next.NOTICE
+        nbytes = upcoming.nbytes if isinstance(upcoming, Round) and following is Next.SAME else 0
         if not self._buffers or self._buffers[0].numel() != current.nbytes:
             count = self._collectives.world_size
             self._buffers = list(torch.empty(count, current.nbytes, dtype=torch.uint8).unbind())
         for rank, parcel in enumerate(current.parcels):
             if rank != 0:  # this rank has its part
                 write(parcel, self._buffers[rank], following, nbytes, is_last=_is_last(upcoming, rank))
-        self._collectives.scatter(self._buffers[0], self._buffers, 0)
-        if following is Next.NOTICE:
-            self._announce(upcoming)
+        return upcoming, self._collectives.start_scatter(self._buffers[0], self._buffers, 0)
 
 
 class Receiver:
@@ -122,26 +131,44 @@ class Receiver:
 
     def pairs(self) -> Iterator[tuple[Delivery, bool]]:
         """Receive round after round; yield this rank's parts, each with whether it is the last one."""
-        notice = self._hear()
-        while notice is not None:
-            if notice.error is not None:
-                raise MainProcessReadError(f"The main process failed to read a batch: {notice.error}")
-            layout, nbytes = notice.layouts[self._collectives.rank], notice.nbytes
-            notice = None
-            while nbytes:
-                buffer = torch.empty(nbytes, dtype=torch.uint8)
-                self._collectives.scatter(buffer, None, 0)
-                letter = read(buffer, layout)
-                nbytes = letter.following_bytes
-                if letter.following is Next.NOTICE:
-                    notice = self._hear()
-                if letter.delivery is not None:
-                    yield letter.delivery, letter.is_last
+        layout, nbytes, error = self._hear()
+        buffer, arrived = self._start(nbytes)
+        while nbytes:
+            arrived()
+            letter = read(buffer, layout)
+            nbytes = letter.following_bytes
+            if letter.following is Next.NOTICE:
+                layout, nbytes, error = self._hear()
+            buffer, arrived = self._start(nbytes)
+            if letter.delivery is not None:
+                yield letter.delivery, letter.is_last
+        if error is not None:
+            raise MainProcessReadError(f"The main process failed to read a batch: {error}")
 
-    def _hear(self) -> Notice | None:
+    def _start(self, nbytes: int) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to receive a message; return where, and what waits until it is there."""
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return buffer, self._collectives.start_scatter(buffer, None, 0) if nbytes else _nothing
+
+    def _hear(self) -> tuple[Any, int, str | None]:
+        """The layout and size of the message that comes next, or the error for which none does."""
         heard: list[Notice | None] = [None]
         self._collectives.broadcast_object_list(heard, 0)
-        return heard[0]
+        notice = heard[0]
+        if notice is None or notice.error is not None:
+            return None, 0, None if notice is None else notice.error
+        return notice.layouts[self._collectives.rank], notice.nbytes, None
+
+
+def _needs_notice(current: Round, upcoming: Round | Exception | None) -> bool:
+    """Whether more has to be said about what follows than fits into a message."""
+    if isinstance(upcoming, Round):
+        return upcoming.layouts != current.layouts
+    return upcoming is not None
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""
 
 
 def _is_last(upcoming: Round | Exception | None, rank: int) -> bool:
