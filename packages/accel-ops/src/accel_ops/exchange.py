@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 PREFIX = 32  # bytes: four 64-bit numbers
 SMALLEST = 1 << 10  # bytes of the smallest first chunk
-LARGEST = (
-    1 << 18
-)  # bytes of the largest first chunk: beyond that a second message costs less than a wrong guess
+LARGEST = 1 << 18  # bytes of the largest first chunk: beyond that, a second message costs less
 MOST = 1 << 25  # bytes that the first chunks of all ranks together may take
 MAX_GUESSES = 1024
 SHOWN = 8  # differing leaves that a message lists
