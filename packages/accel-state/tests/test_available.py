@@ -84,7 +84,8 @@ def test_a_version_that_is_too_old_is_not_available(tmp_path, monkeypatch):
     assert not available.is_bnb_available(min_version="0.39")
 
 
-def test_what_is_missing_is_named_with_the_command_that_brings_it():
+def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch):
+    monkeypatch.setattr(available, "_is_there", lambda library: False)
     with pytest.raises(
         MissingDependencyError, match=r"Prefetching needs torchdata.*0\.8\.0.*torchdata>=0\.8\.0"
     ):

@@ -78,7 +78,7 @@ def as_bytes(tensor: Tensor) -> memoryview:
     Example:
         >>> import torch
         >>> bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16)))
-        b'\\x01\\x00\\x02\\x00'
+        b'\x01\x00\x02\x00'
     """
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(plain.view(torch.uint8).numpy())  # pyright: ignore[reportArgumentType] - an array is a buffer
