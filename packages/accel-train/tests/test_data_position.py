@@ -220,7 +220,7 @@ def test_a_state_between_passes_is_the_beginning_of_the_next() -> None:
     loader = prepare_data_loader(_plain())
     list(loader)
     state = loader.state_dict()
-    assert state == {"format": 1, "epoch": 1, "position": None}
+    assert state == {"format": 1, "epoch": 1, "position": None, "source": {}}
     other = prepare_data_loader(_plain())
     other.load_state_dict(state)
     assert len(list(other)) == 12
