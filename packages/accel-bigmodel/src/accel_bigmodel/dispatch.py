@@ -13,7 +13,7 @@ from accel_bigmodel.device_map.check import check_device_map, check_tied_paramet
 from accel_bigmodel.device_map.flat import flatten_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
-from accel_bigmodel.hooks.base import add_hook_to_module
+from accel_bigmodel.hooks.base import add_hook_to_module, hook_of
 from accel_bigmodel.hooks.keep import keep_placement_of_replaced_modules
 from accel_bigmodel.hooks.layerwise import attach_layerwise_casting_hooks
 from accel_bigmodel.hooks.offload import CpuOffload, UserCpuOffloadHook, default_device
@@ -98,6 +98,7 @@ def dispatch_model(
     if len(devices) == 1 and devices[0] != "disk" and not force_hooks:
         _require_values(model, device_map)
         _move_whole(model, torch.device(devices[0]))
+        _hook_encoder(model)
         vars(model)["hf_device_map"] = dict(device_map)
         return model
     asked, device_map = dict(device_map), flatten_map(model, device_map)
@@ -135,6 +136,7 @@ def dispatch_model(
         force_hooks=force_hooks,
     )
     _retie(model, tied, device_map)
+    _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
     keep_placement_of_replaced_modules()
     vars(model)["hf_device_map"] = asked
@@ -236,6 +238,20 @@ def _offloaded(
     )
     keep_placement_of_replaced_modules()
     return model
+
+
+def _hook_encoder(model: nn.Module) -> None:
+    """Have the encoder of a transformers model answer where it was asked.
+
+    `generate` calls the encoder alone; when it finds no hook on that of a dispatched model, it makes one from
+    another package, which may be absent.
+    """
+    encode = getattr(model, "get_encoder", None)
+    if not getattr(getattr(model, "config", None), "is_encoder_decoder", False) or not callable(encode):
+        return
+    encoder = encode()
+    if isinstance(encoder, torch.nn.Module) and encoder is not model and hook_of(encoder) is None:
+        add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True, only=()))
 
 
 def _move_whole(model: nn.Module, device: torch.device) -> None:
