@@ -204,6 +204,17 @@ def test_the_first_machine_hosts_the_c10d_rendezvous(rank):
     assert options["rdzv_conf"] == "is_host=true"
 
 
+def test_every_machine_knows_the_address_under_which_the_others_reach_it():
+    line = ["--num_processes", "2", "--num_machines", "2", "--rdzv_backend", "c10d",
+            "--main_process_ip", "127.0.0.1", "--main_process_port", "29400"]  # fmt: skip
+    made = plan(*line, "--machine_rank", "1")
+    assert run_torchrun.own_address(made.launch) == "127.0.0.1", "the interface of the route to there"
+    assert run_torchrun.own_address(replace(made.launch, machine_rank=0, main_process_ip="gpu1")) == "gpu1"
+    assert run_torchrun.own_address(replace(made.launch, main_process_ip="no.such.host.invalid")) is None
+    assert "--local_addr=10.0.0.7" in run_torchrun.torchrun_arguments(made, 29400, "10.0.0.7")
+    assert not any("local_addr" in one for one in run_torchrun.torchrun_arguments(made, 29400))
+
+
 def test_a_script_that_is_not_there_starts_nothing():
     with pytest.raises(SettingsError, match=r"'train\.py'"):
         run_torchrun.command(plan("--num_processes", "2"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -38,7 +39,29 @@ def command(plan: LaunchPlan) -> list[str]:
         raise SettingsError(f"there is no script {plan.script!r} to run.")
     port = choose_port(plan.launch)
     quiet = ["--quiet"] if plan.launch.quiet else []
-    return [sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *torchrun_arguments(plan, port)]
+    arguments = torchrun_arguments(plan, port, own_address(plan.launch))
+    return [sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *arguments]
+
+
+def own_address(launch: LaunchSettings) -> str | None:
+    """The address under which the other machines reach this one, if there are others.
+
+    A machine's name need not resolve to it, as in a container or behind a second network card, and torch
+    would use the name.
+
+    Args:
+        launch: Says where rank 0 is, and which machine this is.
+    """
+    host = launch.main_process_ip
+    if launch.num_machines == 1 or host is None or launch.machine_rank == 0:
+        return host
+    try:
+        family, kind, protocol, _, target = socket.getaddrinfo(host, DEFAULT_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)  # sends nothing: it only chooses the route
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
 
 
 def choose_port(
@@ -69,19 +92,19 @@ def choose_port(
     return port
 
 
-def torchrun_arguments(plan: LaunchPlan, port: int) -> list[str]:
+def torchrun_arguments(plan: LaunchPlan, port: int, address: str | None = None) -> list[str]:
     """The arguments of `torch.distributed.run`.
 
     Args:
         plan: What to run.
         port: Where rank 0 listens.
+        address: Of this machine, if it is known.
     """
     launch, defaults = plan.launch, LaunchSettings()
     arguments = {
         "nproc_per_node": plan.processes_here,
         "nnodes": launch.num_machines,
-        "node_rank": launch.machine_rank,
-        **_meeting(launch, port),
+        **_meeting(launch, port, address),
         **{
             name: getattr(launch, name)
             for name in _PASSED_ON
@@ -97,12 +120,17 @@ def torchrun_arguments(plan: LaunchPlan, port: int) -> list[str]:
     ]
 
 
-def _meeting(launch: LaunchSettings, port: int) -> dict[str, object]:
+def _meeting(launch: LaunchSettings, port: int, own: str | None) -> dict[str, object]:
     """How the machines find each other."""
     address = launch.main_process_ip or _LOOPBACK
     conf = {"rdzv_conf": launch.rdzv_conf} if launch.rdzv_conf else {}
     if launch.rdzv_backend == "static":
-        return {"master_addr": address, "master_port": port, **conf}
+        return {
+            "node_rank": launch.machine_rank,
+            "master_addr": address,
+            "master_port": port,
+            **conf,
+        }
     if launch.rdzv_backend == "c10d" and "is_host" not in (launch.rdzv_conf or ""):
         # Otherwise a machine takes itself for the host if its own name resolves to the address, which it
         # need not in a container or behind a second network card.
@@ -112,5 +140,6 @@ def _meeting(launch: LaunchSettings, port: int) -> dict[str, object]:
         "rdzv_backend": launch.rdzv_backend,
         "rdzv_endpoint": f"{address}:{port}",
         "rdzv_id": "accel",
+        **({} if own is None else {"local_addr": own}),
         **conf,
     }
