@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable_shard import Delivery
-from accel_train.data.message import Next, read, take_apart, write
+from accel_train.data.message import Next, Slot, read, take_apart
 from accel_train.data.post import MainProcessReadError, Receiver, Sender
 from accel_train.data.rounds import Division
 from accel_train.data.rows import count_rows, join_rows, take_rows
+from accel_train.data.template import Template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -210,19 +211,40 @@ def same(one: Any, other: Any) -> bool:
 def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
     parcel = take_apart(Delivery(batch, 2, 7))
     buffer = torch.empty(parcel.nbytes + 5, dtype=torch.uint8)
-    write(parcel, buffer, Next.SAME, 99, is_last=True)
-    letter = read(buffer, parcel.layout)
+    Slot(buffer).write(parcel, Next.SAME, 99, is_last=True)
+    letter = read(buffer, Template(parcel.template.layout))
     assert letter.delivery is not None
     assert same(letter.delivery.batch, batch)
     assert (letter.delivery.real, letter.delivery.real_in_round) == (2, 7)
     assert (letter.following, letter.following_bytes, letter.is_last) == (Next.SAME, 99, True)
 
 
+@pytest.mark.parametrize("other", BATCHES)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_a_template_takes_only_batches_of_its_structure(batch: Any, other: Any) -> None:
+    template = Template.of(batch)
+    assert template.take(batch) is not None
+    fits = template.take(other) is not None
+    assert fits == (Template.of(other).layout == template.layout)
+
+
+def test_a_slot_is_written_again_in_other_shapes() -> None:
+    slot, template = Slot(torch.empty(4096, dtype=torch.uint8)), None
+    for rows in (3, 3, 5, 1, 0):
+        parcel = take_apart(Delivery({"ids": torch.arange(rows), "text": "x" * rows}), template)
+        assert template in {None, parcel.template}
+        template = parcel.template
+        slot.write(parcel, Next.SAME, 1, is_last=False)
+        letter = read(slot.buffer, template)
+        assert letter.delivery is not None
+        assert same(letter.delivery.batch, {"ids": torch.arange(rows), "text": "x" * rows})
+
+
 def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone() -> None:
     parcel = take_apart(Delivery([torch.ones(2), torch.ones(2)]))
     buffer = torch.empty(parcel.nbytes, dtype=torch.uint8)
-    write(parcel, buffer, Next.END, 0, is_last=True)
-    letter = read(buffer, parcel.layout)
+    Slot(buffer).write(parcel, Next.END, 0, is_last=True)
+    letter = read(buffer, parcel.template)
     assert letter.delivery is not None
     first, second = letter.delivery.batch
     weight = torch.ones(2, requires_grad=True)

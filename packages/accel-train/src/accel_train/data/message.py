@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import io
+import math
 import pickle  # what is unpickled was pickled by rank 0 of the same run
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from accel_ops.packing import below_autograd
-from accel_ops.tree import is_dataclass_instance, recursively_apply
+from accel_ops.packing import below_autograd, copy_all
 from accel_train.data.iterable_shard import Delivery
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from accel_train.data.template import Template
 
 ALIGNMENT = 16
+_FIXED = 7  # numbers in a header before the shapes
 
 
 class Next(IntEnum):
@@ -32,88 +31,92 @@ class Next(IntEnum):
     """An object: a new layout, or an error."""
 
 
-@dataclass(frozen=True, slots=True)
-class Hole:
-    """Where a leaf of a batch was: a tensor of some type, or any other object.
-
-    Args:
-        dtype: The type of the tensor's elements, or None for an object.
-        dims: The number of its dimensions.
-    """
-
-    dtype: torch.dtype | None = None
-    dims: int = 0
-
-
 @dataclass(slots=True)
 class Parcel:
     """A part of a round, taken apart for sending.
 
     Args:
-        layout: The batch with a `Hole` for every leaf.
-        tensors: The leaves that are tensors, in order.
+        template: Its structure.
+        tensors: The leaves that travel as bytes, in order.
         objects: The other leaves, pickled; empty if there are none.
         facts: Whether there is a batch, how many rows of it are real, and how many those of the round; -1 for
             what is not known.
+        shapes: The sizes of all dimensions of the tensors.
+        nbytes: Bytes of the message, header included.
     """
 
-    layout: Any
+    template: Template
     tensors: list[Tensor]
     objects: bytes
     facts: tuple[int, int, int]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the message, header included."""
-        tensors = sum(_aligned(tensor.nbytes) for tensor in self.tensors)
-        return _header_bytes(self.tensors) + tensors + _aligned(len(self.objects))
+    shapes: list[int]
+    nbytes: int
 
 
-def take_apart(delivery: Delivery | None) -> Parcel:
+def take_apart(delivery: Delivery | None, template: Template | None = None) -> Parcel:
     """Take a batch apart.
 
     Args:
         delivery: Nested tensors and picklable objects, and what is known of the rows; None for no batch.
+        template: The structure that it has most likely.
     """
-    if delivery is None:
-        return Parcel(None, [], b"", (0, -1, -1))
-    tensors: list[Tensor] = []
-    objects: list[Any] = []
-
-    def dig(leaf: Any) -> Hole:
-        # Others are pickled: sparse and nested tensors, and tensors with a meaning of their own.
-        if type(leaf) is Tensor and leaf.layout is torch.strided and not leaf.is_nested:
-            tensors.append(leaf)
-            return Hole(leaf.dtype, leaf.dim())
-        objects.append(leaf)
-        return Hole()
-
-    layout = recursively_apply(dig, delivery.batch, test_type=_is_leaf)
-    known = [-1 if count is None else count for count in (delivery.real, delivery.real_in_round)]
-    return Parcel(layout, tensors, _to_bytes(objects), (1, known[0], known[1]))
+    batch = None if delivery is None else delivery.batch
+    leaves = None if template is None else template.take(batch)
+    if template is None or leaves is None:
+        template = Template.of(batch)
+        leaves = template.take(batch) or []
+    tensors = [leaf for leaf, hole in zip(leaves, template.holes, strict=True) if hole.dtype is not None]
+    objects = [leaf for leaf, hole in zip(leaves, template.holes, strict=True) if hole.dtype is None]
+    content = _to_bytes(objects) if delivery is not None and objects else b""
+    facts = (0, -1, -1) if delivery is None else (1, _known(delivery.real), _known(delivery.real_in_round))
+    shapes = [size for tensor in tensors for size in tensor.shape]
+    nbytes = _header_bytes(len(shapes)) + sum([_aligned(tensor.nbytes) for tensor in tensors])
+    return Parcel(template, tensors, content, facts, shapes, nbytes + _aligned(len(content)))
 
 
-@torch.no_grad()
-def write(parcel: Parcel, buffer: Tensor, following: Next, following_bytes: int, *, is_last: bool) -> None:
-    """Write a message.
+class Slot:
+    """The buffer of one receiver, written again and again.
 
     Args:
-        parcel: What to send.
-        buffer: uint8, at least `parcel.nbytes`.
-        following: What comes next.
-        following_bytes: How large the message is that comes next.
-        is_last: Whether the receiver gets no batch after this one.
+        buffer: uint8, at least as large as every message that is written.
     """
-    shapes = [size for tensor in parcel.tensors for size in tensor.shape]
-    header = [following, following_bytes, is_last, *parcel.facts, len(parcel.objects), *shapes]
-    buffer[: 8 * len(header)].view(torch.int64).copy_(torch.tensor(header))
-    start = _header_bytes(parcel.tensors)
-    for tensor in parcel.tensors:
-        buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape).copy_(tensor)
-        start += _aligned(tensor.nbytes)
-    if parcel.objects:
-        end = start + len(parcel.objects)
-        buffer[start:end].copy_(torch.frombuffer(bytearray(parcel.objects), dtype=torch.uint8))
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+        self._written: tuple[Template, list[int]] | None = None
+        self._header = buffer[:0]
+        self._places: list[Tensor] = []
+
+    def write(self, parcel: Parcel, following: Next, following_bytes: int, *, is_last: bool) -> None:
+        """Write a message.
+
+        Args:
+            parcel: What to send.
+            following: What comes next.
+            following_bytes: How large the message is that comes next.
+            is_last: Whether the receiver gets no batch after this one.
+        """
+        if self._written != (parcel.template, parcel.shapes):
+            self._lay_out(parcel)
+        header = [following, following_bytes, is_last, *parcel.facts, len(parcel.objects), *parcel.shapes]
+        with torch.no_grad():
+            self._header.copy_(torch.tensor(header))
+            if parcel.tensors:
+                copy_all(self._places, parcel.tensors)
+        if parcel.objects:
+            end = parcel.nbytes - _aligned(len(parcel.objects)) + len(parcel.objects)
+            content = torch.frombuffer(bytearray(parcel.objects), dtype=torch.uint8)
+            self.buffer[end - len(parcel.objects) : end].copy_(content)
+
+    def _lay_out(self, parcel: Parcel) -> None:
+        self._header = self.buffer[: 8 * (_FIXED + len(parcel.shapes))].view(torch.int64)
+        start = _header_bytes(len(parcel.shapes))
+        self._places = []
+        for tensor in parcel.tensors:
+            place = self.buffer[start : start + tensor.nbytes]
+            self._places.append(place.view(tensor.dtype).view(tensor.shape))
+            start += _aligned(tensor.nbytes)
+        self._written = (parcel.template, parcel.shapes)
 
 
 @dataclass(slots=True)
@@ -133,64 +136,54 @@ class Letter:
     following_bytes: int
 
 
-def read(buffer: Tensor, layout: Any) -> Letter:
+def read(buffer: Tensor, template: Template) -> Letter:
     """Read a message; its tensors share the buffer's memory.
 
     Args:
         buffer: What was received.
-        layout: The layout of the batch.
+        template: The structure of the batch.
     """
-    holes: list[Hole] = []
-    recursively_apply(holes.append, layout, test_type=_is_hole)
-    dims = sum(hole.dims for hole in holes)
-    header: list[int] = buffer[: 8 * (_FIXED + dims)].view(torch.int64).tolist()
-    following, following_bytes, is_last, there, real, real_in_round, objects_bytes, *sizes = header
-    start = _aligned(8 * len(header))
+    count = _FIXED + template.dims
+    header: list[int] = buffer[: 8 * count].view(torch.int64).tolist()
+    following, following_bytes, is_last, there, real, real_in_round, objects_bytes = header[:_FIXED]
+    start, place = _header_bytes(template.dims), _FIXED
     leaves: list[Any] = []
-    place = 0
     with below_autograd():  # in-place changes of one tensor do not concern the others
-        for hole in holes:
+        for hole in template.holes:
             if hole.dtype is None:
                 leaves.append(None)
                 continue
-            shape = sizes[place : place + hole.dims]
+            shape = header[place : place + hole.dims]
             place += hole.dims
-            flat = buffer[start : start + _size(shape) * hole.dtype.itemsize]
-            leaves.append(flat.view(hole.dtype).view(shape))
-            start += _aligned(flat.nbytes)
+            nbytes = math.prod(shape) * hole.dtype.itemsize
+            leaves.append(buffer[start : start + nbytes].view(hole.dtype).view(shape))
+            start += _aligned(nbytes)
     if objects_bytes:
         objects = iter(_from_bytes(buffer[start : start + objects_bytes].numpy().tobytes()))
         leaves = [
-            next(objects) if hole.dtype is None else leaf for hole, leaf in zip(holes, leaves, strict=True)
+            next(objects) if hole.dtype is None else leaf
+            for hole, leaf in zip(template.holes, leaves, strict=True)
         ]
-    filling = iter(leaves)
-    batch = recursively_apply(lambda _: next(filling), layout, test_type=_is_hole)
-    known = [None if count < 0 else count for count in (real, real_in_round)]
-    delivery = Delivery(batch, known[0], known[1]) if there else None
+    delivery = None
+    if there:
+        batch = template.build(iter(leaves))
+        delivery = Delivery(batch, None if real < 0 else real, None if real_in_round < 0 else real_in_round)
     return Letter(delivery, bool(is_last), Next(following), following_bytes)
 
 
-_FIXED = 7  # numbers in a header before the shapes
+def _known(count: int | None) -> int:
+    return -1 if count is None else count
 
 
-def _header_bytes(tensors: Sequence[Tensor]) -> int:
-    return _aligned(8 * (_FIXED + sum(tensor.dim() for tensor in tensors)))
+def _header_bytes(dims: int) -> int:
+    return _aligned(8 * (_FIXED + dims))
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _size(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size
-
-
 def _to_bytes(objects: list[Any]) -> bytes:
-    if not objects:
-        return b""
     if not any(isinstance(item, Tensor) for item in objects):
         return b"p" + pickle.dumps(objects)
     # Plain pickle would leave every sparse tensor on a list of torch's, to be validated by its next `load`.
@@ -205,11 +198,3 @@ def _from_bytes(content: bytes) -> list[Any]:
     if content[:1] == b"p":
         return pickle.loads(content[1:])  # noqa: S301 - see above
     return torch.load(io.BytesIO(content[1:]), weights_only=False)
-
-
-def _is_leaf(data: Any) -> bool:
-    return not is_dataclass_instance(data)
-
-
-def _is_hole(leaf: Any) -> bool:
-    return type(leaf) is Hole

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.errors import AccelError
-from accel_train.data.message import Next, Parcel, read, take_apart, write
+from accel_train.data.message import Next, Parcel, Slot, read, take_apart
+from accel_train.data.template import Hole, Template
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
     from accel_state.backends.base import Collectives
     from accel_train.data.iterable_shard import Delivery
+
+
+_EMPTY = Template(Hole())
 
 
 class MainProcessReadError(AccelError, RuntimeError):
@@ -40,11 +44,16 @@ class Notice:
 
 @dataclass(slots=True)
 class Round:
-    """A round that is ready to be sent: every rank's part, and how it is sent."""
+    """A round that is ready to be sent.
+
+    Args:
+        parts: Every rank's.
+        parcels: Those of the other ranks, from rank 1 on.
+        nbytes: Bytes of the largest message.
+    """
 
     parts: Sequence[Delivery | None]
     parcels: Sequence[Parcel]
-    layouts: Sequence[Any]
     nbytes: int
 
 
@@ -56,13 +65,14 @@ class Sender:
 
     Args:
         rounds: For every rank its part of each round, or None if there is none for it.
-        collectives: Of all ranks; this is rank 0.
+        collectives: Of all ranks, of which there are several; this is rank 0.
     """
 
     def __init__(self, rounds: Iterator[Sequence[Delivery | None]], collectives: Collectives) -> None:
         self._rounds = rounds
         self._collectives = collectives
-        self._buffers: list[Tensor] = []
+        self._templates: list[Template | None] = [None] * (collectives.world_size - 1)
+        self._slots: list[Slot] = []
 
     def pairs(self) -> Iterator[tuple[Delivery, bool]]:
         """Send round after round; yield this rank's parts, each with whether it is the last one."""
@@ -85,16 +95,19 @@ class Sender:
             parts = next(self._rounds, None)
             if parts is None:
                 return None
-            parcels = [take_apart(part) for part in parts]
+            parcels = [
+                take_apart(part, known) for part, known in zip(parts[1:], self._templates, strict=True)
+            ]
         except Exception as error:  # noqa: BLE001 - whatever a dataset raises, the others must hear of it
             return error
-        nbytes = max(parcel.nbytes for parcel in parcels)
-        return Round(parts, parcels, [parcel.layout for parcel in parcels], nbytes)
+        self._templates = [parcel.template for parcel in parcels]
+        return Round(parts, parcels, max([parcel.nbytes for parcel in parcels]))
 
     def _announce(self, upcoming: Round | Exception | None) -> None:
         notice = None
         if isinstance(upcoming, Round):
-            notice = Notice(upcoming.layouts, upcoming.nbytes)
+            layouts = [parcel.template.layout for parcel in upcoming.parcels]
+            notice = Notice([None, *layouts], upcoming.nbytes)
         elif upcoming is not None:
             notice = Notice(error=f"{type(upcoming).__name__}: {upcoming}")
         self._collectives.broadcast_object_list([notice], 0)
@@ -110,13 +123,13 @@ class Sender:
         if _needs_notice(current, upcoming):
             following = Next.NOTICE
         nbytes = upcoming.nbytes if isinstance(upcoming, Round) and following is Next.SAME else 0
-        if not self._buffers or self._buffers[0].numel() != current.nbytes:
-            count = self._collectives.world_size
-            self._buffers = list(torch.empty(count, current.nbytes, dtype=torch.uint8).unbind())
-        for rank, parcel in enumerate(current.parcels):
-            if rank != 0:  # this rank has its part
-                write(parcel, self._buffers[rank], following, nbytes, is_last=_is_last(upcoming, rank))
-        return upcoming, self._collectives.start_scatter(self._buffers[0], self._buffers, 0)
+        if not self._slots or self._slots[0].buffer.numel() != current.nbytes:
+            buffers = torch.empty(self._collectives.world_size, current.nbytes, dtype=torch.uint8)
+            self._slots = [Slot(buffer) for buffer in buffers.unbind()]
+        for rank, parcel in enumerate(current.parcels, start=1):
+            self._slots[rank].write(parcel, following, nbytes, is_last=_is_last(upcoming, rank))
+        buffers = [slot.buffer for slot in self._slots]
+        return upcoming, self._collectives.start_scatter(buffers[0], buffers, 0)
 
 
 class Receiver:
@@ -131,14 +144,14 @@ class Receiver:
 
     def pairs(self) -> Iterator[tuple[Delivery, bool]]:
         """Receive round after round; yield this rank's parts, each with whether it is the last one."""
-        layout, nbytes, error = self._hear()
+        template, nbytes, error = self._hear()
         buffer, arrived = self._start(nbytes)
         while nbytes:
             arrived()
-            letter = read(buffer, layout)
+            letter = read(buffer, template)
             nbytes = letter.following_bytes
             if letter.following is Next.NOTICE:
-                layout, nbytes, error = self._hear()
+                template, nbytes, error = self._hear()
             buffer, arrived = self._start(nbytes)
             if letter.delivery is not None:
                 yield letter.delivery, letter.is_last
@@ -150,20 +163,22 @@ class Receiver:
         buffer = torch.empty(nbytes, dtype=torch.uint8)
         return buffer, self._collectives.start_scatter(buffer, None, 0) if nbytes else _nothing
 
-    def _hear(self) -> tuple[Any, int, str | None]:
-        """The layout and size of the message that comes next, or the error for which none does."""
+    def _hear(self) -> tuple[Template, int, str | None]:
+        """The structure and size of the message that comes next, or the error for which none does."""
         heard: list[Notice | None] = [None]
         self._collectives.broadcast_object_list(heard, 0)
         notice = heard[0]
         if notice is None or notice.error is not None:
-            return None, 0, None if notice is None else notice.error
-        return notice.layouts[self._collectives.rank], notice.nbytes, None
+            return _EMPTY, 0, None if notice is None else notice.error
+        return Template(notice.layouts[self._collectives.rank]), notice.nbytes, None
 
 
 def _needs_notice(current: Round, upcoming: Round | Exception | None) -> bool:
     """Whether more has to be said about what follows than fits into a message."""
     if isinstance(upcoming, Round):
-        return upcoming.layouts != current.layouts
+        # A template is kept as long as batches fit into it.
+        pairs = zip(upcoming.parcels, current.parcels, strict=True)
+        return any(one.template is not other.template for one, other in pairs)
     return upcoming is not None
 
 

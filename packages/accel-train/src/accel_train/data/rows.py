@@ -21,6 +21,8 @@ def count_rows(batch: Any) -> int | None:
         >>> count_rows({"ids": torch.zeros(3, 2), "text": ["a", "b", "c"]}), count_rows(["a", "b"])
         (3, 2)
     """
+    if type(batch) is dict and type(first := next(iter(batch.values()), None)) is Tensor and first.dim() > 0:
+        return first.shape[0]  # the most common case, at next to no cost
     rows = ignorant_find_batch_size(batch)
     if rows is None and _is_column(batch):
         return len(batch)
