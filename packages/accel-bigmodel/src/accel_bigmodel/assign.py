@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight
-from accel_bigmodel.placement import Site, as_parameter, set_module_tensor_to_device, sites_of
+from accel_bigmodel.placement import Site, set_module_tensor_to_device, sites_of
 from accel_ops.weights.read import device_of
 from accel_ops.weights.sizes import convert_bytes
 from accel_state.errors import CheckpointError, SettingsError
@@ -111,7 +111,7 @@ def plan_load(
             if name in seen:
                 continue
             seen.add(name)
-            plain = type(target) in (torch.nn.Parameter, torch.Tensor)
+            plain = type(target) in (torch.nn.Parameter, torch.Tensor) or hasattr(target, "device_mesh")
             if plain and tuple(target.shape) != shape and not assignment.shards:
                 misshaped.append(
                     f"{name} ({list(shape)} in the checkpoint, {list(target.shape)} in the model)"
@@ -231,7 +231,11 @@ def _put(model: nn.Module, step: Step, value: Tensor, assignment: Assignment) ->
         # What set_module_tensor_to_device would come to, a hundred times faster.
         table[leaf] = torch.nn.Parameter(value, target.requires_grad and value.is_floating_point())
     elif hasattr(target, "device_mesh"):
-        table[leaf] = as_parameter(_sharded(value.to(step.dtype), target, assignment), target)
+        part = _sharded(value.to(step.dtype), target, assignment)
+        if target.is_meta:
+            table[leaf] = torch.nn.Parameter(part, requires_grad=target.requires_grad)
+        else:
+            target.detach().copy_(part)  # whoever shards the model keeps its own parameters
     elif step.device is None:
         with torch.no_grad():
             target.copy_(value)
