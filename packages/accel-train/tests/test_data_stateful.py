@@ -110,3 +110,15 @@ def test_map_style_positions_hold_for_any_number_of_ranks() -> None:
         for batch in other:
             seen += batch.tolist()[: other.real_in_batch]
     assert sorted(seen) == list(range(13))
+
+
+def test_the_state_of_a_stream_belongs_to_its_number_of_processes() -> None:
+    loader = prepare()
+    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
+    divided = prepare_data_loader(
+        DataLoader(Counting(13), batch_size=2), num_processes=2, process_index=0, use_stateful_dataloader=True
+    )
+    with pytest.raises(ValueError, match="one of 1 process"):
+        divided.load_state_dict(loader.state_dict())

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
 from accel_state.errors import MissingDependencyError
+from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.indices import INDEXING, IndexSource, index_source
 from accel_train.data.iterable_shard import DeliveringCollate, Delivery, EpochAware, IterableDatasetShard
 from accel_train.data.reading import (
@@ -164,7 +165,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             ValueError: The position belongs to another kind of loader.
         """
         if "format" not in state_dict and self._stateful is not None:
-            self._resume = Position(unit="stateful", order=state_dict)
+            self._resume = Position(unit="stateful", order={"state": state_dict, "shards": self._shards})
             return
         if state_dict.get("format") != STATE_FORMAT:
             raise ValueError(
@@ -197,6 +198,12 @@ class DataLoaderAdapter(DataLoader[Any]):
             raise ValueError(
                 f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. Build "
                 "the loader as in the run that was saved."
+            )
+        if unit == "stateful" and (shards := (position.order or {})["shards"]) != self._shards:
+            raise ValueError(
+                f"The saved state of a stateful loader over an iterable dataset is that of one of {shards} "
+                f"process(es), and says nothing to one of {self._shards}. Continue with {shards}, or without "
+                "use_stateful_dataloader."
             )
         if unit == "stream" and len(position.consumed) != workers:
             raise ValueError(
@@ -238,8 +245,13 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     @property
     def is_divided(self) -> bool:
-        """Whether other ranks get other batches of the same data."""
-        return self.divider is not None and self.divider.num_processes > 1
+        """Whether this rank reads a part of the data, and others read the rest."""
+        return self._shards > 1
+
+    @property
+    def _shards(self) -> int:
+        part = self.dataset if self._indices is None else self._indices.shard
+        return part.num_processes if isinstance(part, (IterableDatasetShard, BatchSamplerShard)) else 1
 
     def _open(self) -> Reading:
         """Open the pass that is due: where a loaded position or `skip_batches` says, or at the beginning."""
@@ -266,7 +278,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             batches: Any = self._torch_batches() if self._stateful is None else iter(self._stateful)
             return SamplerReading(batches, self._indices.shard, 0)
         if self._stateful is not None:
-            return StatefulReading(self._stateful)
+            return StatefulReading(self._stateful, self._shards)
         return StreamReading(self._torch_batches(), self._inner_stride, (0,) * max(1, self.num_workers))
 
     def _torch_batches(self) -> Iterator[Any]:
@@ -283,8 +295,8 @@ class DataLoaderAdapter(DataLoader[Any]):
     def _read_from(self, position: Position, *, resumed: bool) -> Reading:
         """Open a pass in the middle of an epoch, through a loader made for it alone."""
         if position.unit == "stateful":
-            self._stateful.load_state_dict(position.order)
-            return StatefulReading(self._stateful)
+            self._stateful.load_state_dict((position.order or {})["state"])
+            return StatefulReading(self._stateful, self._shards)
         options: dict[str, Any] = {**self._options, "persistent_workers": False}
         if resumed:  # torch's loader draws a seed for its workers, as it did when the pass began
             options["generator"] = torch.Generator()

@@ -175,11 +175,6 @@ class DataLoaderDispatcher(PreparedLoader):
         return self
 
     @property
-    def num_processes(self) -> int:
-        """The number of processes that get a part."""
-        return self._collectives.world_size
-
-    @property
     def _division(self) -> Division:
         return Division(
             num_processes=self._collectives.world_size,

@@ -26,7 +26,8 @@ class Position:
             nothing, if a `"stateful"` loader counts by itself, or a `"remote"` process does.
         consumed: How many of them all ranks together have got; of a stream, for every worker of the loader.
         next_worker: Of a stream: the worker whose turn it is.
-        order: What replays the order of the epoch; of a stateful loader, its state.
+        order: What replays the order of the epoch; of a stateful loader, its state and the number of
+            processes that share the dataset.
     """
 
     unit: str
@@ -230,12 +231,14 @@ class StatefulReading:
 
     Args:
         loader: The `StatefulDataLoader`.
+        shards: The number of processes that share the dataset, of whose loaders this is one.
     """
 
     remainder = -1
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Any, shards: int) -> None:
         self.taken = 0
+        self._shards = shards
         self._loader = loader
         self._states: deque[dict[str, Any]] = deque()
         self._state: dict[str, Any] = {}
@@ -261,7 +264,7 @@ class StatefulReading:
 
     def position(self) -> Position:
         """Where the loader is after the batches that were `taken`."""
-        return Position(unit="stateful", order=self._state)
+        return Position(unit="stateful", order={"state": self._state, "shards": self._shards})
 
 
 class StandInWorker:
