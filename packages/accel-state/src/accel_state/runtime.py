@@ -239,6 +239,8 @@ def _group_options(
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["backend"] = _check_backend(kind, options.get("backend"))
+    if "store" not in chosen and "init_method" not in chosen and (life := _life(variables)):
+        chosen["store"] = _store_of_life(life, variables, topology, chosen.get("timeout"))
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
         meeting = places.rendezvous(variables, topology)
         chosen["init_method"] = f"tcp://{meeting.address}:{meeting.port}"
@@ -247,6 +249,27 @@ def _group_options(
     if kind.backend == "nccl" and runtime.device.index is not None and "device_id" not in chosen:
         chosen["device_id"] = runtime.device  # NCCL connects at once, and never has to guess the device
     return chosen
+
+
+def _life(variables: Mapping[str, str]) -> int:
+    """How often torch's elastic agent has started this process again and lends it its store."""
+    lent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0) if lent else 0
+
+
+def _store_of_life(
+    life: int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
+) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
+    """A store without what processes that are dead have left in the agent's.
+
+    With a static rendezvous that outlives them; torch 2.15 would connect to their addresses.
+    """
+    meeting = places.rendezvous(variables, topology)
+    patience = dist.default_pg_timeout if timeout is None else timeout
+    store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+        meeting.address, meeting.port, world_size=topology.world_size, is_master=False, timeout=patience
+    )
+    return dist.PrefixStore(f"accel/life_{life}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _check_backend(kind: DeviceKind, asked: str | None) -> str:

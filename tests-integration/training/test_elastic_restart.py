@@ -1,0 +1,69 @@
+"""A worker that is killed comes back, and training goes on from the newest complete checkpoint."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import torch
+
+SCRIPT = """\
+import os, pathlib, signal, sys
+
+import torch
+
+from accel import Accelerator
+from accel.utils import ProjectConfiguration, set_seed
+
+folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+accelerator = Accelerator(
+    project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+)
+set_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
+data = torch.randn(52, 4, generator=torch.Generator().manual_seed(1))
+loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+if accelerator.has_checkpoint:
+    accelerator.load_state()
+lives = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+steps = 0
+while loader.iteration < 3:
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        steps += 1
+        if steps % 4 == 0:
+            accelerator.save_state()
+        if lives < kills and steps == 10 and accelerator.is_last_process:
+            os.kill(os.getpid(), signal.SIGKILL)
+accelerator.wait_for_everyone()
+if accelerator.is_main_process:
+    weights = [parameter.detach() for parameter in model.parameters()]
+    torch.save({"weights": weights, "lives": lives, "steps": steps}, folder / "end")
+"""
+
+
+def run(folder, script, *, kills):
+    folder.mkdir()
+    command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2"]
+    command += ["--main_process_port", "0", "--max_restarts", "3", "--monitor_interval", "0.1"]
+    done = subprocess.run([*command, script, folder, str(kills)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return torch.load(folder / "end", weights_only=True)
+
+
+def test_training_whose_worker_is_killed_ends_like_undisturbed_training(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    undisturbed = run(tmp_path / "undisturbed", script, kills=0)
+    assert (undisturbed["lives"], undisturbed["steps"]) == (0, 39)
+    resumed = run(tmp_path / "resumed", script, kills=2)
+    assert resumed["lives"] == 2
+    assert resumed["steps"] == 39 - 2 * 8, "each life has lost the steps after its last checkpoint, no others"
+    for found, wanted in zip(resumed["weights"], undisturbed["weights"], strict=True):
+        assert torch.equal(found, wanted)
