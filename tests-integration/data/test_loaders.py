@@ -16,6 +16,7 @@ from accel_state.gradient_state import GradientState
 from accel_state.partial_state import PartialState
 from accel_train.data.post import MainProcessReadError
 from accel_train.data.prepare import prepare_data_loader
+from accel_train.data.skip import skip_first_batches
 from harness import distributed
 
 if TYPE_CHECKING:
@@ -240,3 +241,23 @@ def test_what_is_left_comes_in_the_same_order(name: str) -> None:
     expected = torch.get_rng_state()
     assert [batch.tolist() for batch in again] == rest
     assert torch.equal(torch.get_rng_state(), expected), "going on draws no random numbers"
+
+
+def every_other(batch: torch.Tensor, rows: slice, *, process_index: int, num_processes: int) -> torch.Tensor:
+    assert batch[rows].shape[0] * num_processes == batch.shape[0]
+    return batch[process_index::num_processes]
+
+
+@distributed(world_size=2)
+def test_a_slice_function_decides_who_gets_what() -> None:
+    loader = prepared("dispatched", slice_fn_for_dispatch=every_other)
+    batches = [batch.tolist() for batch in loader]
+    rank = dist.get_rank()
+    assert batches[:2] == [[rank, rank + 2, rank + 4, rank + 6], [rank + 8, rank + 10, rank + 12, rank + 14]]
+
+
+@distributed(world_size=2)
+def test_skipping_batches_of_a_dispatched_loader_leaves_out_whole_rounds() -> None:
+    for name in ("dispatched", "dispatched with workers"):
+        whole = [batch.tolist() for batch in prepared(name)]
+        assert [batch.tolist() for batch in skip_first_batches(prepared(name), 2)] == whole[2:]
