@@ -113,7 +113,7 @@ def stream_weights(
 def _own_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     sites = sites_of(model).items()
     return {
-        name: site.table[site.leaf].detach()
+        name: site.table[site.leaf].data
         for name, site in sites
         if not site.is_buffer or (buffers and site.persistent)
     }

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.hooks.base import ModelHook, SequentialHook, hook_of
-from accel_bigmodel.placement import as_parameter, owner_of, set_module_tensor_to_device
+from accel_bigmodel.hooks.slot import Slot, slot_of
+from accel_bigmodel.placement import as_parameter, set_module_tensor_to_device
 from accel_ops.move import send_to_device
 from accel_ops.tree import find_device
 from accel_ops.weights.tensors import (
@@ -68,7 +69,7 @@ class AlignDevicesHook(ModelHook):
         self.only = only
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
@@ -92,8 +93,8 @@ class AlignDevicesHook(ModelHook):
         away = {name: tensor for name, tensor in tensors.items() if name not in stay}
         self.original_devices = {name: tensor.device for name, tensor in away.items()}
         if self.weights_map is None:
-            self.weights_map = {name: tensor.detach().to("cpu") for name, tensor in away.items()}
-        self._slots = [_Slot(module, name, tensor) for name, tensor in away.items()]
+            self.weights_map = {name: tensor.data.to("cpu") for name, tensor in away.items()}
+        self._slots = [slot_of(tensor, module, name) for name, tensor in away.items()]
         for slot in self._slots:
             slot.leave()
         if self.execution_device is not None:
@@ -132,9 +133,10 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Put offloaded weights back where they were."""
         if self.offload and self.weights_map is not None:
-            for name, device in self.original_devices.items():
+            for slot in self._slots:
+                device = self.original_devices[slot.name]
                 if device != _META:
-                    set_module_tensor_to_device(module, name, device, value=self.weights_map[name])
+                    slot.enter(self.weights_map[slot.name].to(device))
         return module
 
     def _place(self, module: nn.Module, name: str) -> None:
@@ -151,37 +153,6 @@ class AlignDevicesHook(ModelHook):
                 shared = tied.get(value.data_ptr(), {}).get(device) if tied else None
                 value = value.to(device) if shared is None else shared
             slot.enter(value)
-
-
-class _Slot:
-    """One offloaded tensor of a module: the table that holds it, and the meta tensor between forwards."""
-
-    __slots__ = ("_last", "_leaf", "_live", "_meta", "_table", "name")
-
-    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        owner, self._leaf = owner_of(module, name)
-        self.name = name
-        is_parameter = self._leaf in parameter_table(owner)
-        self._table: dict[str, Any] = parameter_table(owner) if is_parameter else buffer_table(owner)
-        empty = tensor.detach().to("meta")
-        self._meta = tensor if tensor.is_meta else as_parameter(empty, tensor) if is_parameter else empty
-        self._last: Tensor | None = None
-        self._live: Tensor | None = None
-
-    def enter(self, value: Tensor) -> None:
-        """Let the module hold a value. The same value as last time costs nothing."""
-        if value is not self._last:
-            is_parameter = isinstance(self._meta, nn.Parameter)
-            self._live = as_parameter(value, self._meta) if is_parameter else value
-            # Only what is in main memory anyway is remembered.
-            self._last = value if value.device.type == "cpu" else None
-        self._table[self._leaf] = self._live
-
-    def leave(self) -> None:
-        """Let the module hold the meta tensor."""
-        self._table[self._leaf] = self._meta
-        if self._last is None:
-            self._live = None
 
 
 def has_offloaded_params(module: nn.Module) -> bool:

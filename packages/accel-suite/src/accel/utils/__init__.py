@@ -58,6 +58,9 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_quant.bnb.config import BnbQuantizationConfig
+    from accel_quant.bnb.convert import has_4bit_bnb_layers
+    from accel_quant.bnb.load import load_and_quantize_model
     from accel_state.available import (
         is_4bit_bnb_available, is_8bit_bnb_available, is_aim_available, is_amdsmi_available,
         is_bitsandbytes_multi_backend_available, is_bnb_available, is_boto3_available, is_clearml_available,
@@ -103,8 +106,8 @@ if TYPE_CHECKING:
     from accel_train.profile import PROFILE_PATTERN_NAME
 
 __all__ = [
-    "AutocastKwargs", "CannotPadNestedTensorWarning", "ComputeEnvironment", "CustomDtype",
-    "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
+    "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning", "ComputeEnvironment",
+    "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
     "DistributedType", "DynamoBackend", "GradScalerKwargs", "GradientAccumulationPlugin",
     "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MODEL_NAME", "OPTIMIZER_NAME",
     "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "PrecisionType", "PrefixedDataset",
@@ -122,10 +125,10 @@ __all__ = [
     "extract_submodules_state_dict", "find_batch_size", "find_device", "find_executable_batch_size",
     "find_tied_parameters", "gather", "gather_object", "get_balanced_memory",
     "get_cpu_distributed_information", "get_current_device_type", "get_data_structure", "get_gpu_info",
-    "get_int_from_env", "get_max_layer_size", "get_max_memory", "has_compiled_regions",
-    "has_offloaded_params", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
-    "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
-    "is_aim_available", "is_amdsmi_available", "is_bf16_available",
+    "get_int_from_env", "get_max_layer_size", "get_max_memory", "has_4bit_bnb_layers",
+    "has_compiled_regions", "has_offloaded_params", "honor_type", "id_tensor_storage",
+    "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available",
+    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bf16_available",
     "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
     "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
     "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available",
@@ -141,13 +144,13 @@ __all__ = [
     "is_torchvision_available", "is_trackio_available", "is_transformer_engine_available",
     "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
     "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify",
-    "load", "load_checkpoint_in_model", "load_offloaded_weight", "load_offloaded_weights",
-    "load_state_dict", "model_has_dtensor", "named_module_tensors", "offload_state_dict", "offload_weight",
-    "pad_across_processes", "pad_input_tensors", "parse_choice_from_env", "parse_flag_from_env",
-    "patch_environment", "purge_accelerate_environment", "recursively_apply", "reduce", "release_memory",
-    "retie_parameters", "save", "save_offload_index", "send_to_device", "set_module_tensor_to_device",
-    "set_numa_affinity", "set_seed", "slice_tensors", "str_to_bool", "synchronize_rng_state",
-    "synchronize_rng_states", "tqdm", "wait_for_everyone",
+    "load", "load_and_quantize_model", "load_checkpoint_in_model", "load_offloaded_weight",
+    "load_offloaded_weights", "load_state_dict", "model_has_dtensor", "named_module_tensors",
+    "offload_state_dict", "offload_weight", "pad_across_processes", "pad_input_tensors",
+    "parse_choice_from_env", "parse_flag_from_env", "patch_environment", "purge_accelerate_environment",
+    "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index",
+    "send_to_device", "set_module_tensor_to_device", "set_numa_affinity", "set_seed", "slice_tensors",
+    "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "tqdm", "wait_for_everyone",
 ]
 
 _EXPORTS = {
@@ -209,6 +212,9 @@ _EXPORTS = {
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
+    **dict.fromkeys(("BnbQuantizationConfig",), "accel_quant.bnb.config"),
+    **dict.fromkeys(("has_4bit_bnb_layers",), "accel_quant.bnb.convert"),
+    **dict.fromkeys(("load_and_quantize_model",), "accel_quant.bnb.load"),
     **dict.fromkeys((
         "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
         "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",

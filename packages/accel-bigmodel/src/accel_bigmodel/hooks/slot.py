@@ -1,0 +1,80 @@
+"""The place of one offloaded tensor in its module: empty between forwards."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from accel_bigmodel.placement import as_parameter, owner_of
+from accel_ops.weights.tensors import buffer_table, parameter_table
+
+
+class Slot(Protocol):
+    """What an offloading hook does with one tensor.
+
+    Attributes:
+        name: The tensor's name in the hooked module.
+    """
+
+    name: str
+
+    def enter(self, value: Tensor) -> None:
+        """Let the module hold a value, which is on the device where it is used."""
+        ...
+
+    def leave(self) -> None:
+        """Let the module hold a meta tensor; keep nothing that takes memory on a device."""
+        ...
+
+
+class PlainSlot:
+    """The place of a plain parameter or buffer.
+
+    Args:
+        module: The hooked module.
+        name: The tensor's name there.
+        tensor: What the module holds now.
+    """
+
+    __slots__ = ("_last", "_leaf", "_live", "_meta", "_table", "name")
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        owner, self._leaf = owner_of(module, name)
+        self.name = name
+        is_parameter = self._leaf in parameter_table(owner)
+        self._table: dict[str, Any] = parameter_table(owner) if is_parameter else buffer_table(owner)
+        empty = tensor.detach().to("meta")
+        self._meta = tensor if tensor.is_meta else as_parameter(empty, tensor) if is_parameter else empty
+        self._last: Tensor | None = None
+        self._live: Tensor | None = None
+
+    def enter(self, value: Tensor) -> None:
+        """Hold a value. The same value as last time costs nothing."""
+        if value is not self._last:
+            is_parameter = isinstance(self._meta, nn.Parameter)
+            self._live = as_parameter(value, self._meta) if is_parameter else value
+            # Only what is in main memory anyway is remembered.
+            self._last = value if value.device.type == "cpu" else None
+        self._table[self._leaf] = self._live
+
+    def leave(self) -> None:
+        """Hold the meta tensor."""
+        self._table[self._leaf] = self._meta
+        if self._last is None:
+            self._live = None
+
+
+@functools.singledispatch
+def slot_of(tensor: Tensor, module: nn.Module, name: str) -> Slot:
+    """Make the slot of a tensor.
+
+    A package with parameters of a class of its own registers how they are taken apart.
+
+    Args:
+        tensor: What the module holds now; its class decides.
+        module: The hooked module.
+        name: The tensor's name there.
+    """
+    return PlainSlot(module, name, tensor)

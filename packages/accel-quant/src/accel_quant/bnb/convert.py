@@ -1,0 +1,190 @@
+"""Linear layers become quantised ones: which, and how a weight is quantised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_ops.weights.tensors import child_table
+from accel_ops.weights.tied import find_tied_parameters
+from accel_state.available import is_bnb_available, require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch import Tensor
+
+    from accel_quant.bnb.config import BnbQuantizationConfig
+
+STATE_4BIT = ".quant_state.bitsandbytes__"
+STATE_8BIT = "SCB"
+WEIGHT_FORMAT = "weight_format"
+
+
+def bitsandbytes() -> Any:
+    """Import the library.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    require("bnb", "quantised weights", install="accel-quant[bnb]")
+    import bitsandbytes as bnb
+
+    return bnb
+
+
+def has_4bit_bnb_layers(model: nn.Module) -> bool:
+    """Say whether any layer of a model has 4-bit weights.
+
+    Example:
+        >>> has_4bit_bnb_layers(nn.Linear(2, 2))
+        False
+    """
+    if not is_bnb_available():
+        return False
+    return any(isinstance(module, bitsandbytes().nn.Linear4bit) for module in model.modules())
+
+
+def default_skipped(model: nn.Module) -> list[str]:
+    """Name what is better not quantised: the output head, and modules whose weights are tied.
+
+    Args:
+        model: The model. One without a head (a transformers base model) gives no head.
+
+    Example:
+        >>> default_skipped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+        ['1']
+    """
+    tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
+    return list(dict.fromkeys([*tied, *_head(model)]))
+
+
+def is_listed(name: str, listed: Iterable[str]) -> bool:
+    """Say whether a module is in a list of names, itself, below, or by a part of its dotted name.
+
+    Example:
+        >>> is_listed("model.layers.0.mlp", ["layers.0"]), is_listed("layers.01", ["layers.0"])
+        (True, False)
+    """
+    return any(f".{entry}." in f".{name}." for entry in listed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantizer:
+    """Makes quantised layers and weights as a configuration says.
+
+    Args:
+        config: The configuration.
+        bnb: The library.
+    """
+
+    config: BnbQuantizationConfig
+    bnb: Any
+
+    def replace_linears(self, model: nn.Module, keep: Iterable[str]) -> dict[str, nn.Linear]:
+        """Put quantised layers, still without weights, where linear layers are.
+
+        Args:
+            model: The model, changed in place.
+            keep: Modules that stay as they are; see `is_listed`.
+
+        Returns:
+            Name to the layer that was replaced.
+        """
+        kept = list(keep)
+        replaced: dict[str, nn.Linear] = {}
+        for name, module in list(model.named_modules()):
+            prefix = f"{name}." if name else ""
+            for leaf, child in list(child_table(module).items()):
+                if type(child) is nn.Linear and not is_listed(prefix + leaf, kept):
+                    replaced[prefix + leaf] = child
+                    setattr(module, leaf, self._layer(child))
+        return replaced
+
+    def quantize(self, weight: Tensor, device: torch.device, layer: nn.Module) -> nn.Parameter:
+        """Quantise a weight on a device.
+
+        Args:
+            weight: Float, out features by in features, on any device.
+            device: Where the quantised weight is.
+            layer: The layer that gets it.
+        """
+        config = self.config
+        value = weight.detach()
+        if config.load_in_8bit:
+            # The CUDA kernel takes float16 alone.
+            value = value.to(torch.float16) if device.type == "cuda" else value.float()
+            raw = self.bnb.nn.Int8Params(value.contiguous(), requires_grad=False, has_fp16_weights=False)
+            return raw.to(device)
+        raw = self.bnb.nn.Params4bit(
+            value.contiguous(),
+            requires_grad=False,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+            module=layer,
+        )
+        return raw.to(device)
+
+    def restore(
+        self, weight: Tensor, statistics: Mapping[str, Tensor], device: torch.device, layer: nn.Module
+    ) -> nn.Parameter:
+        """Make a weight of its saved, quantised state.
+
+        Args:
+            weight: The packed numbers.
+            statistics: What was saved beside it: `SCB` for 8 bits, the parts of the quantisation state for 4.
+            device: Where it goes.
+            layer: The layer that gets it.
+        """
+        if self.config.load_in_8bit:
+            data = weight.to(device)
+            return self.bnb.nn.Int8Params(
+                data,
+                requires_grad=False,
+                has_fp16_weights=False,
+                CB=data,
+                SCB=statistics[STATE_8BIT].to(device),
+            )
+        return self.bnb.nn.Params4bit.from_prequantized(
+            data=weight, quantized_stats=dict(statistics), requires_grad=False, device=device, module=layer
+        )
+
+    def _layer(self, linear: nn.Linear) -> nn.Module:
+        config, bias = self.config, linear.bias is not None
+        with torch.device("meta"):
+            if config.load_in_8bit:
+                new = self.bnb.nn.Linear8bitLt(
+                    linear.in_features,
+                    linear.out_features,
+                    bias,
+                    has_fp16_weights=False,
+                    threshold=config.llm_int8_threshold,
+                )
+            else:
+                new = self.bnb.nn.Linear4bit(
+                    linear.in_features,
+                    linear.out_features,
+                    bias,
+                    compute_dtype=config.bnb_4bit_compute_dtype,
+                    compress_statistics=config.bnb_4bit_use_double_quant,
+                    quant_type=config.bnb_4bit_quant_type,
+                )
+        new.weight.requires_grad = False
+        if bias:
+            new.bias = linear.bias
+        return new.train(linear.training)
+
+
+def _head(model: nn.Module) -> list[str]:
+    base = getattr(model, "base_model_prefix", None)
+    if base is not None and not hasattr(model, base):
+        return []
+    output = getattr(model, "get_output_embeddings", None)
+    head = output() if callable(output) else None
+    if head is not None:
+        return [name for name, module in model.named_modules() if module is head]
+    children = [name for name, _ in model.named_children()]
+    return children[-1:]

@@ -1,0 +1,83 @@
+"""Quantised weights that stay on the CPU or the disk between forwards: the numbers go, their scales stay."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_bigmodel.hooks.slot import slot_of
+from accel_bigmodel.placement import owner_of
+from accel_ops.weights.tensors import parameter_table
+from accel_quant.bnb.convert import bitsandbytes
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@functools.cache
+def register_slots() -> None:
+    """Tell offloading hooks how quantised parameters are taken apart."""
+    bnb = bitsandbytes()
+    slot_of.register(bnb.nn.Int8Params, _int8_slot)
+    slot_of.register(bnb.nn.Params4bit, _4bit_slot)
+
+
+class QuantizedSlot:
+    """The place of a quantised weight.
+
+    Args:
+        module: The hooked module.
+        name: The weight's name there.
+        tensor: The quantised weight that the module holds now.
+    """
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        self.name = name
+        self._owner, self._leaf = owner_of(module, name)
+        self._table = parameter_table(self._owner)
+        self._meta = torch.nn.Parameter(tensor.data.to("meta"), requires_grad=False)
+        self._class: Any = type(tensor)
+        self._kept: dict[str, Any] = dict(vars(tensor))
+
+    def enter(self, value: Tensor) -> None:
+        """Hold the weight made of its numbers and its scales."""
+        self._table[self._leaf] = self._class(value, requires_grad=False, **self._statistics(value))
+
+    def leave(self) -> None:
+        """Hold a meta tensor."""
+        self._table[self._leaf] = self._meta
+
+    def _statistics(self, value: Tensor) -> dict[str, Any]:
+        state = self._kept["quant_state"]
+        state.to(value.device)
+        return self._kept
+
+
+class Int8Slot(QuantizedSlot):
+    """The place of an 8-bit weight, whose layer keeps numbers and scales in a state of its own."""
+
+    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
+        super().__init__(module, name, tensor)
+        owner: Any = self._owner
+        scales = self._kept.get("SCB")
+        self._scales: Tensor = owner.state.SCB if scales is None else scales
+
+    def leave(self) -> None:
+        """Hold a meta tensor, and let the layer forget the numbers."""
+        owner: Any = self._owner
+        owner.state.CB = owner.state.SCB = None
+        super().leave()
+
+    def _statistics(self, value: Tensor) -> dict[str, Any]:
+        self._scales = self._scales.to(value.device)
+        return {"has_fp16_weights": False, "CB": value, "SCB": self._scales}
+
+
+def _int8_slot(tensor: Tensor, module: nn.Module, name: str) -> Int8Slot:
+    return Int8Slot(module, name, tensor)
+
+
+def _4bit_slot(tensor: Tensor, module: nn.Module, name: str) -> QuantizedSlot:
+    return QuantizedSlot(module, name, tensor)

