@@ -23,6 +23,7 @@ import torch._dynamo  # pyright: ignore[reportUnusedImport] - for the first DDP 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented, not listed
 
+import accel_train.accelerator  # noqa: F401  # pyright: ignore[reportUnusedImport] - as above
 from harness.pool import Answer, Job, bodies
 from shared_test_rules import reset_states
 
@@ -161,7 +162,8 @@ def _reset() -> None:
 
 
 def _check_left_behind(before: dict[str, str], groups: int) -> None:
-    names = {*before, *os.environ} - {"TORCHINDUCTOR_CACHE_DIR"}  # torch sets it with its compiler
+    # torch sets the first with its compiler, scikit-learn the others when it is imported.
+    names = {*before, *os.environ} - {"TORCHINDUCTOR_CACHE_DIR", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
     changed = sorted(name for name in names if before.get(name) != os.environ.get(name))
     for name in changed:
         if name in before:

@@ -1,0 +1,42 @@
+"""Save the whole state of training now and then, and go on from the newest checkpoint when started again.
+
+The same file resumes after it was interrupted, after a worker was killed (`accel launch --max_restarts 3`),
+and on another number of processes.
+"""
+
+import torch
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator
+from accel.utils import ProjectConfiguration, set_seed
+
+epochs = 3
+project = ProjectConfiguration("digits-run", automatic_checkpoint_naming=True, total_limit=2)
+accelerator = Accelerator(project_config=project)
+set_seed(0)
+
+images, labels = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+loader = DataLoader(data, batch_size=32, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+if accelerator.has_checkpoint:
+    accelerator.load_state()
+    accelerator.print(f"resuming in epoch {loader.iteration}")
+
+step = 0
+while loader.iteration < epochs:  # the loader knows in which epoch it is, and which samples are left of it
+    for image, label in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(image), label))
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        if step % 20 == 0:
+            accelerator.save_state()
+
+accelerator.save_state()
+accelerator.print(f"done after {step} steps in this life")

@@ -1,0 +1,68 @@
+"""The examples of single features run on two processes, and say what they should."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import runpy
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.gradient_state import GradientState
+from harness import distributed
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/by_feature"
+
+# What the first process prints.
+SAYS = {
+    "automatic_batch_size": r"batches of 1024\n.*batches of \d+\ntrained with batches of 1\d\d\n",
+    "cross_validation": r"fold 0: 0.9.* of 152 right\n.*together: 0.9\d+ of 114 held-out samples right\n",
+    "distributed_inference": r"'The cat sat on the mat.' is nearest to 'A feline rested upon the rug.'\n",
+    "early_stopping": r"^stopped after [1-4]?\d\d steps\n$",
+    "gradient_accumulation": r"epoch 0: loss per byte [45]\.\d+\n.*epoch 2: loss per byte [23]\.\d+\n",
+    "language_model": r"step 0: loss 5.\d\d, learning rate .*loss at the end 2.\d\d\n",
+    "local_sgd": r"0.9\d+ of 1797 digits right\n",
+    "multi_process_metrics": r"epoch 0: F1 0.\d+ over 357 samples\n.*epoch 3: F1 0.9\d+ over 357 samples\n",
+    "profiler": r"Self CPU time total",
+}
+
+
+def run(name):
+    """Run an example as a script; return what it printed."""
+    said = io.StringIO()
+    with redirect_stdout(said):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("name", sorted(SAYS))
+@distributed(world_size=2)
+def test_an_example_says_what_it_should(name, tmp_path):
+    with chdir(tmp_path):
+        said = run(name)
+    if dist.get_rank() == 0:
+        assert re.search(SAYS[name], said, re.DOTALL), said
+    if name == "profiler":
+        for rank in range(2):
+            assert json.loads((tmp_path / f"traces/profile_{rank}.json").read_text())["traceEvents"]
+
+
+@distributed(world_size=2)
+def test_training_goes_on_where_it_was_interrupted(tmp_path):
+    with chdir(tmp_path):
+        first = run("checkpoint_and_resume")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        second = run("checkpoint_and_resume")
+    if dist.get_rank() == 0:
+        assert first == "done after 87 steps in this life\n"
+        assert second == "resuming in epoch 3\ndone after 0 steps in this life\n"
+
+
+def test_every_example_is_run():
+    assert sorted([*SAYS, "checkpoint_and_resume"]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
