@@ -155,7 +155,9 @@ class PrepareForLaunch:
         debug: Let the processes meet in the file that `ACCELERATE_DEBUG_RDV_FILE` names, over gloo.
 
     Example:
-        >>> PrepareForLaunch(lambda a, b: a + b)(0, 1, 2)
+        >>> from accel_state import patch_environment
+        >>> with patch_environment(FORK_LAUNCHED=1):  # which every process it starts gets
+        ...     PrepareForLaunch(lambda a, b: a + b)(0, 1, 2)
         3
     """
 
