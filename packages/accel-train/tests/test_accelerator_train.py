@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_ops.modules import has_compiled_regions
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_state.errors import SettingsError
 from accel_train import AcceleratedOptimizer, AcceleratedScheduler, Accelerator
 
 
@@ -346,3 +347,45 @@ def test_preparing_and_unwrapping_a_model_does_not_import_the_compiler():
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout == "False\n"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_in_half_precision_trains_as_it_is(dtype):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1).to(dtype)
+    before = model.weight.detach().clone()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    output = model(torch.ones(3, 2, dtype=dtype))
+    assert output.dtype is dtype
+    accelerator.backward(output.mean())
+    optimizer.step()
+    assert model.weight.dtype is dtype
+    assert torch.equal(model.weight, before - 0.5)
+
+
+def test_loss_scaling_refuses_parameters_in_float16_when_they_are_prepared():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(2, 1).half()
+    with pytest.raises(SettingsError, match="parameters in float16"):
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    teacher = accelerator.prepare_model(torch.nn.Linear(2, 1).half(), evaluation_mode=True)
+    assert teacher(torch.ones(1, 2)).dtype is torch.float32
+
+
+def test_a_skipped_step_is_told_and_moves_no_schedule():
+    handlers = [GradScalerKwargs(init_scale=4.0)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule)
+    skipped, positions = [], []
+    for factor in (float("inf"), 1.0, float("nan"), 1.0):
+        accelerator.backward(factor * model(torch.ones(1, 1)).sum())
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        skipped.append(accelerator.optimizer_step_was_skipped)
+        positions.append(schedule.last_epoch)
+    assert skipped == [True, False, True, False]
+    assert positions == [0, 1, 1, 2]

@@ -6,7 +6,9 @@ import logging
 from typing import TYPE_CHECKING, final
 from weakref import WeakSet
 
-from accel_state.errors import UnsupportedError
+import torch
+
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -38,8 +40,20 @@ class LossScaling:
         self._stepped: WeakSet[Optimizer] = WeakSet()
 
     def expect(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make optimizers known, whose steps an update waits for."""
-        self._known.update(optimizers)
+        """Make optimizers known, whose steps an update waits for.
+
+        Raises:
+            SettingsError: One has parameters in float16, in which scaled gradients would lose what scaling is
+                to save.
+        """
+        for optimizer in optimizers:
+            if self.scaler.is_enabled() and _has_half_parameters(optimizer):
+                raise SettingsError(
+                    f"{type(optimizer).__qualname__} trains parameters in float16 with "
+                    "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
+                    "float32; or keep it, in bfloat16 rather than float16, and use mixed_precision='no'."
+                )
+            self._known.add(optimizer)
 
     def scale(self, loss: Tensor) -> Tensor:
         """The loss times the scale."""
@@ -133,6 +147,10 @@ def refuse_state(state: StateDict, name: str) -> None:
             "it is not used.",
             name,
         )
+
+
+def _has_half_parameters(optimizer: Optimizer) -> bool:
+    return any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"])
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
