@@ -371,9 +371,9 @@ def test_the_state_that_was_staged_is_saved_whatever_training_does(tmp_path, mon
     gate = threading.Event()
     original = files.FileWriter.__init__
 
-    def slow(self, path):
+    def slow(self, path, **options):
         assert gate.wait(60)
-        original(self, path)
+        original(self, path, **options)
 
     run = Setup(tmp_path)
     run.train(2)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 _PIECE = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
+_STRETCH = 64 << 20  # bytes after which the system is told to write them out, rather than all at the end
 
 
 class FileWriter:
@@ -23,15 +24,17 @@ class FileWriter:
 
     Args:
         path: Where; must not exist.
+        to_disk: Whether `finish` is to return only when the contents are on disk.
 
     Raises:
         OSError: The file cannot be made.
     """
 
-    __slots__ = ("_hash", "_pending", "_size", "descriptor", "path")
+    __slots__ = ("_begun", "_hash", "_pending", "_size", "_to_disk", "descriptor")
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, to_disk: bool) -> None:
+        self._to_disk = to_disk
+        self._begun = 0  # bytes that the system has begun to write out
         self.descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         self._hash = xxhash.xxh3_64()
         self._pending = bytearray()
@@ -58,15 +61,15 @@ class FileWriter:
             pending, self._pending = self._pending, bytearray()
             self._write_out(memoryview(pending))
 
-    def finish(self, *, to_disk: bool) -> FileRecord:
+    def finish(self) -> FileRecord:
         """Close the file.
 
-        Args:
-            to_disk: Whether to return only when its contents are on disk.
+        Raises:
+            OSError: The disk is full, or fails.
         """
         try:
             self.flush()
-            if to_disk:
+            if self._to_disk:
                 os.fsync(self.descriptor)
         finally:
             os.close(self.descriptor)
@@ -81,13 +84,17 @@ class FileWriter:
         self._size += len(view)
         while view:
             view = view[os.write(self.descriptor, view) :]
+        if self._to_disk and self._size - self._begun >= _STRETCH and hasattr(os, "posix_fadvise"):
+            # On Linux, this begins to write out what is not needed in memory, without waiting for it.
+            os.posix_fadvise(self.descriptor, self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
+            self._begun = self._size
 
 
 def write_text(path: Path, text: str, *, to_disk: bool) -> None:
     """Write a new text file."""
-    writer = FileWriter(path)
+    writer = FileWriter(path, to_disk=to_disk)
     writer.write(text.encode())
-    writer.finish(to_disk=to_disk)
+    writer.finish()
 
 
 def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:

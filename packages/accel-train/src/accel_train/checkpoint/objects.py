@@ -171,13 +171,13 @@ def _write(path: Path, write: Callable[[Any], object]) -> FileRecord:
     """Write beside the target, then put it there."""
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
-    writer = FileWriter(beside)
+    writer = FileWriter(beside, to_disk=True)
     try:
         write(writer)
     except BaseException:
         writer.abandon()
         beside.unlink(missing_ok=True)
         raise
-    record = writer.finish(to_disk=True)
+    record = writer.finish()
     move(beside, path)
     return record

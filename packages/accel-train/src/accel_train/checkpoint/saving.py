@@ -200,13 +200,13 @@ def _prune(job: Job) -> None:
 
 
 def _write(job: Job, name: str, write: Callable[[Any], None]) -> FileRecord:
-    writer = FileWriter(job.staging / name)
+    writer = FileWriter(job.staging / name, to_disk=job.to_disk)
     try:
         write(writer)
     except BaseException:
         writer.abandon()
         raise
-    return writer.finish(to_disk=job.to_disk)
+    return writer.finish()
 
 
 def _story(rank: int, name: str, error: Exception) -> str:

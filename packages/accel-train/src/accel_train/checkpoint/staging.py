@@ -71,12 +71,14 @@ class HostArena:
         return index >= 0 and address < starts[index][0] + starts[index][1]
 
     def copy_of(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor here. Copies from a device are under way: synchronise before reading them.
+        """Copy a tensor from a device. The copy is under way: synchronise before reading it.
 
         Args:
-            tensor: On any device.
+            tensor: On any device; on the CPU it stays where it is.
         """
         source = tensor.detach()
+        if source.device.type == "cpu":
+            return source
         memory = self.take(source.numel() * source.element_size())
         copy = memory.view(source.dtype).view(source.shape)
         return copy.copy_(source, non_blocking=True)
@@ -126,9 +128,11 @@ class Recorder:
 
     def _kept(self, view: memoryview) -> memoryview:
         size = len(view)
-        address = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-        # By its address, for torch warns about read-only buffers even if they are only read.
-        source = torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
+        address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
         if self._arena.holds(address):
-            return as_bytes(source)
-        return as_bytes(self._arena.take(size).copy_(source))
+            # By its address, for torch warns about read-only buffers even if they are only read.
+            there: Any = (ctypes.c_char * size).from_address(address)
+            return as_bytes(torch.frombuffer(there, dtype=torch.uint8))
+        memory = self._arena.take(size)
+        ctypes.memmove(memory.data_ptr(), address, size)  # about twice as fast as torch's own copy
+        return as_bytes(memory)

@@ -1,0 +1,230 @@
+"""What saving the state of a large model costs, beside the reference and beside the disk itself.
+
+    uv run python tools/benchmarks/checkpoint.py --folder DIR [--reference-python PATH] [--gigabytes 1.2]
+
+A model of that size with the state of AdamW, three times as much in all, on the CPU. Both libraries keep it
+in processes of their own and take turns to save, each time to a new folder on an idle disk; `dd conv=fsync`
+writes as many bytes there. Compared is the fastest time of each, since what else the machine does only adds.
+Claims:
+
+- `save_state(blocking=False)` stalls at most a quarter as long as the reference's `save_state`;
+- blocking, without flushing (which the reference never does), it takes no longer than the reference's;
+- with flushing it takes at most 1.1 times as long as `dd`;
+- while it saves, blocking, memory grows by at most a tenth of the checkpoint.
+
+Printed, too: how a loop of tiny steps, which needs the interpreter all the time, fares while a thread writes
+in the background.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WIDTH = 2048
+CLAIMS = {"stall": 0.25, "blocking": 1.0, "flushed": 1.1, "memory": 0.1}
+
+
+class Library:
+    """One library with its model, in this process."""
+
+    def __init__(self, name: str, gigabytes: float) -> None:
+        self.accelerator = import_module(name).Accelerator(cpu=True)
+        count = round(gigabytes * 1e9 / (4 * WIDTH * WIDTH))
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
+        model, optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        self.bytes = 3 * count * 4 * WIDTH * WIDTH
+
+    def save(self, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+        """Save once; return seconds until the call returned and until it was done, and how memory grew."""
+        Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before = memory("VmRSS")
+        start = time.perf_counter()
+        saved = self.accelerator.save_state(folder, **options)
+        stall = time.perf_counter() - start
+        grown = memory("VmHWM") - before
+        pace = None
+        if options.get("blocking") is False:
+            pace = steps_per_second(lambda: saved.done)
+            saved.wait()
+        whole = time.perf_counter() - start
+        return {"stall": stall, "whole": whole, "grown": grown, "pace": pace, "bytes": self.bytes}
+
+
+def steps_per_second(stop: Any) -> float:
+    """How many tiny training steps a second this process makes until it is told to stop."""
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+    optimizer, batch, steps = torch.optim.SGD(model.parameters()), torch.ones(4, 32), 0
+    start = time.perf_counter()
+    while not stop():
+        model(batch).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        steps += 1
+    return steps / (time.perf_counter() - start)
+
+
+def memory(key: str) -> int:
+    """Bytes, as the kernel counts them for this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith(key)).split()[1])
+
+
+def serve(name: str, gigabytes: float) -> None:
+    """Save as told on standard input."""
+    library = Library(name, gigabytes)
+    print(json.dumps({"bytes": library.bytes}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if request["what"] == "pace":
+            end = time.perf_counter() + 3
+            answer: dict[str, Any] = {"pace": steps_per_second(lambda end=end: time.perf_counter() > end)}
+        else:
+            answer = library.save(request["folder"], request["options"])
+        print(json.dumps(answer), flush=True)
+
+
+class Server:
+    """The far end of `serve`."""
+
+    def __init__(self, python: str, name: str, gigabytes: float) -> None:
+        command = [python, __file__, "--serve", name, "--gigabytes", str(gigabytes)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.bytes = int(self._answer()["bytes"])
+
+    def ask(self, what: str, folder: Path | None = None, **options: Any) -> dict[str, Any]:
+        """Let it save, or do as many tiny steps as it can; return what it measured."""
+        assert self._process.stdin is not None
+        request = {"what": what, "folder": str(folder), "options": options}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        """End it."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                return json.loads(line)
+        raise RuntimeError("the process that saves has ended")
+
+
+def dd(target: Path, size: int) -> dict[str, Any]:
+    """Let `dd` write and flush as many bytes."""
+    command = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={size // 2**20}", "conv=fsync"]
+    start = time.perf_counter()
+    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    return {"stall": time.perf_counter() - start}
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Let all take turns; return what they answered."""
+    ours = Server(sys.executable, "accel", arguments.gigabytes)
+    reference = None
+    if arguments.reference_python:
+        reference = Server(str(arguments.reference_python), "accelerate", arguments.gigabytes)
+    target = arguments.folder / "accel-benchmark"
+    runs: dict[str, Any] = {
+        "stall": lambda: ours.ask("save", target, blocking=False),
+        "blocking": lambda: ours.ask("save", target, flush=False),
+        "flushed": lambda: ours.ask("save", target),
+        "dd": lambda: dd(target, ours.bytes),
+        "alone": lambda: ours.ask("pace"),
+    }
+    if reference is not None:
+        runs["reference"] = lambda: reference.ask("save", target)
+    answers: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
+    ours.ask("save", target, blocking=False)  # takes the memory that later saves use again
+    for turn in range(arguments.rounds):
+        for name in sorted(runs, reverse=turn % 2 == 1):
+            discard(target)
+            answers[name].append(runs[name]())
+    discard(target)
+    ours.close()
+    if reference is not None:
+        reference.close()
+    return answers
+
+
+def discard(target: Path) -> None:
+    """Leave an idle disk without the last checkpoint."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.unlink(missing_ok=True)
+    os.sync()
+
+
+def ratio(answers: dict[str, list[dict[str, Any]]], name: str, base: str, key: str = "stall") -> float:
+    choose = min if key == "stall" else max
+    return choose(one[key] for one in answers[name]) / choose(one[key] for one in answers[base])
+
+
+def report(answers: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Print; return the ratios that are claimed."""
+    size = answers["blocking"][0]["bytes"]
+    print(f"{size / 1e9:.1f} GB to save")
+    for name in sorted(answers):
+        if name != "alone":
+            times = sorted(one["stall"] for one in answers[name])
+            print(f"  {name:>9}: {times[0]:6.2f} s, median {statistics.median(times):6.2f} s")
+    grown = statistics.median(one["grown"] / size for one in answers["blocking"] + answers["flushed"])
+    ratios = {"flushed": ratio(answers, "flushed", "dd"), "memory": grown}
+    print(f"  with flushing, beside dd conv=fsync: {ratios['flushed']:.2f}")
+    print(f"  memory that blocking saves take: {grown:.3f} of the checkpoint")
+    if "reference" in answers:
+        ratios |= {name: ratio(answers, name, "reference") for name in ("stall", "blocking")}
+        taken = statistics.median(one["grown"] / size for one in answers["reference"])
+        print(f"  memory that the reference takes: {taken:.3f} of the checkpoint")
+        print(f"  stall of a background save, beside the reference's save: {ratios['stall']:.2f}")
+        print(f"  blocking without flushing, beside the reference's save: {ratios['blocking']:.2f}")
+    pace = ratio(answers, "stall", "alone", "pace")
+    print(f"  pace of a loop of tiny steps while the background writes: {pace:.2f} of undisturbed")
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, help="where to save, on the disk that is measured")
+    parser.add_argument("--gigabytes", type=float, default=1.2, help="size of the model")
+    parser.add_argument("--rounds", type=int, default=3, help="how often each takes its turn")
+    parser.add_argument(
+        "--reference-python", type=Path, help="interpreter of an environment with the reference"
+    )
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve:
+        serve(arguments.serve, arguments.gigabytes)
+        return
+    if arguments.folder is None:
+        parser.error("--folder is needed: a folder on the disk that is measured")
+    ratios = report(measure(arguments))
+    missed = [
+        f"{name}: {value:.2f} > {CLAIMS[name]}" for name, value in ratios.items() if value > CLAIMS[name]
+    ]
+    if missed:
+        sys.exit(f"not as claimed: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
