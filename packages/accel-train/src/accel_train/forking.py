@@ -117,11 +117,12 @@ def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConf
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     try:
         with environ.patch_environment(**_SET_BY_TORCH):
-            return elastic_launch(config, entry)(*args)
+            results = elastic_launch(config, entry)(*args)
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         told = "\n".join(_story(rank, failure) for rank, failure in failures)
         raise WorkerFailedError(told, [rank for rank, _ in failures]) from None
+    return dict(sorted(results.items()))
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:

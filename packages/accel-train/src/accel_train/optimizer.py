@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,29 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
         {'step': 1, 'mean': tensor([0., 0.])}
     """
     return send_to_device(state, device)
+
+
+def patch_optimizer_step(
+    accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Let a prepared optimizer remember that a function, such as the step of the wrapped one, was called.
+
+    Args:
+        accelerated_optimizer: Whose `_accelerate_step_called` becomes true.
+        method: The function.
+
+    Example:
+        >>> optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.5))
+        >>> patch_optimizer_step(optimizer, lambda: "stepped")(), optimizer._accelerate_step_called
+        ('stepped', True)
+    """
+
+    @wraps(method)
+    def patched(*args: Any, **kwargs: Any) -> Any:
+        vars(accelerated_optimizer)["_accelerate_step_called"] = True
+        return method(*args, **kwargs)
+
+    return patched
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):

@@ -103,7 +103,7 @@ if TYPE_CHECKING:
         OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME,
     )
     from accel_train.launchers import PrepareForLaunch
-    from accel_train.profile import PROFILE_PATTERN_NAME
+    from accel_train.profiling import PROFILE_PATTERN_NAME
 
 __all__ = [
     "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning", "ComputeEnvironment",
@@ -260,6 +260,6 @@ _EXPORTS = {
         "OPTIMIZER_NAME", "RNG_STATE_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
     ), "accel_train.checkpoint.layout"),
     **dict.fromkeys(("PrepareForLaunch",), "accel_train.launchers"),
-    **dict.fromkeys(("PROFILE_PATTERN_NAME",), "accel_train.profile"),
+    **dict.fromkeys(("PROFILE_PATTERN_NAME",), "accel_train.profiling"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)

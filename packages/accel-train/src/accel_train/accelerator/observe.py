@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_train.accelerator.facet import Facet
-from accel_train.profile import profiling
+from accel_train.profiling import profiling
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
