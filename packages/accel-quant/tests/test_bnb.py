@@ -13,7 +13,7 @@ from torch import nn
 from accel_bigmodel import init_empty_weights
 from accel_ops.weights.write import save_state_dict
 from accel_quant import BnbQuantizationConfig, has_4bit_bnb_layers, load_and_quantize_model
-from accel_quant.bnb.convert import default_skipped, is_listed
+from accel_quant.bnb.convert import Quantizer, default_skipped, is_listed
 from accel_state.errors import CheckpointError, MissingDependencyError, SettingsError
 from accel_state.labels import CustomDtype
 
@@ -144,6 +144,25 @@ def test_a_quantised_model_is_saved_and_loaded_as_it_is(net, tokens, tmp_path, k
     assert torch.equal(again(tokens), wanted)
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "nf4, double"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_give_what_the_library_gives_at_once(kind, dtype):
+    weight = torch.randn(1030, 1024).to(dtype)  # a piece and a bit
+    config = settings(kind)
+    layer = bnb.nn.Linear4bit(1024, 1030, bias=False)
+    mine = Quantizer(config=config, bnb=bnb).quantize(weight, torch.device("cpu"), layer)
+    whole = bnb.nn.Params4bit(
+        weight.clone(),
+        requires_grad=False,
+        compress_statistics=config.bnb_4bit_use_double_quant,
+        quant_type=config.bnb_4bit_quant_type,
+    ).to("cpu")
+    assert torch.equal(mine.data, whole.data)
+    left, right = mine.quant_state.as_dict(packed=True), whole.quant_state.as_dict(packed=True)
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
 
 
 def test_modules_are_skipped_or_kept_in_float32(net):

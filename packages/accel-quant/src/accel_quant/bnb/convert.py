@@ -23,6 +23,10 @@ STATE_4BIT = ".quant_state.bitsandbytes__"
 STATE_8BIT = "SCB"
 WEIGHT_FORMAT = "weight_format"
 
+_PIECE = 1 << 20
+_BLOCK, _NESTED_BLOCK = 64, 256
+"""The library's own block sizes, of weights and of their scales."""
+
 
 def bitsandbytes() -> Any:
     """Import the library.
@@ -119,14 +123,19 @@ class Quantizer:
             value = value.to(torch.float16) if device.type == "cuda" else value.float()
             raw = self.bnb.nn.Int8Params(value.contiguous(), requires_grad=False, has_fp16_weights=False)
             return raw.to(device)
-        raw = self.bnb.nn.Params4bit(
-            value.contiguous(),
-            requires_grad=False,
-            compress_statistics=config.bnb_4bit_use_double_quant,
-            quant_type=config.bnb_4bit_quant_type,
-            module=layer,
-        )
-        return raw.to(device)
+        options = {
+            "requires_grad": False,
+            "compress_statistics": config.bnb_4bit_use_double_quant,
+            "quant_type": config.bnb_4bit_quant_type,
+            "module": layer,
+        }
+        if device.type != "cpu":
+            return self.bnb.nn.Params4bit(value.contiguous(), **options).to(device)
+        packed, state = self._packed_on_cpu(value)
+        made = self.bnb.nn.Params4bit(packed, quant_state=state, bnb_quantized=True, **options)
+        owner: Any = layer
+        owner.quant_state = state
+        return made
 
     def restore(
         self, weight: Tensor, statistics: Mapping[str, Tensor], device: torch.device, layer: nn.Module
@@ -150,6 +159,37 @@ class Quantizer:
             )
         return self.bnb.nn.Params4bit.from_prequantized(
             data=weight, quantized_stats=dict(statistics), requires_grad=False, device=device, module=layer
+        )
+
+    def _packed_on_cpu(self, value: Tensor) -> tuple[Tensor, Any]:
+        """Quantise in pieces: the CPU kernel's temporaries are sixteen times what it is given.
+
+        The blocks of 64 are independent of each other, and double quantisation works on all scales at the
+        end, so that the result is that of one call, bit for bit.
+        """
+        config, functional = self.config, self.bnb.functional
+        packed: list[Tensor] = []
+        scales: list[Tensor] = []
+        state: Any = None
+        for piece in value.contiguous().view(-1).split(_PIECE):
+            out, state = functional.quantize_4bit(
+                piece, blocksize=_BLOCK, compress_statistics=False, quant_type=config.bnb_4bit_quant_type
+            )
+            packed.append(out)
+            scales.append(state.absmax)
+        absmax, offset, nested = torch.cat(scales), None, None
+        if config.bnb_4bit_use_double_quant:
+            offset = absmax.mean()
+            absmax, nested = functional.quantize_blockwise(absmax - offset, blocksize=_NESTED_BLOCK)
+        return torch.cat(packed), functional.QuantState(
+            absmax=absmax,
+            shape=value.shape,
+            dtype=value.dtype,
+            blocksize=_BLOCK,
+            code=state.code,
+            quant_type=config.bnb_4bit_quant_type,
+            offset=offset,
+            state2=nested,
         )
 
     def _layer(self, linear: nn.Linear) -> nn.Module:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_bigmodel.dispatch import dispatch_model
+from accel_bigmodel.heap import trim_heap
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device, sites_of
 from accel_bigmodel.sources import open_checkpoint
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     Device = int | str | torch.device
 
 _log = logging.getLogger(__name__)
+_TIDY_AFTER = 64 << 20
 
 
 def load_and_quantize_model(
@@ -137,6 +139,7 @@ class _Loader:
     layers: frozenset[str]
     folder: str | os.PathLike[str] | None
     index: Index = field(default_factory=dict[str, dict[str, Any]])
+    _passed: int = 0
     _seen: set[str] = field(default_factory=set[str])
     _waiting: dict[str, Tensor] = field(default_factory=dict[str, "Tensor"])
     _statistics: dict[str, dict[str, Tensor]] = field(default_factory=dict[str, "dict[str, Tensor]"])
@@ -166,6 +169,7 @@ class _Loader:
             if layer is not None and name == f"{layer}.weight":
                 if value.is_floating_point():
                     self._put(layer, self._quantized(layer, value))
+                    self._tidy(value.nbytes)
                 else:
                     self._waiting[layer] = value
             elif layer is not None and name not in sites:
@@ -197,6 +201,13 @@ class _Loader:
                 return prefix
             prefix = prefix.rpartition(".")[0]
         return None
+
+    def _tidy(self, passed: int) -> None:
+        """Give back what quantising left over, now and then: freed blocks lie between kept ones."""
+        self._passed += passed
+        if self._passed > _TIDY_AFTER:
+            self._passed = 0
+            trim_heap()
 
     def _part(self, layer: str, name: str) -> str:
         part = name.removeprefix(f"{layer}.")
