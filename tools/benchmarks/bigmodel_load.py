@@ -37,15 +37,17 @@ def load(options: argparse.Namespace, skeleton: Any, loader: Any, extra: dict[st
     warm(options.folder)
     with skeleton():
         disk, cpu, first = Model(), Model(), Model()
-    loader(first, options.folder, device_map=blocks_on("disk"), **extra) if not extra else None
     before = resident()
     start = time.perf_counter()
     loader(disk, options.folder, device_map=blocks_on("disk"), **extra)
     on_disk = time.perf_counter() - start
     grown = resident() - before
-    start = time.perf_counter()
-    loader(cpu, options.folder, device_map={"": "cpu"})
-    return {"disk": on_disk, "grown": grown, "cpu": time.perf_counter() - start}
+    on_cpu: list[float] = []
+    for model in (first, cpu):  # twice, as the plain load below
+        start = time.perf_counter()
+        loader(model, options.folder, device_map={"": "cpu"})
+        on_cpu.append(time.perf_counter() - start)
+    return {"disk": on_disk, "grown": grown, "cpu": min(on_cpu)}
 
 
 def ours(options: argparse.Namespace) -> dict[str, float]:

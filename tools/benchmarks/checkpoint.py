@@ -4,8 +4,8 @@
 
 A model of that size with the state of AdamW, three times as much in all, on the CPU. Both libraries keep it
 in processes of their own and take turns to save, each time to a new folder on an idle disk; `dd conv=fsync`
-writes as many bytes there. Compared is the fastest time of each, since what else the machine does only adds.
-Claims:
+writes as many random bytes there. Compared is the fastest time of each, since what else the machine does only
+adds. Claims:
 
 - `save_state(blocking=False)` stalls at most a quarter as long as the reference's `save_state`;
 - blocking, without flushing (which the reference never does), it takes no longer than the reference's;
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import shutil
 import statistics
 import subprocess
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 WIDTH = 2048
+BLOCK = 1 << 28  # bytes that dd writes over and over
 CLAIMS = {"stall": 0.25, "blocking": 1.0, "flushed": 1.1, "memory": 0.1}
 
 
@@ -45,7 +47,7 @@ class Library:
         model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
         model, optimizer = self.accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
+            parameter.grad = torch.randn_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
         self.bytes = 3 * count * 4 * WIDTH * WIDTH
@@ -129,11 +131,14 @@ class Server:
         raise RuntimeError("the process that saves has ended")
 
 
-def dd(target: Path, size: int) -> dict[str, Any]:
-    """Let `dd` write and flush as many bytes."""
-    command = ["dd", "if=/dev/zero", f"of={target}", "bs=1M", f"count={size // 2**20}", "conv=fsync"]
+def dd(block: Path, target: Path, size: int) -> dict[str, Any]:
+    """Let `dd` write as many bytes, no zeros, from memory, and flush them at the end."""
+    count = round(size / block.stat().st_size)
     start = time.perf_counter()
-    subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    for part in range(count):
+        flush = ",fsync" if part == count - 1 else ""
+        command = ["dd", f"if={block}", f"of={target}", "bs=1M", "oflag=append", f"conv=notrunc{flush}"]
+        subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
     return {"stall": time.perf_counter() - start}
 
 
@@ -144,11 +149,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     if arguments.reference_python:
         reference = Server(str(arguments.reference_python), "accelerate", arguments.gigabytes)
     target = arguments.folder / "accel-benchmark"
+    block = Path("/dev/shm/accel-benchmark")
+    block.write_bytes(os.urandom(BLOCK))
     runs: dict[str, Any] = {
         "stall": lambda: ours.ask("save", target, blocking=False),
         "blocking": lambda: ours.ask("save", target, flush=False),
         "flushed": lambda: ours.ask("save", target),
-        "dd": lambda: dd(target, ours.bytes),
+        "dd": lambda: dd(block, target, ours.bytes),
         "alone": lambda: ours.ask("pace"),
     }
     if reference is not None:
@@ -156,10 +163,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     ours.ask("save", target, blocking=False)  # takes the memory that later saves use again
     for turn in range(arguments.rounds):
-        for name in sorted(runs, reverse=turn % 2 == 1):
+        # Another order each time: what a disk has just done tells on what it does next.
+        for name in random.Random(turn).sample(sorted(runs), len(runs)):
             discard(target)
             answers[name].append(runs[name]())
     discard(target)
+    block.unlink()
     ours.close()
     if reference is not None:
         reference.close()

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 _RING = 16  # collectives of this rank that are remembered
 _PATIENCE = 60.0  # seconds after which a wait is worth a warning
 _LEAST_PAUSE = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
+_LAST_WORDS = 5.0  # seconds that rank 0 waits for the others to hear why it ends
 _BACKEND_ERRORS = frozenset({"DistBackendError", "DistNetworkError"})
 _BACKEND_WORDS = re.compile(r"gloo[/:]|NCCL|XCCL|HCCL|ProcessGroup|Connection (closed|reset)|[Tt]imed out")
 _STALL_WORDS = re.compile(r"tim(ed|e) ?out|connection (closed|reset)|broken pipe|peer", re.IGNORECASE)
@@ -169,12 +170,13 @@ class Watch:
         reason = _first_sentence(str(error)) or type(error).__name__
         self._patience = float("inf")
         try:
-            verdict = f"`{operation}` did not complete: {self._explanation()}."
+            self._listen()
+            verdict = self.verdict or f"`{operation}` did not complete: {self._explanation()}."
             # The first rank to give up is quoted by all, so that all tell the same story.
             agreed = self._store.compare_set("verdict", "", verdict).decode() or verdict
         except RuntimeError:
             where, source = place_of(self.slot[2] if self.slot else None)
-            agreed = (
+            agreed = self.verdict or (
                 f"`{operation}` did not complete, and the store that knows where the others are is gone, "
                 f"probably with rank 0; rank {self._rank} is at {where} `{source}`."
             )
@@ -197,10 +199,11 @@ class Watch:
         try:
             self._post()
             while not self._closing.wait(self.interval):
-                if self._store.check(["closing"]):
+                closing = self._store.check(["closing"])
+                self._listen()  # also to the last that rank 0 says
+                if closing:
                     break
                 self._post()
-                self._listen()
                 self._warn()
             self._post(left=True)
         except RuntimeError as error:  # the store is gone, with the process that kept it
@@ -260,7 +263,8 @@ class Watch:
 
     def _close_store(self) -> None:
         self._store.set("closing", "")
-        deadline = time.monotonic() + 1.5 * self.interval
+        # What the ranks were told about a stall must reach them on a busy machine too.
+        deadline = time.monotonic() + (1.5 * self.interval if self.verdict is None else _LAST_WORDS)
         while time.monotonic() < deadline:
             if all(place is None or place.left for place in self.everyone()):
                 return
