@@ -1,0 +1,254 @@
+"""Inference with the layers of a model divided among processes, each batch in chunks that follow closely."""
+
+from __future__ import annotations
+
+import math
+from contextlib import contextmanager
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+from accel_bigmodel.device_map.stages import generate_device_map, split_points_of
+from accel_ops.collect import broadcast, broadcast_object_list
+from accel_ops.tree import (
+    concatenate,
+    get_data_structure,
+    ignorant_find_batch_size,
+    initialize_tensors,
+    recursively_apply,
+)
+from accel_state import watch
+from accel_state.errors import SettingsError
+from accel_state.partial_state import PartialState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping, Sequence
+
+    from torch import nn
+
+
+def prepare_pippy(
+    model: nn.Module,
+    split_points: Literal["auto"] | Sequence[str] = "auto",
+    no_split_module_classes: str | Sequence[str] | None = None,
+    example_args: tuple[Any, ...] = (),
+    example_kwargs: Mapping[str, Any] | None = None,
+    num_chunks: int | None = None,
+    gather_output: bool = False,
+) -> nn.Module:
+    """Let every process run some of a model's layers, in a pipeline. For inference only.
+
+    Afterwards every process calls the model alike. What the first one gives it counts; batches may have any
+    number of rows. The last one gets the output, the others `None` unless `gather_output`.
+
+    Args:
+        model: The model, in evaluation mode, whole on every process. Its `forward` is replaced.
+        split_points: The names of the modules with which the second and every further stage begins;
+            `"auto"` divides the weights evenly.
+        no_split_module_classes: Names of classes whose modules stay whole in one stage.
+        example_args: Example inputs, from which the model is traced: tensors with the batch first.
+        example_kwargs: The same, by keyword.
+        num_chunks: Into how many pieces a batch is cut, so that several stages have work at once; as many as
+            there are processes by default.
+        gather_output: Whether every process gets the output.
+
+    Returns:
+        The model; its attribute `hf_split_points` says where it was cut. A process alone runs it as it was.
+
+    Raises:
+        SettingsError: There is no example input, there are fewer layers than processes, or a split point is no
+            module of the model.
+        RuntimeError: The model cannot be traced.
+    """
+    state = PartialState()
+    stages, chunks = state.num_processes, num_chunks or state.num_processes
+    kwargs = dict(example_kwargs or {})
+    rows = find_pippy_batch_size(example_args, kwargs)
+    if rows is None:
+        raise SettingsError(
+            "prepare_pippy() traces the model with example inputs: give example_args or example_kwargs with at "
+            "least one tensor whose first dimension is the batch."
+        )
+    if split_points == "auto":
+        split_points = split_points_of(generate_device_map(model, stages, no_split_module_classes), stages)
+    _check_points(model, split_points, stages)
+    model.hf_split_points = list(split_points)  # pyright: ignore[reportArgumentType] - the documented attribute
+    if stages == 1:
+        return model
+    size = math.ceil(rows / chunks)
+    args, kwargs = _first_rows((example_args, kwargs), size)
+    schedule = build_pipeline(model, split_points, args, kwargs, chunks)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del self
+        return _in_rounds(schedule.step, size * chunks, gather_output, args, kwargs)
+
+    vars(model)["_original_forward"] = model.forward
+    vars(model)["forward"] = MethodType(forward, model)
+    return model
+
+
+def build_pipeline(
+    model: nn.Module,
+    split_points: Sequence[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None,
+    num_chunks: int,
+) -> ScheduleGPipe:
+    """Trace a model, and make this process's stage of it.
+
+    Args:
+        model: In evaluation mode.
+        split_points: The names of the modules with which the second and every further stage begins.
+        args: Inputs of one chunk.
+        kwargs: Inputs of one chunk, by keyword.
+        num_chunks: How many chunks a batch has.
+
+    Returns:
+        The schedule. Its `step` takes a batch on the first process, and returns the output on the last.
+    """
+    state = PartialState()
+    spec = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    with torch.no_grad(), watch.region("prepare_pippy"), _restored(model, split_points):
+        pipe = pipeline(model, mb_args=args, mb_kwargs=dict(kwargs or {}), split_spec=spec)
+        stage = pipe.build_stage(state.process_index, device=state.device)
+    return ScheduleGPipe(stage, num_chunks)
+
+
+def pippy_forward(
+    forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
+) -> Any:
+    """Run one batch through a pipeline. Call it on every process.
+
+    Args:
+        forward: The `step` of a schedule.
+        num_chunks: How many chunks a batch has; the last row is repeated until all have the same size.
+        gather_output: Whether every process gets the output, not only the last.
+        *args: Inputs; what the first process gives counts.
+        **kwargs: The same, by keyword.
+
+    Returns:
+        The output without repeated rows, or `None`.
+    """
+    state = PartialState()
+    rows: int = broadcast_object_list([find_pippy_batch_size(args, kwargs)])[0] or num_chunks
+    wanted = math.ceil(rows / num_chunks) * num_chunks
+    return _one_batch(forward, rows, wanted, state, gather_output, args, kwargs)
+
+
+def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int | None:
+    """The number of rows of the first tensor among the inputs of a model.
+
+    Args:
+        args: Positional inputs.
+        kwargs: Inputs by keyword.
+
+    Returns:
+        `None` if there is no tensor.
+
+    Example:
+        >>> find_pippy_batch_size((torch.zeros(3, 2),), {})
+        3
+    """
+    for value in (*args, *(kwargs or {}).values()):
+        rows = ignorant_find_batch_size(value)
+        if rows is not None:
+            return rows
+    return None
+
+
+def _in_rounds(
+    forward: Callable[..., Any],
+    most: int,
+    gather: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Run a batch of any size: the traced model takes `most` rows at once, no more and no fewer."""
+    state = PartialState()
+    rows: int | None = broadcast_object_list([find_pippy_batch_size(args, kwargs)])[0]
+    if not rows:
+        raise SettingsError("The first process called a pipelined model without a tensor that has a row.")
+    outputs: list[Any] = []
+    with torch.no_grad():
+        for begin in range(0, rows, most):
+            part = slice(begin, min(begin + most, rows))
+            some_args, some_kwargs = _rows((args, kwargs), part) if state.is_main_process else ((), {})
+            count = part.stop - begin
+            outputs.append(_one_batch(forward, count, most, state, gather, some_args, some_kwargs))
+    return outputs[0] if len(outputs) == 1 or outputs[0] is None else concatenate(outputs)
+
+
+def _one_batch(
+    forward: Callable[..., Any],
+    rows: int,
+    wanted: int,
+    state: PartialState,
+    gather: bool,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    with watch.region("pipeline"):
+        if state.is_main_process:
+            args, kwargs = _padded((args, kwargs), wanted)
+            output = forward(*args, **kwargs)
+        else:
+            output = forward()
+    if state.is_last_process:
+        output = _rows(output, slice(0, rows))
+    return _from_last(output, state) if gather else output
+
+
+def _from_last(output: Any, state: PartialState) -> Any:
+    last = state.num_processes - 1
+    structure = broadcast_object_list([get_data_structure(output) if state.is_last_process else None], last)[
+        0
+    ]
+    if not state.is_last_process:
+        output = recursively_apply(lambda tensor: tensor.to(state.device), initialize_tensors(structure))
+    return broadcast(output, last)
+
+
+def _rows(data: Any, part: slice) -> Any:
+    return recursively_apply(lambda tensor: tensor[part] if tensor.ndim else tensor, data)
+
+
+def _first_rows(data: Any, size: int) -> Any:
+    return _padded(_rows(data, slice(0, size)), size)
+
+
+def _padded(data: Any, wanted: int) -> Any:
+    def longer(tensor: torch.Tensor) -> torch.Tensor:
+        missing = wanted - len(tensor) if tensor.ndim else 0
+        return torch.cat([tensor, *[tensor[-1:]] * missing]) if missing > 0 else tensor
+
+    return recursively_apply(longer, data)
+
+
+def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) -> None:
+    known = {name for name, _ in model.named_modules()}
+    for name in split_points:
+        if name not in known:
+            raise SettingsError(f"split_points has {name!r}, which is no module of {type(model).__name__}.")
+    if len(split_points) != stages - 1:
+        raise SettingsError(
+            f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, and there are {stages} "
+            "processes: give one point fewer than processes."
+        )
+
+
+@contextmanager
+def _restored(model: nn.Module, split_points: Sequence[str]) -> Generator[None]:
+    """Undo what marking split points changes in the modules."""
+    kept = {name: vars(model.get_submodule(name)).get("forward") for name in split_points}
+    try:
+        yield
+    finally:
+        for name, forward in kept.items():
+            inside = vars(model.get_submodule(name))
+            inside.pop("_orig_forward", None)
+            inside.pop("forward", None)
+            if forward is not None:
+                inside["forward"] = forward

@@ -1,0 +1,134 @@
+"""One file per rank with exactly what that rank holds, for the same ranks to read again."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.dcp.role import ShardedStates
+    from accel_state.topology import Topology
+
+_PART, _SHAPE = "part", "shape_of_whole"
+
+
+def save_local(state: Any, path: Path, world_size: int) -> None:
+    """Write what this rank holds.
+
+    Args:
+        state: Nested dictionaries of tensors, DTensors and plain objects.
+        path: The file of this rank.
+        world_size: Number of ranks.
+    """
+    torch.save({"world_size": world_size, "state": _packed(state)}, path)
+
+
+def load_local(
+    path: Path, world_size: int, room: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor]
+) -> Any:
+    """Read it back.
+
+    Args:
+        path: The file of this rank.
+        world_size: Number of ranks now.
+        room: Makes a tensor that is divided as those here, from the keys that lead to it, and the shape and the
+            dtype of the whole.
+
+    Raises:
+        CheckpointError: It was written by another number of ranks, or divided in another way.
+    """
+    if not path.is_file():
+        raise CheckpointError(f"There is no {str(path)!r}, the part of this rank.")
+    found = torch.load(path, map_location="cpu", weights_only=True)
+    if found["world_size"] != world_size:
+        raise CheckpointError(
+            f"{str(path)!r} is of a run with {found['world_size']} processes, and there are {world_size}: local "
+            "state dicts can only be read by as many. Save with SHARDED_STATE_DICT instead."
+        )
+    return _unpacked(found["state"], (), room, path)
+
+
+def _packed(state: Any) -> Any:
+    if isinstance(state, DTensor):
+        return {_PART: state.to_local().detach().cpu().clone(), _SHAPE: tuple(state.shape)}
+    if isinstance(state, dict):
+        items: dict[Any, Any] = state
+        return {key: _packed(value) for key, value in items.items()}
+    return state.detach().cpu() if isinstance(state, Tensor) else state
+
+
+def _unpacked(
+    state: Any,
+    keys: tuple[Any, ...],
+    room: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor],
+    path: Path,
+) -> Any:
+    if not isinstance(state, dict):
+        return state
+    items: dict[Any, Any] = state
+    if items.keys() != {_PART, _SHAPE}:
+        return {key: _unpacked(value, (*keys, key), room, path) for key, value in items.items()}
+    part, shape = items[_PART], torch.Size(items[_SHAPE])
+    target: Any = room(keys, shape, part.dtype)
+    local: Tensor = target.to_local() if isinstance(target, DTensor) else target
+    if local.shape != part.shape:
+        raise CheckpointError(
+            f"{str(path)!r}: this rank holds {tuple(local.shape)} of {'.'.join(map(str, keys))!r}, and the file "
+            f"has {tuple(part.shape)}. Wrap the model as in the run that was saved."
+        )
+    local.copy_(part)
+    return target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalFiles:
+    """Saves and loads models and optimizers as one file per rank.
+
+    Args:
+        shards: Gives what this rank holds.
+        topology: Which process this is among how many.
+    """
+
+    shards: ShardedStates
+    topology: Topology
+
+    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Write `pytorch_model_fsdp_rank0.bin`, or `pytorch_model_fsdp_1_rank0.bin` and so on."""
+        path = self._file(directory, "pytorch_model_fsdp", index)
+        save_local(self.shards.model_tensors(model), path, self.topology.world_size)
+
+    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
+        like = self.shards.model_tensors(model)
+        path = self._file(directory, "pytorch_model_fsdp", index)
+        self.shards.load_model(
+            model, load_local(path, self.topology.world_size, lambda keys, *_: like[keys[0]])
+        )
+
+    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Write `optimizer_fsdp_rank0.bin`, or `optimizer_fsdp_1_rank0.bin` and so on."""
+        path = self._file(directory, "optimizer_fsdp", index)
+        save_local(self.shards.optimizer_tensors(optimizer, [model]), path, self.topology.world_size)
+
+    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
+        room = self.shards.room_for(optimizer, [model])
+        path = self._file(directory, "optimizer_fsdp", index)
+        state = load_local(path, self.topology.world_size, lambda keys, *what: room(keys[1], *what))
+        self.shards.load_optimizer(optimizer, [model], state)
+
+    def _file(self, directory: Path, stem: str, index: int) -> Path:
+        number = f"_{index}" if index else ""
+        return directory / f"{stem}{number}_rank{self.topology.rank}.bin"

@@ -1,0 +1,113 @@
+"""Read a DCP folder into tensors that are divided among ranks in any way, without collectives."""
+
+from __future__ import annotations
+
+import io
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
+
+from accel_plugins.dcp.index import entries, read_index
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import ReadItem
+
+    from accel_plugins.dcp.index import Entry
+
+
+def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat: bool = False) -> None:
+    """Read what this rank needs.
+
+    Args:
+        folder: With an index.
+        state: Nested dictionaries and lists, as they were saved. Tensors and DTensors are filled where they
+            are; other values are replaced.
+        strict: Whether the folder must have all that is in `state`; else what it lacks stays as it is.
+        flat: Whether `state` has the keys of the folder's index already.
+
+    Raises:
+        CheckpointError: The folder is damaged, or does not fit `state`.
+    """
+    index = read_index(folder)
+    _check_fit(folder, index, state if flat else flatten_state_dict(state)[0], strict=strict)
+    planner = _Planner(flatten_state_dict=not flat, allow_partial_load=not strict)
+    planner.set_up_planner(state, index, is_coordinator=False)
+    reader = FileSystemReader(folder)
+    reader.set_up_storage_reader(index, is_coordinator=False)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    try:
+        reader.read_data(plan, planner).wait()
+    except (OSError, RuntimeError, EOFError, AssertionError) as error:
+        raise CheckpointError(f"{str(folder)!r} cannot be read: {str(error).splitlines()[0]}.") from error
+
+
+def read_all(folder: Path, room: Callable[[Entry], Any]) -> dict[str, Any]:
+    """Read everything that a folder has.
+
+    Args:
+        folder: With an index.
+        room: Makes the tensor that an entry with a shape is read into.
+
+    Returns:
+        Nested dictionaries and lists, as they were saved.
+
+    Raises:
+        CheckpointError: The folder is damaged.
+    """
+    state: dict[str, Any] = {}
+    for entry in entries(read_index(folder)):
+        _put(state, entry.path, None if entry.shape is None else room(entry))
+    read_into(folder, state)
+    return state
+
+
+class _Planner(DefaultLoadPlanner):
+    """Reads objects without running code from the file."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        obj = torch.load(value, weights_only=True)
+        _put(self.original_state_dict, self.mappings.get(key, (key,)), obj)
+
+
+def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, strict: bool) -> None:
+    there = {entry.key: entry for entry in entries(index)}
+    for key, value in wanted.items():
+        entry = there.get(key)
+        if entry is None:
+            if strict:
+                near = get_close_matches(key, there, n=1)
+                raise CheckpointError(
+                    f"{str(folder)!r} has no {key!r}" + (f"; the nearest is {near[0]!r}." if near else ".")
+                )
+        elif isinstance(value, torch.Tensor) and entry.shape is not None and value.shape != entry.shape:
+            raise CheckpointError(
+                f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, and here it is "
+                f"{tuple(value.shape)}."
+            )
+
+
+def _put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
+    """Set a value in nested dictionaries and lists, making those that are not there yet."""
+    place = state
+    for key, following in zip(path, path[1:], strict=False):
+        empty: Any = [] if isinstance(following, int) else {}
+        if isinstance(key, int):
+            place.extend([None] * (key + 1 - len(place)))
+            if place[key] is None:
+                place[key] = empty
+            place = place[key]
+        else:
+            place = place.setdefault(key, empty)
+    last = path[-1]
+    if isinstance(last, int):
+        place.extend([None] * (last + 1 - len(place)))
+    place[last] = value

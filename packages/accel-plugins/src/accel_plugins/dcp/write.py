@@ -1,0 +1,110 @@
+"""What one rank writes of a sharded state: a file of its tensors, and a note of where in it they are.
+
+Ranks exchange no plans: which of them writes what follows from the tensors themselves, and one rank makes the
+index of the folder from the notes of all (`accel_plugins.dcp.index`). The format is that of
+`torch.distributed.checkpoint.FileSystemWriter`.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage] - what the format's index consists of
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+
+from accel_plugins.dcp.layout import shard_file
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from accel_ops.weights.stream import ByteSink
+
+
+class ShardWriter:
+    """Writes what one rank holds of a state.
+
+    Args:
+        state: Nested dictionaries and lists of tensors, DTensors and plain objects; the same names on all
+            ranks. Tensors that every rank has, and objects, are written by rank 0.
+        rank: Index of this process.
+    """
+
+    def __init__(self, state: Mapping[str, Any], rank: int) -> None:
+        self._planner = DefaultSavePlanner()
+        self._planner.set_up_planner(dict(state), is_coordinator=rank == 0)
+        plan = self._planner.create_local_plan()
+        self._plan = replace(plan, items=[item for item in plan.items if self._is_ours(item, rank)])
+        self._file = shard_file(rank)
+        self._results: list[WriteResult] = []
+
+    def write_shards(self, sink: ByteSink, to_host: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Write the file of this rank.
+
+        Args:
+            sink: Gets the bytes.
+            to_host: What copies a tensor from a device to the CPU; `Tensor.cpu` if `None`.
+        """
+        counted = _Counted(sink)
+        self._results = []
+        for item in self._plan.items:
+            begin = counted.size
+            value = self._planner.resolve_data(item)
+            if isinstance(value, io.BytesIO):
+                counted.write(value.getbuffer())
+            else:
+                torch.save(_compact((to_host or torch.Tensor.cpu)(value.detach())), counted)
+            length = counted.size - begin
+            place = _StorageInfo(self._file, begin, length)
+            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+
+    def write_note(self, sink: ByteSink, to_host: object = None) -> None:
+        """Write the note of this rank; after `write_shards`."""
+        del to_host
+        sink.write(pickle.dumps((self._plan, self._results)))
+
+    def _is_ours(self, item: WriteItem, rank: int) -> bool:
+        value = self._planner.state_dict[item.index.fqn]
+        if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor):
+            return rank == 0
+        coordinate = value.device_mesh.get_coordinate()
+        assert coordinate is not None  # or there would be no item
+        copies = [
+            place
+            for place, placement in zip(coordinate, value.placements, strict=True)
+            if not placement.is_shard()
+        ]
+        assert item.tensor_data is not None
+        has_any = math.prod(item.tensor_data.chunk.sizes) > 0
+        return not any(copies) and (has_any or (not value.numel() and not any(coordinate)))
+
+
+class _Counted:
+    """A sink that knows how much was written to it."""
+
+    def __init__(self, sink: ByteSink) -> None:
+        self._sink = sink
+        self.size = 0
+
+    def write(self, data: Any) -> int:
+        count = memoryview(data).nbytes
+        self._sink.write(data)
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        """Do nothing; `torch.save` asks for it."""
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own, since `torch.save` writes the whole memory behind a view."""
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

@@ -1,0 +1,127 @@
+"""Giving values to models that FSDP1 will shard, and finding what it shall leave alone."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_ops.weights.tied import find_tied_parameters, retie_parameters
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
+
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+    from accel_state.runtime import Runtime
+
+
+def get_parameters_from_modules(
+    modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
+) -> set[nn.Parameter]:
+    """The parameters of some modules of a model, which are moved to a device.
+
+    Args:
+        modules: The modules, or a regular expression that their whole names match; `None` for none.
+        model: The whole.
+        device: Where to.
+
+    Raises:
+        SettingsError: No name matches.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False))
+        >>> len(get_parameters_from_modules("1", model, "cpu"))
+        1
+    """
+    if modules is None:
+        return set()
+    if isinstance(modules, str):
+        pattern = re.compile(modules)
+        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not found:
+            raise SettingsError(
+                f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}."
+            )
+        modules = found
+    return {parameter for module in modules for parameter in module.to(device).parameters()}
+
+
+def ensure_weights_retied(
+    param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
+) -> Callable[[nn.Module], Any]:
+    """Let a function that gives values to modules keep weights tied that are tied now.
+
+    Args:
+        param_init_fn: Called with one module after the other.
+        model: The whole, on the meta device.
+        device: Where values will be.
+
+    Returns:
+        What does the same, and then gives tied weights the tensor of the first of them.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
+        >>> model[1].weight = model[0].weight
+        >>> init = ensure_weights_retied(lambda module: module.to_empty(device="cpu", recurse=False), model, "cpu")
+        >>> for module in model.modules():
+        ...     _ = init(module)
+        >>> model[0].weight is model[1].weight
+        True
+    """
+    groups = find_tied_parameters(model)
+    if not groups:
+        return param_init_fn
+    group_of = {name: number for number, group in enumerate(groups) for name in group}
+    places: dict[tuple[int, str], int] = {}
+    for prefix, module in model.named_modules():
+        for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if name in group_of:
+                places[id(module), leaf] = group_of[name]
+    first: dict[int, nn.Parameter] = {}
+
+    def init(module: nn.Module) -> Any:
+        result = param_init_fn(module)
+        for leaf, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            number = places.get((id(module), leaf))
+            if number is None:
+                continue
+            if number not in first:
+                first[number] = torch.nn.Parameter(parameter.to(device), parameter.requires_grad)
+            setattr(module, leaf, first[number])
+        return result
+
+    return init
+
+
+def give_values(
+    model: nn.Module, runtime: Runtime, plugin: FullyShardedDataParallelPlugin, *, everywhere: bool
+) -> None:
+    """Put a model on the device of a run, with values.
+
+    Args:
+        model: Some of it may be on the meta device.
+        runtime: Of this process.
+        plugin: With `param_init_fn`, which gives values to what has none; without, only rank 0 has them.
+        everywhere: Whether all ranks get the values of rank 0.
+    """
+    tied = find_tied_parameters(model)
+    for module in model.modules():
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in own):
+            if plugin.param_init_fn is not None:
+                plugin.param_init_fn(module)
+            else:
+                module.to_empty(device=runtime.device, recurse=False)
+    retie_parameters(model, tied)
+    model.to(runtime.device)
+    if everywhere and runtime.topology.world_size > 1:
+        for tensor in (*model.parameters(), *model.buffers()):
+            part = tensor.detach().contiguous()
+            runtime.collectives.broadcast(part, 0)
+            tensor.detach().copy_(part)

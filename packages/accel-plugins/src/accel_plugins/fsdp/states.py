@@ -1,0 +1,93 @@
+"""Models and optimizers under FSDP1 as DTensors by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from accel_plugins.dcp.names import plain_name
+from accel_plugins.dcp.tensors import TensorShards, check_groups
+from accel_plugins.fsdp.roots import Roots, quiet, sharded_states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.dcp.role import Room, StateForm
+    from accel_plugins.roles import StateDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp1Shards:
+    """What ranks hold of flat parameters, told apart by the names of the parameters in them.
+
+    Args:
+        roots: The models that were wrapped.
+        form_now: Says what `save_state` writes.
+    """
+
+    roots: Roots
+    form_now: Callable[[], StateForm]
+    _plain: TensorShards = field(default_factory=TensorShards, init=False)
+
+    def form(self) -> StateForm:
+        """What `save_state` writes now."""
+        return self.form_now()
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """The sharded state dict of the model."""
+        root = self.roots.of_model(model)
+        if root is None:
+            return self._plain.model_tensors(model)
+        with sharded_states(root):
+            return {plain_name(name): value for name, value in root.state_dict().items()}
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+        """Load a sharded state dict."""
+        root = self.roots.of_model(model)
+        if root is None:
+            self._plain.load_model(model, state, **options)
+            return
+        with sharded_states(root):
+            root.load_state_dict(state, **options)
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        """The sharded state dict of the optimizer."""
+        root = self.roots.of_optimizer(optimizer, models)
+        if root is None:
+            return self._plain.optimizer_tensors(optimizer, models)
+        with sharded_states(root):
+            return FullyShardedDataParallel.optim_state_dict(root, optimizer)
+
+    def room_for(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Room:
+        """Room that is divided as FSDP1 divides parameters in a sharded state dict."""
+        root = self.roots.of_optimizer(optimizer, models)
+        if root is None:
+            return self._plain.room_for(optimizer, models)
+        like = self.model_tensors(root)
+
+        def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+            parameter = like.get(name)
+            if parameter is not None and parameter.shape == shape and shape:
+                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+            return torch.empty(shape, dtype=dtype)
+
+        return room
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        """Load a sharded state dict."""
+        root = self.roots.of_optimizer(optimizer, models)
+        if root is None:
+            self._plain.load_optimizer(optimizer, models, state)
+            return
+        with sharded_states(root):
+            now = FullyShardedDataParallel.optim_state_dict(root, optimizer)
+            check_groups(*[[group["params"] for group in one["param_groups"]] for one in (state, now)])
+            with quiet():
+                loaded = FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, state)
+        optimizer.load_state_dict(cast("dict[str, Any]", loaded))

@@ -1,0 +1,222 @@
+"""Fully sharded data parallelism, version 1: `FullyShardedDataParallel` around models."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+    offload_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+
+from accel_ops.modules import unwrap_once, without_compiler
+from accel_plugins.dcp.whole import ShardsPersister
+from accel_plugins.fsdp.forms import form_of
+from accel_plugins.fsdp.loading import ensure_weights_retied, get_parameters_from_modules, give_values
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.rebind import OptimizerBook
+from accel_plugins.fsdp.roots import Roots, quiet
+from accel_plugins.fsdp.states import Fsdp1Shards
+from accel_plugins.fsdp.stepper import Fsdp1Stepper
+from accel_plugins.strategies.replicated import check_materialised, place
+from accel_plugins.strategies.torch_step import TorchStepper
+from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_state import watch
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+_HYBRID = {ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2}  # pyright: ignore[reportPrivateUsage] - has no other name
+unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fsdp1Wrapper:
+    """Puts models into `FullyShardedDataParallel`.
+
+    Args:
+        runtime: Of this process.
+        plugin: How.
+        mesh: Over which ranks.
+        roots: Gets to know what was wrapped.
+        book: Lets optimizers go on with flat parameters.
+    """
+
+    runtime: Runtime
+    plugin: FullyShardedDataParallelPlugin
+    mesh: DeviceMesh
+    roots: Roots
+    book: OptimizerBook
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models without values, classes that do not occur, and optimizers that have stepped before."""
+        plugin = self.plugin
+        if not plugin.cpu_ram_efficient_loading and plugin.param_init_fn is None:
+            check_materialised(bundle)
+        for model in bundle.models:
+            copy.copy(plugin).set_auto_wrap_policy(without_compiler(model))
+        for optimizer in bundle.optimizers:
+            if optimizer.state and not self.book.knows(optimizer):
+                raise SettingsError(
+                    f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot divide its "
+                    "state; prepare it first, or load the state afterwards. fsdp_version=2 can."
+                )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Wrap the models that have something to train, place the others."""
+        if evaluation:
+            return replace(bundle, models=place(bundle, self.runtime.device))
+        models = [self._wrapped(model) if self._is_to_wrap(model) else model for model in bundle.models]
+        for optimizer in bundle.optimizers:
+            self.book.switch(optimizer)
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside."""
+        return model.module if isinstance(model, FullyShardedDataParallel) else model
+
+    def _is_to_wrap(self, model: nn.Module) -> bool:
+        return not isinstance(without_compiler(model), FullyShardedDataParallel)
+
+    def _wrapped(self, model: nn.Module) -> nn.Module:
+        plugin, device = copy.copy(self.plugin), self.runtime.device
+        plugin.set_auto_wrap_policy(model)
+        on_cpu = device.type == "cpu"
+        sync = bool(plugin.sync_module_states)
+        if on_cpu:  # FSDP1 sends values only between accelerators
+            give_values(model, self.runtime, plugin, everywhere=sync)
+        init = plugin.param_init_fn
+        if (
+            not on_cpu
+            and init is None
+            and plugin.cpu_ram_efficient_loading
+            and not self.runtime.topology.is_main
+        ):
+            init = partial(_emptied, device=device)
+        ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
+        before = dict(model.named_parameters(remove_duplicate=False))
+        with watch.region("prepare"), quiet():
+            root = FullyShardedDataParallel(
+                model,
+                sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
+                cpu_offload=_offload(plugin, on_cpu=on_cpu),
+                auto_wrap_policy=plugin.auto_wrap_policy,  # pyright: ignore[reportArgumentType] - settled above
+                backward_prefetch=plugin.backward_prefetch,  # pyright: ignore[reportArgumentType] - settled by the plugin
+                mixed_precision=plugin.mixed_precision_policy,  # pyright: ignore[reportArgumentType] - settled by the plugin
+                ignored_states=ignored or None,
+                param_init_fn=None if init is None or on_cpu else ensure_weights_retied(init, model, device),
+                device_id=device,
+                sync_module_states=sync and not on_cpu,
+                forward_prefetch=bool(plugin.forward_prefetch),
+                limit_all_gathers=plugin.limit_all_gathers,
+                use_orig_params=bool(plugin.use_orig_params),
+                device_mesh=self.mesh,
+            )
+        if plugin.activation_checkpointing:
+            _checkpoint_blocks(root, offload=bool(plugin.activation_checkpointing_offload))
+        self.roots.add(root)
+        if not plugin.use_orig_params:
+            self.book.add(root, before)
+        return root
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy.
+
+    Args:
+        settings: What the plugin does not say has come from them already.
+        runtime: Device and topology; the default process group is there.
+        precision: Scales losses and steps optimizers.
+        handlers: A `FullyShardedDataParallelPlugin` among them says how models are wrapped.
+    """
+    del settings
+    topology = runtime.topology
+    plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
+    plugin.set_mixed_precision(precision.name)
+    roots = Roots()
+    shards = Fsdp1Shards(roots=roots, form_now=partial(form_of, plugin))
+    return Strategy(
+        name="fsdp1",
+        wrapper=Fsdp1Wrapper(
+            runtime=runtime, plugin=plugin, mesh=_mesh(plugin, runtime), roots=roots, book=OptimizerBook()
+        ),
+        stepper=Fsdp1Stepper(
+            roots=roots,
+            inner=TorchStepper(
+                precision=precision,
+                no_sync_of=partial(_no_sync, roots),
+                around_backward=partial(watch.region, "backward"),
+            ),
+        ),
+        persister=ShardsPersister(shards=shards, device=runtime.device, topology=topology),
+        shards=shards,
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=frozenset(
+            {
+                Feature.CLIP_GRAD_VALUE,
+                Feature.ITEM_COUNTS,
+                Feature.MODEL_WITHOUT_OPTIMIZER,
+                Feature.MULTIPLE_MODELS,
+                Feature.NO_SYNC,
+            }
+        ),
+    )
+
+
+def _mesh(plugin: FullyShardedDataParallelPlugin, runtime: Runtime) -> DeviceMesh:
+    """All ranks; under hybrid sharding one row for every host."""
+    topology, kind = runtime.topology, runtime.device.type
+    if plugin.sharding_strategy in _HYBRID:
+        local = topology.local_world_size
+        return init_device_mesh(
+            kind, (topology.world_size // local, local), mesh_dim_names=("dp_replicate", "dp_shard")
+        )
+    return init_device_mesh(kind, (topology.world_size,), mesh_dim_names=("dp_shard",))
+
+
+def _offload(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> CPUOffload | None:
+    # On the CPU everything is there already, and FSDP1 would want to pin it, which needs a driver.
+    return None if on_cpu or not isinstance(plugin.cpu_offload, CPUOffload) else plugin.cpu_offload
+
+
+def _emptied(module: nn.Module, *, device: Any) -> None:
+    module.to_empty(device=device, recurse=False)
+
+
+def _checkpoint_blocks(root: FullyShardedDataParallel, *, offload: bool) -> None:
+    blocks = {id(one.module) for one in FullyShardedDataParallel.fsdp_modules(root) if one is not root}
+    if not blocks:
+        raise SettingsError(
+            "FullyShardedDataParallelPlugin(activation_checkpointing=True): no block of the model is wrapped on its "
+            "own, so that there is nothing to compute again; choose an auto_wrap_policy."
+        )
+    around = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+    apply_activation_checkpointing(
+        root,
+        checkpoint_wrapper_fn=(lambda module: offload_wrapper(around(module))) if offload else around,
+        check_fn=lambda module: id(module) in blocks,
+    )
+
+
+def _no_sync(roots: Roots, model: nn.Module) -> Any:
+    root = roots.of_model(model)
+    assert root is not None  # `no_sync` is asked of prepared models
+    return root.no_sync()

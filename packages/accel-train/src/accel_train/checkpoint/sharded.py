@@ -1,0 +1,216 @@
+"""Checkpoints to which every rank writes what it holds, and how they are read under any strategy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_plugins import dcp
+from accel_plugins.dcp.layout import is_sharded_folder, note_file, shard_file
+from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.tensors import numbered_state
+from accel_state.errors import CheckpointError, SettingsError
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.saving import Part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.dcp import Entry
+    from accel_train.checkpoint.restore import Source
+    from accel_train.checkpoint.run import Run
+
+MODEL_KEY = "model"
+OPTIMIZER_KEY = "optimizer"
+
+
+def form_of(run: Run) -> StateForm:
+    """In which form models and optimizers are saved now."""
+    return StateForm.WHOLE if run.shards is None else run.shards.form()
+
+
+def folders_of(run: Run) -> list[str]:
+    """The folders to which all ranks write."""
+    if form_of(run) is not StateForm.SHARDED:
+        return []
+    prepared = run.prepared
+    return [
+        *map(layout.sharded_model_name, range(len(prepared.models))),
+        *map(layout.sharded_optimizer_name, range(len(prepared.optimizers))),
+    ]
+
+
+def sharded_parts(run: Run) -> list[Part]:
+    """What this rank writes of models and optimizers."""
+    shards, prepared = run.shards, run.prepared
+    assert shards is not None  # or the form would be another one
+    states: dict[str, dict[str, Any]] = {}
+    for index, model in enumerate(prepared.models):
+        states[layout.sharded_model_name(index)] = {MODEL_KEY: shards.model_tensors(model)}
+    for index, optimizer in enumerate(prepared.optimizers):
+        state = shards.optimizer_tensors(optimizer.optimizer, prepared.models)
+        states[layout.sharded_optimizer_name(index)] = {OPTIMIZER_KEY: state}
+    return [part for folder, state in states.items() for part in parts_of_folder(folder, state, run.rank)]
+
+
+def parts_of_folder(folder: str, state: Mapping[str, Any], rank: int) -> list[Part]:
+    """The two files of a rank.
+
+    Args:
+        folder: Inside the checkpoint.
+        state: What all ranks hold of it.
+        rank: Index of this process.
+    """
+    writer = dcp.ShardWriter(state, rank)
+    return [
+        Part(name=f"{folder}/{shard_file(rank)}", write=writer.write_shards),
+        Part(name=f"{folder}/{note_file(rank)}", write=writer.write_note),
+    ]
+
+
+def check_shared(run: Run) -> None:
+    """Refuse to divide a checkpoint between hosts of which each keeps its own.
+
+    Raises:
+        SettingsError: That is what would happen.
+    """
+    topology = run.runtime.topology
+    several_hosts = topology.world_size > topology.local_world_size
+    if run.project.save_on_each_node and several_hosts and form_of(run) is not StateForm.WHOLE:
+        raise SettingsError(
+            "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; use "
+            "state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
+        )
+
+
+def save_own(run: Run, staging: Path) -> None:
+    """Let the strategy write models and optimizers in its own form."""
+    prepared = run.prepared
+    for index, model in enumerate(prepared.models):
+        run.persister.save_model(model, staging, index)
+    for index, optimizer in enumerate(prepared.optimizers):
+        run.persister.save_optimizer(
+            optimizer.optimizer, owner_of(optimizer, prepared.models), staging, index
+        )
+
+
+def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """The model that has the first parameter of an optimizer; the first model if none has."""
+    first = {id(one) for group in optimizer.param_groups[:1] for one in group["params"][:1]}
+    return next((model for model in models if any(id(one) in first for one in model.parameters())), models[0])
+
+
+def restore_divided_model(run: Run, source: Source, index: int, model: nn.Module, **options: Any) -> bool:
+    """Load a model that was not saved as one file.
+
+    Returns:
+        Whether it was saved so.
+    """
+    folder = source.folder / layout.sharded_model_name(index)
+    if is_sharded_folder(folder):
+        restore_model_shards(run, folder, model, **options)
+        return True
+    if form_of(run) is StateForm.OWN and not _is_whole(source, index):
+        run.persister.load_model(model, source.folder, index)
+        return True
+    return False
+
+
+def restore_divided_optimizer(run: Run, source: Source, index: int, optimizer: Optimizer) -> bool:
+    """Load an optimizer that was not saved as one file.
+
+    Returns:
+        Whether it was saved so.
+    """
+    folder = source.folder / layout.sharded_optimizer_name(index)
+    if is_sharded_folder(folder):
+        restore_optimizer_shards(run, folder, optimizer)
+        return True
+    if form_of(run) is StateForm.OWN and not source.has(layout.optimizer_name(index)):
+        models = run.prepared.models
+        run.persister.load_optimizer(optimizer, owner_of(optimizer, models), source.folder, index)
+        return True
+    return False
+
+
+def _is_whole(source: Source, index: int) -> bool:
+    names = (
+        *(layout.weights_name(index, safe=safe) for safe in (True, False)),
+        layout.fsdp_weights_name(index),
+    )
+    return any(source.has(name) for name in names)
+
+
+def restore_model_shards(
+    run: Run, folder: Path, model: nn.Module, *, strict: bool = True, **options: Any
+) -> None:
+    """Load a model from shards, however it is divided now.
+
+    Args:
+        run: With the strategy.
+        folder: With an index.
+        model: Prepared.
+        strict: Whether names must be the same.
+        **options: More arguments of `Module.load_state_dict`.
+    """
+    if run.shards is None:
+        state = dcp.read_all(folder, _whole)
+        run.persister.load_full_state_dict(model, _inside(state), strict=strict, **options)
+        return
+    tensors = run.shards.model_tensors(model)
+    wrapped: dict[str, Any] = {MODEL_KEY: tensors}
+    paths = [entry.path for entry in dcp.entries(dcp.read_index(folder))]
+    if strict:
+        unknown = sorted({".".join(map(str, path[1:])) for path in paths} - tensors.keys())
+        if unknown:
+            raise CheckpointError(
+                f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have; pass "
+                "strict=False to load the rest."
+            )
+    dcp.read_into(folder, wrapped, strict=strict)
+    run.shards.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
+
+
+def restore_optimizer_shards(run: Run, folder: Path, optimizer: Optimizer) -> None:
+    """Load an optimizer from shards, however it is divided now.
+
+    Args:
+        run: With the strategy and the models.
+        folder: With an index.
+        optimizer: As torch knows it.
+    """
+    models = run.prepared.models
+    if run.shards is None:
+        state = _inside(dcp.read_all(folder, _whole))
+        state.setdefault("state", {})
+        names = [group["params"] for group in state["param_groups"]]
+        run.persister.load_full_optimizer_state(optimizer, models, numbered_state(state, names))
+        return
+    make = run.shards.room_for(optimizer, models)
+
+    def room(entry: Entry) -> Tensor:
+        if len(entry.path) > 3 and entry.path[1] == "state":
+            assert entry.shape is not None
+            assert entry.dtype is not None
+            return make(str(entry.path[2]), entry.shape, entry.dtype)
+        return _whole(entry)
+
+    state = _inside(dcp.read_all(folder, room))
+    state.setdefault("state", {})
+    run.shards.load_optimizer(optimizer, models, state)
+
+
+def _inside(state: dict[str, Any]) -> dict[str, Any]:
+    """What is under the one key that there is."""
+    values = [*state.values()]
+    return values[0] if len(values) == 1 and isinstance(values[0], dict) else state
+
+
+def _whole(entry: Entry) -> Tensor:
+    assert entry.shape is not None
+    return torch.empty(entry.shape, dtype=entry.dtype)
