@@ -95,7 +95,8 @@ def test_a_tree_travels_in_one_message_once_its_size_is_known() -> None:
     gather({"other": torch.ones(5)})
     gather(tree)
     with (
-        mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as gathers,
+        mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as gathers,
+        mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as rings,
         mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcasts,
         mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as reductions,
     ):
@@ -106,6 +107,7 @@ def test_a_tree_travels_in_one_message_once_its_size_is_known() -> None:
         broadcast(tree)
         assert broadcasts.call_count == 1
         assert gathers.call_count == 1
+        assert rings.call_count == 0
     assert found["leaf 119"].tolist() == [119.0] * 3 + [1119.0] * 3
 
 

@@ -32,7 +32,8 @@ MAX_PLANS = 256  # structures remembered
 MAX_KEPT = 1 << 18  # bytes of the largest buffer that is kept with a plan
 
 _TENSORS = {Tensor}
-_describe = attrgetter("shape", "dtype")
+_shape_of = attrgetter("shape")
+_dtype_of = attrgetter("dtype")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +129,7 @@ def flatten(data: Any, operation: str) -> Flat:
         spec = _take_apart(data, leaves)
     except _StrayLeafError:
         raise tree.stray_leaf(data, operation) from None
-    key = (spec, tuple(map(_describe, leaves)))
+    key = (spec, tuple(map(_shape_of, leaves)), tuple(map(_dtype_of, leaves)))
     known = _plans.get(key)
     if known is None:
         known = _plans[key] = make_plan(
