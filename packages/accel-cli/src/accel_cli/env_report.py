@@ -7,19 +7,20 @@ import os
 import platform
 import shutil
 import sys
-from argparse import ArgumentParser
 from importlib import import_module
 from importlib.metadata import distributions
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.config.file import given_by_config
+from accel_cli.config_file import given_by_config
+from accel_cli.secrets_kept import without_secrets
 from accel_state.environ import read
 from accel_state.settings import combine, default_config_file, given_by_environ
 from accel_state.topology import detect
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from argparse import Namespace
+    from collections.abc import Callable, Mapping
 
 # The libraries that matter beside our own packages.
 _LIBRARIES = (
@@ -33,29 +34,23 @@ _LIBRARIES = (
     "torch-xla",
 )
 
+# What the variables begin with that change how a program trains.
+_PREFIXES = (
+    "ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "LOCAL_", "MASTER_", "MEGATRON_LM_", "MKL_",
+    "NCCL_", "OMP_", "OMPI_", "PARALLELISM_CONFIG_", "PJRT_", "PMI_", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "TORCH",
+    "TPU_", "UCX_", "WORLD_SIZE", "XLA_",
+)  # fmt: skip
 
-def run(arguments: Sequence[str]) -> int:
+
+def run(options: Namespace) -> int:
     """Write the report to the standard output.
 
     Args:
-        arguments: What follows `accel env`.
+        options: What `accel_cli.commands.arguments.env` reads.
 
     Raises:
         SettingsError: The config file cannot be used.
     """
-    parser = ArgumentParser(
-        prog="accel env",
-        allow_abbrev=False,
-        description="Tell what a bug report should say: versions, devices, launcher and settings.",
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON rather than as text")
-    parser.add_argument(
-        "--config_file",
-        "--config-file",
-        metavar="FILE",
-        help="the config file to look at; by default the usual one",
-    )
-    options = parser.parse_args(arguments)
     facts = report(read(), options.config_file)
     sys.stdout.write(json.dumps(facts, indent=2) + "\n" if options.json else as_text(facts))
     return 0
@@ -79,6 +74,7 @@ def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[s
         "launcher": _launcher(environ),
         "config file": config_file or str(default_config_file(environ) or "none"),
         "settings": _settings(environ, config_file),
+        "variables": _variables(environ),
     }
 
 
@@ -119,7 +115,19 @@ def _launcher(environ: Mapping[str, str]) -> str:
 def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, str]:
     """What differs from the defaults, and who says so."""
     merged = combine(given_by_environ(environ), given_by_config(config_file, environ))
-    return {path: f"{given.value} ({given.origin})" for path, given in sorted(merged.given.items())}
+    return {
+        path: f"{without_secrets(path, str(given.value))} ({given.origin})"
+        for path, given in sorted(merged.given.items())
+    }
+
+
+def _variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that accel, torch and launchers read, without secrets."""
+    return {
+        name: without_secrets(name, value)
+        for name, value in sorted(environ.items())
+        if name.startswith(_PREFIXES)
+    }
 
 
 def _torch(torch: Any) -> dict[str, Any]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import AccelError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from accel_cli.commands.arguments.parser import Parser
 
 ERROR = 2
 """The exit code of a command line that cannot be carried out; nothing was started."""
@@ -22,25 +25,75 @@ class Command:
     """A subcommand.
 
     Args:
-        target: `"module:function"`; the function takes the arguments after the subcommand and returns
-            the exit code.
+        target: `"module:function"`; the function takes what the parser reads, or without a parser the words
+            after the subcommand, and returns the exit code.
         help: One line for the overview.
+        parser: `"module:function"` that makes the parser, in a module that imports nothing heavy; so that
+            help and mistakes are answered before the target is imported.
     """
 
     target: str
     help: str
+    parser: str | None = None
+
+    def make_parser(self) -> Parser:
+        """Make the parser; there has to be one."""
+        assert self.parser is not None  # noqa: S101 - for ourselves
+        return _find(self.parser)()
+
+    def run(self, words: Sequence[str]) -> int:
+        """Read the words after the subcommand, and run it."""
+        options = words if self.parser is None else self.make_parser().read(words)
+        return _find(self.target)(options)
 
 
 COMMANDS: Mapping[str, Command] = {
+    "config": Command(
+        target="accel_cli.config.command:run",
+        help="Ask how scripts are to be run on this machine, and write it to a file.",
+        parser="accel_cli.commands.arguments.config:parser",
+    ),
     "launch": Command(target="accel_cli.launch.command:run", help="Run a script in one process or in many."),
+    "test": Command(
+        target="accel_cli.commands.selftest.command:run",
+        help="Tell whether this machine trains correctly with a config.",
+        parser="accel_cli.commands.arguments.selftest:parser",
+    ),
     "env": Command(
-        target="accel_cli.env_report:run", help="Tell what a bug report should say about this machine."
+        target="accel_cli.env_report:run",
+        help="Tell what a bug report should say about this machine.",
+        parser="accel_cli.commands.arguments.env:parser",
+    ),
+    "estimate-memory": Command(
+        target="accel_cli.commands.estimate.command:run",
+        help="Tell how much memory a model takes, at rest and in training.",
+        parser="accel_cli.commands.arguments.estimate:parser",
+    ),
+    "check": Command(
+        target="accel_cli.commands.check.command:run",
+        help="Try a script as ranks of a large run, without devices.",
+        parser="accel_cli.commands.arguments.check:parser",
+    ),
+    "to-fsdp2": Command(
+        target="accel_cli.commands.to_fsdp2:run",
+        help="Rewrite a config file for FSDP as one for FSDP2.",
+        parser="accel_cli.commands.arguments.to_fsdp2:parser",
+    ),
+    "tpu-config": Command(
+        target="accel_cli.commands.tpu:run",
+        help="Run commands on all machines of a TPU pod.",
+        parser="accel_cli.commands.arguments.tpu:parser",
+    ),
+    "completion": Command(
+        target="accel_cli.commands.completion.command:run",
+        help="Write the completion of a shell.",
+        parser="accel_cli.commands.arguments.completion:parser",
     ),
 }
 """The subcommands, in the order of the overview."""
 
 # What the documentation names besides, so that asking for it gets a true answer.
-_LATER = ("config", "estimate-memory", "merge-weights", "test", "to-fsdp2", "tpu-config")
+_LATER = ("merge-weights",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,11 +112,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = given
     if name not in COMMANDS:
         return _fail("accel", _unknown(name))
-    module, _, function = COMMANDS[name].target.partition(":")
     try:
-        return getattr(import_module(module), function)(rest)
+        return COMMANDS[name].run(rest)
     except AccelError as error:
         return _fail(f"accel {name}", str(error))
+
+
+def _run(name: str) -> int:
+    return main([name, *sys.argv[1:]])
+
+
+config, estimate_memory, launch, merge_weights = (
+    partial(_run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
+)
+"""What the programs `accel-config`, `accel-estimate-memory` and so on run."""
+
+
+def _find(named: str) -> Any:
+    """What `"module:name"` names."""
+    module, _, name = named.partition(":")
+    return getattr(import_module(module), name)
 
 
 def _overview() -> str:

@@ -1,0 +1,1 @@
+"""The subcommands beside `launch`, `config` and `env`."""

@@ -1,0 +1,19 @@
+"""What `accel completion` takes."""
+
+from __future__ import annotations
+
+from accel_cli.commands.arguments.parser import Parser
+
+SHELLS = ("bash", "zsh", "fish")
+
+_EPILOG = (
+    'bash: eval "$(accel completion bash)" in ~/.bashrc; zsh: eval "$(accel completion zsh)" in ~/.zshrc, after'
+    " compinit; fish: accel completion fish > ~/.config/fish/completions/accel.fish"
+)
+
+
+def parser() -> Parser:
+    """Make the parser."""
+    made = Parser("completion", "Write what a shell needs to complete accel's commands and flags.", _EPILOG)
+    made.add_argument("shell", choices=SHELLS)
+    return made

@@ -1,0 +1,69 @@
+"""What `accel estimate-memory` takes."""
+
+from __future__ import annotations
+
+from accel_cli.commands.arguments.parser import Parser, number
+
+DTYPES = ("float32", "float16", "int8", "int4")
+LIBRARIES = ("timm", "transformers")
+
+
+def parser() -> Parser:
+    """Make the parser."""
+    made = Parser(
+        "estimate-memory",
+        "Tell how much memory a model takes: its weights by element type, and its training on each device by"
+        " strategy. Nothing is loaded or computed.",
+    )
+    made.add_argument(
+        "model_name",
+        help="a folder or file with weights, a transformers configuration (config.json), or the id of a model"
+        " on the hub, which is looked for in the local cache first",
+    )
+    model = made.add_argument_group("the model")
+    model.add_argument("--library_name", choices=LIBRARIES, help="the library that defines the model")
+    model.add_argument(
+        "--dtypes",
+        nargs="+",
+        choices=DTYPES,
+        default=[*DTYPES],
+        help="the element types of the weights to list (default: all)",
+    )
+    model.add_argument(
+        "--trust_remote_code", action="store_true", help="run the code that comes with a model from the hub"
+    )
+    training = made.add_argument_group("training")
+    training.add_argument(
+        "--num_devices", type=number(1), metavar="N", help="how many devices train it (default: 1)"
+    )
+    training.add_argument(
+        "--memory", metavar="SIZE", help="memory of each device, as in 80GiB; suggests what fits"
+    )
+    training.add_argument("--host_memory", metavar="SIZE", help="main memory of each machine, for offloading")
+    training.add_argument(
+        "--devices_per_machine", type=number(1), default=8, metavar="N", help="default: %(default)s"
+    )
+    training.add_argument(
+        "--mixed_precision",
+        choices=("no", "fp16", "bf16"),
+        default="bf16",
+        help="the precision of forward and backward passes (default: %(default)s)",
+    )
+    training.add_argument(
+        "--batch_size",
+        type=number(1),
+        metavar="N",
+        help="samples for each device at a time; adds what the passes keep",
+    )
+    training.add_argument(
+        "--sequence_length", type=number(1), default=512, metavar="N", help="tokens (default: %(default)s)"
+    )
+    training.add_argument(
+        "--gradient_checkpointing",
+        action="store_true",
+        help="keep only the inputs of blocks, and compute the rest again in the backward pass",
+    )
+    output = made.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="as JSON, in bytes")
+    output.add_argument("--quiet", "-q", action="store_true", help="the numbers without the notes")
+    return made

@@ -1,0 +1,122 @@
+"""An argument parser that takes flags in both spellings and answers a mistake with one sentence."""
+
+from __future__ import annotations
+
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, NoReturn
+
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from argparse import _ArgumentGroup  # what `add_argument_group` returns has no public name
+    from collections.abc import Callable, Sequence
+
+
+class Parser(ArgumentParser):
+    """The parser of a subcommand.
+
+    Flags are declared with underscores and may be written with dashes.
+
+    Args:
+        command: What comes after `accel`.
+        description: What the subcommand does.
+        epilog: What to say after the flags.
+
+    Example:
+        >>> parser = Parser("greet", "Greet.")
+        >>> _ = parser.add_argument("--first_name")
+        >>> parser.read(["--first-name", "Ada"]).first_name
+        'Ada'
+    """
+
+    def __init__(self, command: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(prog=f"accel {command}", description=description, epilog=epilog, allow_abbrev=False)
+
+    @property
+    def actions(self) -> list[Action]:
+        """Everything that was declared, in order."""
+        return [*self._actions]
+
+    def read(self, words: Sequence[str]) -> Namespace:
+        """Read the words after the subcommand.
+
+        Raises:
+            SettingsError: They cannot be used.
+            SystemExit: They ask for help, which has been shown.
+        """
+        options, unknown = self.parse_known_args(self._spelled(words))
+        if unknown:
+            name = unknown[0].partition("=")[0]
+            raise SettingsError(f"argument {name} is unknown{self._nearest(name)}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        """Tell what is wrong by an error, which the command turns into a sentence and exit code 2.
+
+        Raises:
+            SettingsError: Always.
+        """
+        raise SettingsError(f"{message}.")
+
+    def _spelled(self, words: Sequence[str]) -> list[str]:
+        """The words with every flag as it is declared, up to what belongs to somebody else's script."""
+        spelled: list[str] = []
+        values = 0
+        for position, word in enumerate(words):
+            if values:
+                values -= 1
+                spelled.append(word)
+                continue
+            name, equals, value = word.partition("=")
+            known = name if name in self._option_string_actions else f"--{name[2:].replace('-', '_')}"
+            if word.startswith("--") and known in self._option_string_actions:
+                action = self._option_string_actions[known]
+                values = 1 if action.nargs is None and not equals else 0
+                spelled.append(f"{known}{equals}{value}")
+            elif self.script_follows and not word.startswith("-"):
+                return [*spelled, *words[position:]]
+            else:
+                spelled.append(word)
+        return spelled
+
+    @property
+    def script_follows(self) -> bool:
+        """Whether the first word that is no flag is a script, which has everything after it."""
+        return any(action.nargs == "..." for action in self._actions)
+
+    def _nearest(self, name: str) -> str:
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        near = get_close_matches(name.replace("-", "_"), [flag.replace("-", "_") for flag in flags], n=1)
+        at = [flag.replace("-", "_") for flag in flags].index(near[0]) if near else None
+        return "." if at is None else f"; did you mean {flags[at]}?"
+
+
+def number(low: float, *, whole: bool = True) -> Callable[[str], float]:
+    """Make the reader of a number.
+
+    Args:
+        low: The least that is allowed.
+        whole: Refuse fractions.
+
+    Example:
+        >>> number(1)("8")
+        8
+    """
+    kind = "whole number" if whole else "number"
+
+    def read(text: str) -> float:
+        try:
+            value = int(text) if whole else float(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value < float("inf"):
+            raise ArgumentTypeError(f"{text!r} is no {kind} of at least {low}")
+        return value
+
+    return read
+
+
+def add_config_file(parser: ArgumentParser | _ArgumentGroup, help: str) -> None:  # noqa: A002 - argparse's own name
+    """Declare `--config_file`, as every command has it."""
+    parser.add_argument("--config_file", metavar="FILE", help=help)

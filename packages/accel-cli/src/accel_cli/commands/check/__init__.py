@@ -1,0 +1,1 @@
+"""`accel check`: what a run on many devices would do, found out without any."""

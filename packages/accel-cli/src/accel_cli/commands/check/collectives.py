@@ -1,0 +1,125 @@
+"""Communication of one rank that is alone and behaves as if it were not: everybody else has what it has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_ops.tree import recursively_apply
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from accel_cli.commands.check.observer import Observer
+
+
+class AloneCollectives:
+    """The seam of communication, `accel_state.backends.base.Collectives`, with nobody at the other end.
+
+    Args:
+        observer: Who is told.
+        rank: Index of this process.
+        world_size: How many there would be.
+    """
+
+    def __init__(self, observer: Observer, rank: int, world_size: int) -> None:
+        self._observer = observer
+        self.rank = rank
+        self.world_size = world_size
+
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Leave `out` as it is."""
+        del out, tensor
+        self._do("all_gather", meanwhile)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Leave the tensor as it is."""
+        del tensor, src
+        self._do("broadcast")
+
+    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
+        """Leave `out` as it is."""
+        del out, parts, src
+        self._do("scatter")
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Leave `out` as it is."""
+        self.scatter(out, parts, src)
+        return _nothing
+
+    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+        """Leave the tensor as it is."""
+        del tensor
+        self._do("all_reduce", meanwhile)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """The same object from everybody."""
+        self._do("all_gather_object")
+        return [obj] * self.world_size
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Leave the objects as they are."""
+        del objects, src
+        self._do("broadcast_object_list")
+
+    def barrier(self) -> None:
+        """Wait for nobody."""
+        self._do("wait_for_everyone")
+
+    def _do(self, kind: str, meanwhile: Callable[[], None] | None = None) -> None:
+        self._observer.saw(kind)
+        if meanwhile is not None:
+            meanwhile()
+
+
+def operations(observer: Observer, world_size: int) -> dict[str, Callable[..., Any]]:
+    """The operations on nested data, as `accel_ops.collect` and `accel_ops.pad` have them.
+
+    Args:
+        observer: Who is told.
+        world_size: How many ranks there would be.
+    """
+
+    def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
+        del same_shapes
+        observer.saw("gather")
+        return recursively_apply(_repeated, tensor, error_on_other_type=True)
+
+    def _repeated(leaf: Tensor) -> Tensor:
+        return torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * world_size)
+
+    def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
+        observer.saw("gather_object")
+        return [*object] * world_size
+
+    def broadcast(tensor: Any, from_process: int = 0) -> Any:
+        del from_process
+        observer.saw("broadcast")
+        return tensor
+
+    def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+        del from_process
+        observer.saw("broadcast_object_list")
+        return object_list
+
+    def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
+        del reduction
+        observer.saw("reduce")
+        return recursively_apply(lambda leaf: leaf * scale, tensor, error_on_other_type=True)
+
+    def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+        del dim, pad_index, pad_first
+        observer.saw("pad_across_processes")
+        return tensor
+
+    made = (gather, gather_object, broadcast, broadcast_object_list, reduce, pad_across_processes)
+    return {function.__name__: function for function in made}
+
+
+def _nothing() -> None:
+    pass

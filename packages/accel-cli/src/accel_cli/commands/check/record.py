@@ -1,0 +1,187 @@
+"""What a rank did when it was tried, and how the ranks differ. Plain data."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.commands.estimate.memory import Moment, Sizes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What a process that plays a rank is told.
+
+    Args:
+        script: The user's script.
+        arguments: Its arguments.
+        rank: The rank to play.
+        world: Of how many.
+        local_world: How many of them are on a machine.
+        batches: How many batches every loader gives.
+        output: The file to write the record to.
+    """
+
+    script: str
+    arguments: tuple[str, ...]
+    rank: int
+    world: int
+    local_world: int
+    batches: int
+    output: str
+
+    def to_text(self) -> str:
+        """Write as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Order:
+        """Read what `to_text` wrote."""
+        table: dict[str, Any] = json.loads(text)
+        return cls(**{**table, "arguments": tuple(table["arguments"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that all ranks have to do together.
+
+    Args:
+        kind: What, such as `"gather"`.
+        where: File and line of the script.
+    """
+
+    kind: str
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """A file that would be written.
+
+    Args:
+        name: Its path.
+        nbytes: Its size, about.
+        where: File and line of the script.
+    """
+
+    name: str
+    nbytes: int
+    where: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What one rank did.
+
+    Args:
+        rank: Which one.
+        strategy: The name of the strategy that would train; empty if no `Accelerator` was made.
+        precision: The mixed precision.
+        sizes: The models, in elements; None if none was prepared.
+        moments: The fullest moments of its passes.
+        events: What it would have done together with the others, in order.
+        files: What it would have written.
+        stopped: Why and where the script ended before its end; empty if it did not.
+    """
+
+    rank: int
+    strategy: str = ""
+    precision: str = "no"
+    sizes: Sizes | None = None
+    moments: tuple[Moment, ...] = ()
+    events: tuple[Event, ...] = ()
+    files: tuple[File, ...] = ()
+    stopped: str = ""
+
+    def to_text(self) -> str:
+        """Write as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Record:
+        """Read what `to_text` wrote."""
+        table: dict[str, Any] = json.loads(text)
+        sizes: Mapping[str, Any] | None = table["sizes"]
+        kinds: Mapping[str, type[Any]] = {"moments": Moment, "events": Event, "files": File}
+        lists = {name: tuple(kind(**row) for row in table[name]) for name, kind in kinds.items()}
+        known = None if sizes is None else Sizes(**{**sizes, "blocks": tuple(sizes["blocks"])})
+        return cls(**{**table, **lists, "sizes": known})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first point at which two ranks part.
+
+    Args:
+        ranks: The ranks that do as the second says.
+        first: What rank `of` does; None if it has ended.
+        second: What these do; None if they have ended.
+        of: The rank that they are compared with.
+    """
+
+    ranks: tuple[int, ...]
+    first: Event | None
+    second: Event | None
+    of: int = field(default=0)
+
+    def __str__(self) -> str:
+        others = f"rank {', '.join(map(str, self.ranks))}"
+        return f"rank {self.of} {_does(self.first)}, while {others} {_does(self.second)}: both would wait forever"
+
+
+def differences(records: Sequence[Record]) -> list[Difference]:
+    """Find where ranks part; each is compared with the first.
+
+    Args:
+        records: Of the ranks that were tried.
+
+    Example:
+        >>> one = Record(rank=0, events=(Event(kind="gather", where="train.py:3"),))
+        >>> print(differences([one, Record(rank=1)])[0])
+        rank 0 calls gather at train.py:3, while rank 1 has ended: both would wait forever
+    """
+    found: dict[tuple[Event | None, Event | None], list[int]] = {}
+    first = records[0]
+    for other in records[1:]:
+        pair = _part(first, other)
+        if pair is not None:
+            found.setdefault(pair, []).append(other.rank)
+    return [
+        Difference(ranks=tuple(ranks), first=mine, second=theirs, of=first.rank)
+        for (mine, theirs), ranks in found.items()
+    ]
+
+
+def _part(first: Record, second: Record) -> tuple[Event | None, Event | None] | None:
+    for mine, theirs in zip(first.events, second.events, strict=False):
+        if mine != theirs:
+            return mine, theirs
+    if len(first.events) == len(second.events):
+        return None
+    shorter = min(first, second, key=lambda record: len(record.events))
+    if shorter.stopped:  # what it would have done after that is not known
+        return None
+    at = len(shorter.events)
+    return tuple((record.events[at : at + 1] or (None,))[0] for record in (first, second))  # pyright: ignore[reportReturnType] - two of them
+
+
+def _does(event: Event | None) -> str:
+    return "has ended" if event is None else f"calls {event.kind} at {event.where}"
+
+
+def ranks_to_try(world: int, local_world: int) -> tuple[int, ...]:
+    """The ranks that scripts treat differently: the first and the last, and the first of other machines.
+
+    Args:
+        world: How many there are.
+        local_world: How many on a machine.
+
+    Example:
+        >>> ranks_to_try(128, 8), ranks_to_try(1, 8)
+        ((0, 1, 8, 127), (0,))
+    """
+    return tuple(sorted({rank for rank in (0, 1, local_world, world - 1) if 0 <= rank < world}))

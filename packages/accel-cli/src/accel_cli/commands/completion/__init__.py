@@ -1,0 +1,1 @@
+"""`accel completion`: what shells need to complete commands, flags and values."""

@@ -1,0 +1,108 @@
+"""What can be written after `accel`, as plain data, from the tables that the command itself works with."""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_state.settings import OPTIONS
+
+if TYPE_CHECKING:
+    from argparse import Action
+    from collections.abc import Mapping, Sequence
+
+    from accel_cli.commands.arguments.parser import Parser
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """A flag.
+
+    Args:
+        names: Its spellings.
+        help: One line.
+        takes_value: Whether a value follows.
+        choices: The values, if they can be listed; files are offered otherwise.
+    """
+
+    names: tuple[str, ...]
+    help: str = ""
+    takes_value: bool = False
+    choices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Words:
+    """What may follow a subcommand.
+
+    Args:
+        help: One line about the subcommand.
+        flags: Its flags.
+        choices: The values of its first argument; files are offered if there are none.
+    """
+
+    help: str
+    flags: tuple[Flag, ...] = ()
+    choices: tuple[str, ...] = ()
+
+
+HELP = Flag(names=("-h", "--help"), help="show the options")
+
+
+def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[str, Words]:
+    """Bring together what the subcommands take.
+
+    Args:
+        commands: One line of help for each subcommand.
+        parsers: The parsers of those that have one. `launch` has the table of settings.
+
+    Example:
+        >>> grammar({"env": "Tell."}, {})["env"].flags[0].names
+        ('-h', '--help')
+    """
+    return {
+        name: _of_launch(help_line)
+        if name == "launch"
+        else _of_parser(help_line, parsers[name])
+        if name in parsers
+        else Words(help=help_line, flags=(HELP,))
+        for name, help_line in commands.items()
+    }
+
+
+def _of_parser(help_line: str, parser: Parser) -> Words:
+    flags = [_flag(action) for action in parser.actions if action.option_strings and action.help != SUPPRESS]
+    first = next((action for action in parser.actions if not action.option_strings), None)
+    choices = () if first is None else tuple(map(str, first.choices or ()))
+    return Words(help=help_line, flags=tuple(flags), choices=choices)
+
+
+def _flag(action: Action) -> Flag:
+    return Flag(
+        names=tuple(action.option_strings),
+        help=_line(action.help or ""),
+        takes_value=action.nargs != 0,
+        choices=tuple(map(str, action.choices or ())),
+    )
+
+
+def _of_launch(help_line: str) -> Words:
+    config = Flag(names=("--config_file",), help="settings in YAML or JSON", takes_value=True)
+    flags = [
+        Flag(
+            names=tuple(option.flags),
+            help=_line(option.help),
+            takes_value=option.const is None,
+            choices=tuple(option.choices) if option.const is None else (),
+        )
+        for option in OPTIONS
+        if option.flags
+    ]
+    return Words(help=help_line, flags=(HELP, config, *flags))
+
+
+def _line(text: str) -> str:
+    """The first sentence, without what argparse would fill in and what shells would read as quotes."""
+    words: Sequence[str] = text.replace("%(default)s", "").replace("`", "").replace("'", "").split()
+    return " ".join(words).partition(". ")[0].removesuffix(".")

@@ -1,0 +1,167 @@
+"""The same grammar in the language of each shell."""
+
+from __future__ import annotations
+
+from shlex import quote
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from accel_cli.commands.completion.grammar import Flag, Words
+
+    Grammar = Mapping[str, Words]
+
+_BASH = """\
+# Completion of `accel` for bash: eval "$(accel completion bash)"
+_accel() {{
+    local word="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}"
+    local words=""
+    COMPREPLY=()
+    if [ "$COMP_CWORD" -eq 1 ]; then
+        words="{commands} --help"
+    else
+        case "$command $previous" in
+{values}
+        esac
+        if [ -z "$words" ] && [ "${{word:0:2}}" = "--" ]; then
+            local body="${{word:2}}"
+            word="--${{body//-/_}}"
+            case "$command" in
+{flags}
+            esac
+        elif [ -z "$words" ]; then
+            case "$command" in
+{choices}
+            esac
+        fi
+    fi
+    if [ -n "$words" ]; then
+        COMPREPLY=($(compgen -W "$words" -- "$word"))
+    else
+        COMPREPLY=($(compgen -f -- "$word"))
+    fi
+}}
+complete -o filenames -F _accel accel
+"""
+
+_ZSH = """\
+#compdef accel
+# Completion of `accel` for zsh: eval "$(accel completion zsh)", after compinit
+_accel() {{
+    local -a words_to_offer
+    if (( CURRENT == 2 )); then
+        words_to_offer=({commands})
+        _describe command words_to_offer
+        return
+    fi
+    case "$words[2] $words[CURRENT-1]" in
+{values}
+    esac
+    if [[ "$words[CURRENT]" == -* ]]; then
+        case "$words[2]" in
+{flags}
+        esac
+        _describe option words_to_offer
+        return
+    fi
+    case "$words[2]" in
+{choices}
+    esac
+    _files
+}}
+compdef _accel accel
+"""
+
+
+def bash(grammar: Grammar) -> str:
+    """Write the completion for bash.
+
+    Args:
+        grammar: What can be completed.
+    """
+    return _BASH.format(
+        commands=" ".join(grammar),
+        values=_lines(
+            f'            "{name} {spelling}") words="{" ".join(flag.choices)}" ;;'
+            for name, flag, spelling in _with_choices(grammar)
+        ),
+        flags=_lines(
+            f'                {name}) words="{" ".join(_long(words))}" ;;' for name, words in grammar.items()
+        ),
+        choices=_lines(
+            f'                {name}) words="{" ".join(words.choices)}" ;;'
+            for name, words in grammar.items()
+            if words.choices
+        ),
+    )
+
+
+def zsh(grammar: Grammar) -> str:
+    """Write the completion for zsh.
+
+    Args:
+        grammar: What can be completed.
+    """
+    return _ZSH.format(
+        commands=" ".join(_described(name, words.help) for name, words in grammar.items()),
+        values=_lines(
+            f"        ({quote(f'{name} {spelling}')}) compadd -- {' '.join(map(quote, flag.choices))}; return ;;"
+            for name, flag, spelling in _with_choices(grammar)
+        ),
+        flags=_lines(
+            f"            ({name}) words_to_offer=("
+            + " ".join(_described(spelling, flag.help) for flag in words.flags for spelling in flag.names)
+            + ") ;;"
+            for name, words in grammar.items()
+        ),
+        choices=_lines(
+            f"        ({name}) compadd -- {' '.join(map(quote, words.choices))}; return ;;"
+            for name, words in grammar.items()
+            if words.choices
+        ),
+    )
+
+
+def fish(grammar: Grammar) -> str:
+    """Write the completion for fish.
+
+    Args:
+        grammar: What can be completed.
+    """
+    lines = ["# Completion of `accel` for fish: ~/.config/fish/completions/accel.fish"]
+    for name, words in grammar.items():
+        lines.append(f"complete -c accel -f -n __fish_use_subcommand -a {name} -d {quote(words.help)}")
+        here = quote(f"__fish_seen_subcommand_from {name}")
+        if words.choices:
+            lines.append(f"complete -c accel -f -n {here} -a {quote(' '.join(words.choices))}")
+        for flag in words.flags:
+            names = " ".join(
+                f"-l {one[2:]}" if one.startswith("--") else f"-s {one[1:]}" for one in flag.names
+            )
+            value = f" -x -a {quote(' '.join(flag.choices))}" if flag.choices else " -r" * flag.takes_value
+            lines.append(f"complete -c accel -n {here} {names}{value} -d {quote(flag.help)}")
+    return "\n".join(lines) + "\n"
+
+
+WRITERS: Mapping[str, Callable[[Grammar], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
+"""By the name of the shell."""
+
+
+def _with_choices(grammar: Grammar) -> Iterator[tuple[str, Flag, str]]:
+    for name, words in grammar.items():
+        for flag in words.flags:
+            if flag.takes_value and flag.choices:
+                yield from ((name, flag, spelling) for spelling in flag.names)
+
+
+def _long(words: Words) -> Iterator[str]:
+    return (spelling for flag in words.flags for spelling in flag.names if spelling.startswith("--"))
+
+
+def _described(word: str, help_line: str) -> str:
+    return quote(f"{word}:{help_line.replace(':', ' -')}")
+
+
+def _lines(lines: Iterator[str]) -> str:
+    return "\n".join(lines)

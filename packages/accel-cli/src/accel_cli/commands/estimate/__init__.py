@@ -1,0 +1,1 @@
+"""How much memory a model takes: its weights, and its training by strategy."""

@@ -1,0 +1,211 @@
+"""`accel estimate-memory`: read a model's description, do the arithmetic, show it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+
+from accel_bigmodel.device_map.infer import infer_auto_device_map
+from accel_bigmodel.explanation import explain
+from accel_cli.commands.estimate.inputs import passes_of_batch
+from accel_cli.commands.estimate.memory import STRATEGIES, Job, estimate
+from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.suggest import Suggestion, devices_needed, fits, suggest
+from accel_cli.commands.estimate.trace import moments_of
+from accel_cli.commands.estimate.weights import sizes_of, weights_in
+from accel_cli.output import Table, show
+from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+    from torch import nn
+
+    from accel_cli.commands.estimate.memory import Estimate, Moment
+    from accel_cli.commands.estimate.weights import Weights
+
+
+def run(options: Namespace) -> int:
+    """Show what a model takes.
+
+    Args:
+        options: What `accel_cli.commands.arguments.estimate` reads.
+
+    Raises:
+        SettingsError: There is no such model, or a size cannot be read.
+    """
+    memory = _size(options.memory, "--memory")
+    host = _size(options.host_memory, "--host_memory")
+    model = skeleton_of(
+        options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
+    )
+    weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
+    job, again = _jobs(model, options)
+    alone = (*list(STRATEGIES)[:1], "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
+    names = alone if job.devices == 1 else tuple(STRATEGIES)[1:]
+    estimates = [estimate(name, again if options.gradient_checkpointing else job) for name in names]
+    suggestion = None if memory is None else suggest(
+        job, again, memory, host=host, per_machine=options.devices_per_machine
+    )  # fmt: skip
+    if options.json:
+        show(_as_json(weights, estimates, suggestion))
+        return 0
+    show(_weights_table(options.model_name, weights, job), "")
+    show(_training_table(estimates, job, memory, host, options))
+    if memory is not None:
+        show("", *_advice(suggestion, again, memory), "", _placement(model, memory, job.devices))
+    if not options.quiet:
+        show("", *_notes(options))
+    return 0
+
+
+def _size(text: str | None, flag: str) -> int | None:
+    if text is None:
+        return None
+    try:
+        return convert_file_size_to_int(text)
+    except SettingsError as error:
+        raise SettingsError(f"argument {flag}: {error}") from None
+
+
+def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
+    """The run as it is, and with activations that are computed again."""
+    width = 4 if options.mixed_precision == "no" else 2
+    sizes = sizes_of(model)
+    devices = options.num_devices or 1
+
+    def job(moments: tuple[Moment, ...]) -> Job:
+        return Job(sizes=sizes, devices=devices, width=width, moments=moments)
+
+    if options.batch_size is None:
+        return job(()), job(())
+    plain = _trace(model, options)
+    return job(plain), job(_trace(model, options, again=True) or plain)
+
+
+def _trace(model: Any, options: Namespace, *, again: bool = False) -> tuple[Moment, ...]:
+    """The moments of the passes; none if the model cannot compute activations again."""
+    if not hasattr(model, "config"):
+        raise UnsupportedError(
+            f"argument --batch_size: {options.model_name!r} has no configuration of transformers that says "
+            "how it computes; leave it out."
+        )
+    if again:
+        try:
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
+            )
+        except (AttributeError, ValueError):
+            return ()
+        model.config.use_cache = False
+    dtype = None if options.mixed_precision == "no" else torch.bfloat16
+    passes = passes_of_batch(options.batch_size, options.sequence_length)
+    try:
+        return moments_of(model.train(), passes, dtype=dtype)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedError(
+            f"argument --batch_size: the passes of {type(model).__name__} cannot be followed without values "
+            f"({str(error).splitlines()[0]}); leave it out."
+        ) from None
+
+
+def _weights_table(name: str, weights: dict[str, Weights], job: Job) -> Table:
+    rows = tuple(
+        (
+            dtype,
+            convert_bytes(one.largest),
+            convert_bytes(one.total),
+            convert_bytes(_with_adam(dtype, job)) if _TRAINED[dtype] else "-",
+        )
+        for dtype, one in weights.items()
+    )
+    elements = f"{job.sizes.parameters:,} parameters"
+    return Table(
+        title=f"{name}: {elements}",
+        head=("dtype", "largest layer", "total size", "training with Adam"),
+        rows=rows,
+    )
+
+
+# Bytes for each element in training: weights, gradients and Adam's moments; under mixed precision the weights
+# and gradients are float32 all the same, and there is a copy in half precision.
+_TRAINED = {"float32": 16, "float16": 18, "int8": 0, "int4": 0}
+
+
+def _with_adam(dtype: str, job: Job) -> int:
+    return _TRAINED[dtype] * job.sizes.trainable + 4 * (job.sizes.parameters - job.sizes.trainable)
+
+
+def _training_table(
+    estimates: list[Estimate], job: Job, memory: int | None, host: int | None, options: Namespace
+) -> Table:
+    kinds = ("parameters", "gradients", "optimizer", "communication", "working")
+    per_machine = min(options.devices_per_machine, job.devices)
+
+    def row(one: Estimate) -> tuple[str, ...]:
+        verdict = () if memory is None else ("fits" if fits(one, memory, host, per_machine) else "too large",)
+        cells = (convert_bytes(one.parts[kind]) if one.parts[kind] else "-" for kind in kinds)
+        offloaded = convert_bytes(one.host) if one.host else "-"
+        return (one.strategy, convert_bytes(one.device), *cells, offloaded, *verdict)
+
+    batch = "" if options.batch_size is None else (
+        f", {options.batch_size} x {options.sequence_length} tokens each"
+    )  # fmt: skip
+    return Table(
+        title=f"training with Adam on {job.devices} device(s), precision {options.mixed_precision}{batch}",
+        head=("strategy", "device", *kinds, "host", *(() if memory is None else ("verdict",))),
+        rows=tuple(row(one) for one in estimates),
+    )
+
+
+def _advice(suggestion: Suggestion | None, again: Job, memory: int) -> list[str]:
+    if suggestion is not None:
+        text = yaml.safe_dump(dict(suggestion.config), sort_keys=False).rstrip()
+        return [f"suggested: {suggestion.estimate.strategy}", text]
+    needed = devices_needed(again, memory)
+    if needed is None:
+        return ["nothing fits, on any number of devices: take a smaller batch or shorter sequences."]
+    return [f"nothing fits; FSDP2 would on {needed} devices with activation checkpointing."]
+
+
+def _placement(model: nn.Module, memory: int, devices: int) -> str:
+    """The device map of inference in half precision."""
+    room = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
+    device_map = infer_auto_device_map(
+        model,
+        room,
+        no_split_module_classes=getattr(model, "_no_split_modules", None),
+        dtype=torch.float16,
+    )
+    return f"inference in float16:\n{explain(device_map, model, dtype=torch.float16)}"
+
+
+def _notes(options: Namespace) -> list[str]:
+    notes = ["The driver, kernels and gaps take more: plan with nine tenths of a device."]
+    if options.batch_size is None:
+        notes.append("Activations are not counted; --batch_size and --sequence_length count them.")
+    return notes
+
+
+def _as_json(weights: dict[str, Weights], estimates: list[Estimate], suggestion: Suggestion | None) -> str:
+    facts: dict[str, Any] = {
+        "weights": {
+            dtype: {"total": one.total, "largest layer": one.largest, "layers": list(one.layers)}
+            for dtype, one in weights.items()
+        },
+        "training": {
+            one.strategy: {"device": one.device, "host": one.host, "parts": dict(one.parts)}
+            for one in estimates
+        },
+    }
+    if suggestion is not None:
+        facts["suggestion"] = {
+            "strategy": suggestion.estimate.strategy,
+            "device": suggestion.estimate.device,
+            "config": dict(suggestion.config),
+        }
+    return json.dumps(facts, indent=2)

@@ -1,0 +1,87 @@
+"""A batch for a model of transformers, and the loss that it gives; only shapes matter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor, nn
+
+
+def _ids(config: Any, batch: int, length: int) -> Tensor:
+    del config
+    return torch.ones(batch, length, dtype=torch.int64)
+
+
+def _pixels(config: Any, batch: int, length: int) -> Tensor:
+    del length
+    size = getattr(config, "image_size", 224)
+    height, width = (size, size) if isinstance(size, int) else size
+    return torch.ones(batch, getattr(config, "num_channels", 3), height, width)
+
+
+def _waves(config: Any, batch: int, length: int) -> Tensor:
+    del config
+    return torch.ones(batch, length)
+
+
+def _spectra(config: Any, batch: int, length: int) -> Tensor:
+    return torch.ones(batch, config.num_mel_bins, length)
+
+
+INPUTS: Mapping[str, Callable[[Any, int, int], Tensor]] = {
+    "input_ids": _ids,
+    "pixel_values": _pixels,
+    "input_values": _waves,
+    "input_features": _spectra,
+}
+"""By the name of a model's main input."""
+
+# By what the name of a model's class ends in, whether there is a label for each token or for each sample.
+_LABELS = {
+    "ForCausalLM": True,
+    "LMHeadModel": True,
+    "ForMaskedLM": True,
+    "ForPreTraining": True,
+    "ForTokenClassification": True,
+    "ForConditionalGeneration": True,
+    "ForSequenceClassification": False,
+    "ForImageClassification": False,
+}
+
+
+def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any, ...]]:
+    """Make the function that runs a model on a batch.
+
+    Args:
+        batch: Samples.
+        length: Tokens, or frames, of each.
+
+    Returns:
+        A function for `moments_of`; like most scripts it holds on to all that the model returns. It raises `UnsupportedError` for a model with inputs of another kind.
+    """
+
+    def run(model: Any) -> tuple[Any, ...]:
+        main = getattr(model, "main_input_name", None)
+        if main not in INPUTS:
+            raise UnsupportedError(
+                f"{type(model).__name__} takes {main!r} as its input; what its passes keep is known for "
+                f"{', '.join(INPUTS)}. Leave --batch_size out."
+            )
+        given = {main: INPUTS[main](model.config, batch, length)}
+        if getattr(model.config, "is_encoder_decoder", False):
+            given["decoder_input_ids"] = _ids(model.config, batch, length)
+        for_tokens = next((_LABELS[end] for end in _LABELS if type(model).__name__.endswith(end)), None)
+        if for_tokens is not None:
+            given["labels"] = torch.ones((batch, length) if for_tokens else (batch,), dtype=torch.int64)
+        output = model(**given)
+        loss = output[0].float().mean() if for_tokens is None else output.loss
+        return loss, output
+
+    return run

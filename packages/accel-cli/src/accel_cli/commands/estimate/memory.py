@@ -1,0 +1,243 @@
+"""What training takes on each device, by strategy: arithmetic on numbers of elements, nothing else.
+
+Training is with Adam, whose two moments are float32, as are the weights that it changes. Where the numbers of a
+strategy come from is said at each; that of the library itself is measured by the tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+MASTER = 4
+"""Bytes of an element of the weights that the optimizer changes, and of their gradients."""
+
+ADAM = 8
+"""Bytes of Adam's two moments of an element."""
+
+_DEEPSPEED_BUCKET = 500_000_000  # elements; `reduce_bucket_size`, deepspeed.ai/docs/config-json
+_DEEPSPEED_PREFETCH = 50_000_000  # elements; `stage3_prefetch_bucket_size`, the same
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """A model, in elements.
+
+    Args:
+        parameters: All of them, a tied one once.
+        trainable: Those that get gradients.
+        blocks: Those of each block that sharding gathers on its own.
+        largest: Those of the largest parameter that gets gradients.
+        buffers: What is no parameter, in bytes.
+    """
+
+    parameters: int
+    trainable: int
+    blocks: tuple[int, ...] = ()
+    largest: int = 0
+    buffers: int = 0
+
+    @property
+    def rest(self) -> int:
+        """The elements outside of blocks."""
+        return self.parameters - sum(self.blocks)
+
+    @property
+    def block(self) -> int:
+        """The elements of the largest block."""
+        return max(self.blocks, default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What is alive at one moment of a forward and backward pass, beside the weights themselves.
+
+    Args:
+        activations: Bytes of inputs, results and whatever the backward pass will need.
+        casts: Bytes of weights in the precision of the computation.
+        gradients: Elements of the gradients that are complete.
+    """
+
+    activations: int = 0
+    casts: int = 0
+    gradients: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A training run.
+
+    Args:
+        sizes: The model.
+        devices: How many devices share the work.
+        width: Bytes of an element in the computation: 2 under mixed precision, else 4.
+        moments: The passes of one micro-batch; by default their end alone, with nothing but gradients.
+        at_once: Whether the optimizer changes all weights at once, which takes as much memory again as they
+            do. PyTorch does so on accelerators.
+    """
+
+    sizes: Sizes
+    devices: int = 1
+    width: int = 4
+    moments: tuple[Moment, ...] = ()
+    at_once: bool = True
+
+    @property
+    def passes(self) -> tuple[Moment, ...]:
+        """The moments, at least one."""
+        return self.moments or (Moment(gradients=self.sizes.trainable),)
+
+    def step(self, shards: int = 1) -> int:
+        """Bytes that the optimizer takes for itself while it changes the weights.
+
+        Args:
+            shards: Into how many shards they are divided.
+
+        Adam divides by the root of its second moment: one copy of all (`torch.optim.adamw`, foreach) or two
+        of the largest.
+        """
+        if self.at_once:
+            return MASTER * _ceil(self.sizes.trainable, shards)
+        return 2 * MASTER * _ceil(self.sizes.largest, shards)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """What a strategy takes, in bytes.
+
+    Args:
+        strategy: Its name, of `STRATEGIES`.
+        parts: What a device holds when it holds most, by kind.
+        host: Main memory for each device.
+    """
+
+    strategy: str
+    parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    host: int = 0
+
+    @property
+    def device(self) -> int:
+        """The peak of one device."""
+        return sum(self.parts.values())
+
+
+def estimate(strategy: str, job: Job) -> Estimate:
+    """Say what training takes under a strategy.
+
+    Args:
+        strategy: A name of `STRATEGIES`.
+        job: The run.
+
+    Example:
+        >>> job = Job(sizes=Sizes(parameters=1000, trainable=1000), devices=4)
+        >>> estimate("DDP", job).device, estimate("FSDP2", job).parts["optimizer"]
+        (24000, 2000)
+    """
+    parts, host = STRATEGIES[strategy](job)
+    return Estimate(strategy=strategy, parts=parts, host=host)
+
+
+Parts = tuple[dict[str, int], int]
+
+
+def _replicated(job: Job, *, buckets: int) -> Parts:
+    """Everything everywhere. DDP's reducer holds the gradients once more, in its buckets."""
+    sizes = job.sizes
+    top = max(job.passes, key=lambda one: one.activations + one.casts + MASTER * one.gradients)
+    in_passes = top.activations + top.casts + MASTER * top.gradients
+    in_step = MASTER * sizes.trainable + job.step()
+    gradients, working = (
+        (MASTER * top.gradients, top.activations + top.casts)
+        if in_passes >= in_step
+        else (MASTER * sizes.trainable, job.step())
+    )
+    return {
+        "parameters": MASTER * sizes.parameters + sizes.buffers,
+        "gradients": gradients,
+        "optimizer": ADAM * sizes.trainable,
+        "communication": buckets * MASTER * sizes.trainable,
+        "working": working,
+    }, 0
+
+
+def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
+    """A shard of everything, and what is gathered.
+
+    The parameters outside of blocks stay gathered for both passes, and their gradients wait for the end. Of
+    the blocks, one is in use and the next one is on its way; in the backward pass there are, besides, its
+    gradients and what is still being reduced (`torch.distributed.fsdp`, FSDPParamGroup).
+    """
+    sizes, width = job.sizes, job.width
+    shard = _ceil(sizes.trainable, job.devices)
+    parameters = MASTER * _ceil(sizes.parameters, job.devices)
+    optimizer = ADAM * shard
+    gathered = width * (sizes.parameters if keep else sizes.rest + 2 * sizes.block)
+
+    def at(moment: Moment) -> tuple[int, int, int]:
+        """Gradients, what is gathered or being reduced, and the rest."""
+        backward = moment.gradients > 0
+        reducing = width * (sizes.rest + 2 * sizes.block) if backward else 0
+        done = 0 if offload else MASTER * _ceil(moment.gradients, job.devices)
+        return done, gathered + reducing, moment.activations
+
+    top = max((at(moment) for moment in job.passes), key=sum)
+    stepping = (0, 0, 0) if offload else (MASTER * shard, 0, job.step(job.devices))
+    gradients, communication, working = max(top, stepping, key=sum)
+    resident = {"parameters": parameters, "optimizer": optimizer}
+    host = sum(resident.values()) + MASTER * shard if offload else 0
+    return {
+        "parameters": (0 if offload else parameters) + sizes.buffers,
+        "gradients": gradients,
+        "optimizer": 0 if offload else optimizer,
+        "communication": communication,
+        "working": working,
+    }, host
+
+
+def _zero(job: Job, *, stage: int, offload: bool) -> Parts:
+    """DeepSpeed: weights in the precision of the computation, and float32 copies of a shard of them.
+
+    See "Memory requirements" (deepspeed.readthedocs.io/en/latest/memory.html); the buckets are those of its
+    default configuration.
+    """
+    sizes, width = job.sizes, job.width
+    shard = _ceil(sizes.trainable, job.devices)
+    bucket = width * min(_DEEPSPEED_BUCKET, sizes.trainable)
+    weights = width * (_ceil(sizes.parameters, job.devices) if stage == 3 else sizes.parameters)
+    optimizer = (MASTER + ADAM) * shard
+    gradients = width * (sizes.trainable if stage == 1 else shard)
+    gathered = width * (2 * sizes.block + min(_DEEPSPEED_PREFETCH, sizes.parameters)) if stage == 3 else 0
+    working = max(moment.activations for moment in job.passes)
+    stepping = MASTER * shard + (0 if offload else job.step(job.devices))
+    parts = {
+        "parameters": (0 if offload and stage == 3 else weights) + sizes.buffers,
+        "gradients": 0 if offload else gradients,
+        "optimizer": 0 if offload else optimizer,
+        "communication": bucket + gathered,
+        "working": working if offload else max(working, stepping - bucket - gathered),
+    }
+    host = optimizer + MASTER * shard + gradients + (weights if stage == 3 else 0)
+    return parts, host if offload else 0
+
+
+def _ceil(elements: int, devices: int) -> int:
+    return -(-elements // devices)
+
+
+STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
+    "one device": partial(_replicated, buckets=0),
+    "DDP": partial(_replicated, buckets=1),
+    "ZeRO-1": partial(_zero, stage=1, offload=False),
+    "ZeRO-2": partial(_zero, stage=2, offload=False),
+    "FSDP2, gathered once": partial(_fsdp2, keep=True, offload=False),
+    "ZeRO-3": partial(_zero, stage=3, offload=False),
+    "FSDP2": partial(_fsdp2, keep=False, offload=False),
+    "ZeRO-2, offloaded": partial(_zero, stage=2, offload=True),
+    "ZeRO-3, offloaded": partial(_zero, stage=3, offload=True),
+    "FSDP2, offloaded": partial(_fsdp2, keep=False, offload=True),
+}
+"""The strategies; those further down take less of a device and more time."""

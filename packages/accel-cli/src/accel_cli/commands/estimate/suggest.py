@@ -1,0 +1,143 @@
+"""Which configuration fits given devices: the first of those that cost little time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.commands.estimate.memory import Estimate, Job, estimate
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+HEADROOM = 0.9
+"""The part of a device's memory that may be planned with; the rest is for the driver, kernels and gaps."""
+
+_MOST_DEVICES = 65536
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """A configuration.
+
+    Args:
+        estimate: What it takes.
+        devices: On how many devices.
+        checkpointing: Whether activations are computed again in the backward pass.
+        config: Keys and values for a config file.
+    """
+
+    estimate: Estimate
+    devices: int
+    checkpointing: bool
+    config: Mapping[str, Any]
+
+
+def fits(one: Estimate, memory: int, host: int | None = None, per_machine: int = 1) -> bool:
+    """Whether an estimate fits.
+
+    Args:
+        one: The estimate.
+        memory: Bytes of a device.
+        host: Bytes of a machine's main memory; None if nobody said.
+        per_machine: Devices that share it.
+
+    Example:
+        >>> fits(Estimate(strategy="DDP", parts={"parameters": 90}), 100)
+        True
+    """
+    offloaded = one.host * per_machine
+    return one.device <= HEADROOM * memory and (not offloaded or host is None or offloaded <= HEADROOM * host)
+
+
+def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
+    """The strategies to try, and whether to compute activations again, from fast to slow.
+
+    Args:
+        devices: How many there are.
+    """
+    if devices == 1:
+        return (("one device", False), ("one device", True), ("FSDP2, offloaded", True))
+    return (
+        ("DDP", False),
+        ("FSDP2, gathered once", False),
+        ("FSDP2", False),
+        ("FSDP2, gathered once", True),
+        ("FSDP2", True),
+        ("FSDP2, offloaded", True),
+    )
+
+
+def suggest(
+    job: Job, again: Job, memory: int, *, host: int | None = None, per_machine: int = 8
+) -> Suggestion | None:
+    """Find the fastest configuration that fits.
+
+    Args:
+        job: The run.
+        again: The same with activations that are computed again.
+        memory: Bytes of each device.
+        host: Bytes of each machine's main memory; None if nobody said.
+        per_machine: Devices of a machine.
+
+    Returns:
+        The suggestion, or None if nothing fits on so many devices.
+    """
+    for strategy, checkpointing in candidates(job.devices):
+        one = estimate(strategy, again if checkpointing else job)
+        if fits(one, memory, host, min(per_machine, job.devices)):
+            config = config_of(strategy, job, checkpointing=checkpointing)
+            return Suggestion(estimate=one, devices=job.devices, checkpointing=checkpointing, config=config)
+    return None
+
+
+def devices_needed(again: Job, memory: int) -> int | None:
+    """On how many devices, a power of two, fully sharded training fits.
+
+    Args:
+        again: The run, with activations that are computed again.
+        memory: Bytes of each device.
+
+    Returns:
+        The number, or None if the activations alone are too large.
+    """
+    devices = 1
+    while devices <= _MOST_DEVICES:
+        if fits(estimate("FSDP2", replace(again, devices=devices)), memory):
+            return devices
+        devices *= 2
+    return None
+
+
+def config_of(strategy: str, job: Job, *, checkpointing: bool) -> dict[str, Any]:
+    """Write a configuration as the config file has it.
+
+    Args:
+        strategy: One of `candidates`.
+        job: The run.
+        checkpointing: Compute activations again.
+
+    Example:
+        >>> from accel_cli.commands.estimate.memory import Sizes
+        >>> job = Job(sizes=Sizes(parameters=1, trainable=1), devices=2)
+        >>> config_of("DDP", job, checkpointing=False)["distributed_type"]
+        'MULTI_GPU'
+    """
+    base: dict[str, Any] = {
+        "distributed_type": "NO" if job.devices == 1 else "MULTI_GPU",
+        "mixed_precision": "bf16" if job.width == 2 else "no",
+        "num_processes": job.devices,
+    }
+    if not strategy.startswith("FSDP2"):
+        return base
+    return {
+        **base,
+        "distributed_type": "FSDP",
+        "fsdp_config": {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_reshard_after_forward": strategy != "FSDP2, gathered once",
+            "fsdp_offload_params": strategy == "FSDP2, offloaded",
+            "fsdp_activation_checkpointing": checkpointing,
+        },
+    }

@@ -1,0 +1,179 @@
+"""What a forward and backward pass keeps in memory, told without computing it.
+
+The passes run on tensors without values (`FakeTensorMode`), while a ledger of storages notes what is alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from accel_cli.commands.estimate.memory import Moment
+from accel_ops.weights.tensors import parameter_table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+_CAST = torch.ops.aten._to_copy.default  # noqa: SLF001 - the name of the operator
+
+
+class Ledger(TorchDispatchMode):
+    """Notes which storages are alive, from where it begins; weights of a module are not counted.
+
+    Args:
+        module: Its parameters and buffers are weights; copies of them in another element type are casts.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._weights = {_key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        self._alive: dict[int, tuple[str, int, Any]] = {}
+        self._bytes = dict.fromkeys(("activations", "casts", "gradients", "state"), 0)
+        self._lengths: dict[int, int] = {}
+        self._elements = 0
+        self._kind = "activations"
+        self._tops: dict[int, tuple[Moment, Moment]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        kind = "casts" if func is _CAST and _key(args[0]) in self._weights else self._kind
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf, kind)
+        return result
+
+    @property
+    def moments(self) -> tuple[Moment, ...]:
+        """The fullest moments: for every number of finished gradients those with most in all, and without
+        casts.
+        """
+        return tuple(dict.fromkeys(moment for pair in self._tops.values() for moment in pair))
+
+    def add_weights(self, module: nn.Module) -> None:
+        """Take the parameters and buffers of another module for weights, too."""
+        for tensor in [*module.parameters(), *module.buffers()]:
+            key = _key(tensor)
+            self._weights.add(key)
+            if key in self._alive:
+                kind, size, _ = self._alive.pop(key)
+                self._bytes[kind] -= size
+
+    def finish(self, parameter: Tensor) -> None:
+        """Count the gradient of a parameter as what it is; for `register_post_accumulate_grad_hook`."""
+        assert parameter.grad is not None
+        key = _key(parameter.grad)
+        kind, size, reference = self._alive.get(key, ("gradients", 0, None))
+        if kind != "gradients":
+            self._bytes[kind] -= size
+            self._bytes["gradients"] += size
+            self._alive[key] = ("gradients", size, reference)
+            self._lengths[key] = parameter.numel()
+            self._elements += parameter.numel()
+            self._note()
+
+    @contextlib.contextmanager
+    def stepping(self) -> Generator[None]:
+        """Within it, what comes into being is an optimizer's state, which is not counted."""
+        self._kind = "state"
+        try:
+            yield
+        finally:
+            self._kind = "activations"
+
+    def _see(self, tensor: Tensor, kind: str) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata  # noqa: SLF001 - the identity of a storage
+        if key in self._alive or key in self._weights:
+            return
+        size = storage.nbytes()
+
+        def forget(_: object) -> None:
+            if key in self._alive:
+                was, _, _ = self._alive.pop(key)
+                self._bytes[was] -= size
+                self._elements -= self._lengths.pop(key, 0)
+
+        self._alive[key] = (kind, size, weakref.ref(storage, forget))
+        self._bytes[kind] += size
+        self._note()
+
+    def _note(self) -> None:
+        elements = self._elements
+        now = Moment(activations=self._bytes["activations"], casts=self._bytes["casts"], gradients=elements)
+        most, widest = self._tops.get(elements, (now, now))
+        if now.activations + now.casts > most.activations + most.casts:
+            most = now
+        if now.activations > widest.activations:
+            widest = now
+        self._tops[elements] = (most, widest)
+
+
+def moments_of(
+    model: nn.Module,
+    passes: Callable[[nn.Module], Tensor | tuple[Any, ...]],
+    *,
+    dtype: torch.dtype | None = None,
+) -> tuple[Moment, ...]:
+    """Say what is alive during a forward and backward pass of a model.
+
+    Args:
+        model: On any device, the meta device too. Nothing happens to its weights.
+        passes: Makes the inputs, runs the model that it is given, and returns a scalar, the loss; or a tuple
+            of it and whatever a script holds on to during the backward pass.
+        dtype: The element type of mixed precision; None for the model's own.
+
+    Example:
+        >>> model = nn.Linear(1000, 10, device="meta")
+        >>> moments = moments_of(model, lambda model: model(torch.ones(2, 1000)).sum())
+        >>> max(moment.gradients for moment in moments)
+        10010
+    """
+    precision = contextlib.nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), _placeholders(model), Ledger(model) as ledger:
+        handles = [
+            parameter.register_post_accumulate_grad_hook(ledger.finish)
+            for parameter in model.parameters()
+            if parameter.requires_grad
+        ]
+        with precision:
+            held = passes(model)
+        (held if isinstance(held, Tensor) else held[0]).backward()
+        del held
+        for handle in handles:
+            handle.remove()
+    return ledger.moments
+
+
+@contextlib.contextmanager
+def _placeholders(model: nn.Module) -> Generator[None]:
+    """Let every parameter be one without values, on the CPU; tied ones stay tied."""
+    fakes: dict[int, nn.Parameter] = {}
+    replaced: list[tuple[Any, str, nn.Parameter]] = []
+    for module in model.modules():
+        table: Any = parameter_table(module)
+        for name, parameter in list(table.items()):
+            if parameter is None:
+                continue
+            replaced.append((table, name, parameter))
+            if id(parameter) not in fakes:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+                fakes[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+            table[name] = fakes[id(parameter)]
+    try:
+        yield
+    finally:
+        for table, name, parameter in replaced:
+            table[name] = parameter
+
+
+def _key(tensor: Any) -> int:
+    return tensor.untyped_storage()._cdata  # noqa: SLF001 - the identity of a storage

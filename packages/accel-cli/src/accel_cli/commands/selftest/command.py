@@ -1,0 +1,149 @@
+"""`accel test`: launch the checks as a script would be launched, wait, and tell what they found."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.commands.selftest.advice import advice
+from accel_cli.commands.selftest.names import CHECK_NAMES
+from accel_cli.commands.selftest.results import FAILED, Outcome, Report, combine
+from accel_cli.output import Table, show
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Sequence
+
+LIMIT = 115.0
+"""Seconds after which processes that have not come to an end are stopped."""
+
+WORKER = "accel_cli.commands.selftest.worker"
+
+
+def run(options: Namespace) -> int:
+    """Run the checks and show what they found.
+
+    Args:
+        options: What `accel_cli.commands.arguments.selftest` reads.
+
+    Returns:
+        0 if all passed, 1 if one failed, 2 if nothing could be started.
+    """
+    with tempfile.TemporaryDirectory(prefix="accel-test-") as name:
+        folder = Path(name)
+        started = time.monotonic()
+        code, said = launch(launch_line(options, folder))
+        reports = read_reports(folder)
+        seconds = time.monotonic() - started
+    if not reports:
+        sys.stderr.write(said)
+        return code if code == 2 else 1
+    outcomes = combine(reports, CHECK_NAMES)
+    failed = [one for one in outcomes if one.state == FAILED]
+    lines = advice(outcomes, reports, cores=os.cpu_count() or 1)
+    if options.json:
+        show(_as_json(outcomes, reports, lines, seconds))
+    else:
+        _tell(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet)
+    if failed or code:
+        sys.stderr.write(said)
+    return 1 if failed or code else 0
+
+
+def launch_line(options: Namespace, folder: Path) -> list[str]:
+    """Say the command line that runs the checks: `accel launch`, with the same flags.
+
+    Args:
+        options: The flags.
+        folder: Where the processes write their reports.
+    """
+    flags: list[str] = ["--quiet"]
+    for name in ("config_file", "num_processes", "mixed_precision"):
+        value = getattr(options, name)
+        if value is not None:
+            flags += [f"--{name}", str(value)]
+    if options.cpu:
+        flags.append("--cpu")
+    return [sys.executable, "-m", "accel_cli", "launch", *flags, "-m", WORKER, str(folder)]
+
+
+def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
+    """Run a command line, for a limited time.
+
+    Args:
+        line: The program and its arguments.
+        limit: Seconds.
+
+    Returns:
+        Its exit code, and what it wrote, of both streams.
+    """
+    with tempfile.TemporaryFile() as output:
+        with subprocess.Popen(
+            line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
+        ) as process:
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                process.terminate()  # the launcher hands it on to the processes
+                try:
+                    process.wait(10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+        output.seek(0)
+        return process.returncode, output.read().decode(errors="replace")
+
+
+def read_reports(folder: Path) -> list[Report]:
+    """Read what the processes wrote, by rank.
+
+    Args:
+        folder: Where they did.
+    """
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
+    reports = [
+        Report(**{**one, "outcomes": tuple(Outcome(**outcome) for outcome in one["outcomes"])})
+        for one in found
+    ]
+    return sorted(reports, key=lambda report: report.rank)
+
+
+def _tell(
+    outcomes: Sequence[Outcome], reports: list[Report], lines: list[str], seconds: float, *, quiet: bool
+) -> None:
+    facts, size = reports[0].facts, reports[0].world_size
+    if not quiet:
+        show(
+            f"{size} process(es), {facts['strategy']}, on {facts['device type']}, mixed precision "
+            f"{facts['mixed precision']}"
+        )
+    rows = tuple((one.name, one.state, f"{one.seconds:.1f} s", one.detail) for one in outcomes)
+    if rows:
+        show(Table(head=("check", "result", "time", "what"), rows=rows))
+    if not quiet and reports[0].speeds:
+        speeds = tuple((name, f"{speed / 1e9:.2f} GB/s") for name, speed in reports[0].speeds.items())
+        show("", Table(head=("moved", "speed"), rows=speeds))
+    for line in lines:
+        show(f"advice: {line}")
+    if not quiet:
+        bad = sum(one.state == FAILED for one in outcomes)
+        verdict = "This machine trains correctly." if not bad else f"{bad} check(s) failed."
+        show(f"{verdict} ({seconds:.0f} s)")
+
+
+def _as_json(outcomes: Sequence[Outcome], reports: list[Report], lines: list[str], seconds: float) -> str:
+    facts: dict[str, Any] = {
+        "processes": [dict(report.facts) for report in reports],
+        "checks": {
+            one.name: {"result": one.state, "what": one.detail, "seconds": one.seconds} for one in outcomes
+        },
+        "bytes per second": dict(reports[0].speeds),
+        "advice": lines,
+        "seconds": seconds,
+    }
+    return json.dumps(facts, indent=2)

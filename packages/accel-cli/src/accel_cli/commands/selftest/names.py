@@ -1,0 +1,6 @@
+"""What the checks are called, in their order; known without torch."""
+
+from __future__ import annotations
+
+CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed precision", "checkpoint")
+"""The keys of `accel_cli.commands.selftest.checks.CHECKS`."""

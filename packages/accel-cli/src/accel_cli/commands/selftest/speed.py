@@ -1,0 +1,64 @@
+"""How fast data moves: between processes, and between a process and its device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from accel_state import runtime
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_ROUNDS = 5
+_REDUCED = {"cpu": 8 << 20}
+_MANY = 64 << 20
+_COPIED = 256 << 20
+
+
+def speeds() -> dict[str, float]:
+    """Measure on all processes at once.
+
+    Returns:
+        Bytes per second. That of all-reduce is the bus bandwidth, 2 (n-1)/n times the bytes of the tensor
+        (github.com/NVIDIA/nccl-tests, PERFORMANCE.md), so that it can be compared with that of links.
+    """
+    place = runtime.current()
+    device, size = place.device, place.topology.world_size
+    found: dict[str, float] = {}
+    if size > 1:
+        tensor = torch.ones(_REDUCED.get(device.type, _MANY) // 4, device=device)
+        seconds = _median(lambda: place.collectives.all_reduce(tensor.zero_()), device)
+        found["all-reduce"] = tensor.nbytes * 2 * (size - 1) / size / seconds
+    if device.type != "cpu":
+        there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+        pageable = torch.zeros(_COPIED, dtype=torch.uint8)
+        pinned = pageable.pin_memory()
+        found["host to device, pinned"] = _COPIED / _median(
+            lambda: there.copy_(pinned, non_blocking=True), device
+        )
+        found["host to device"] = _COPIED / _median(lambda: there.copy_(pageable), device)
+        found["device to host, pinned"] = _COPIED / _median(
+            lambda: pinned.copy_(there, non_blocking=True), device
+        )
+    return found
+
+
+def _median(action: Callable[[], object], device: torch.device) -> float:
+    """Seconds that an action takes; the first time does not count."""
+    times: list[float] = []
+    for _ in range(_ROUNDS + 1):
+        _wait(device)
+        start = time.perf_counter()
+        action()
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)

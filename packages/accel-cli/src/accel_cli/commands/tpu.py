@@ -1,0 +1,116 @@
+"""`accel tpu-config`: run commands on every machine of a TPU pod, through Google's command line."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.config_file import read_config
+from accel_cli.output import show
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Mapping, Sequence
+
+DISTRIBUTION = "accel-suite"
+"""What `--install_accelerate` installs."""
+
+_VERSION = re.compile(r"\d+(\.\w+)*")
+
+
+def run(options: Namespace) -> int:
+    """Run commands on a pod, or show what would be run.
+
+    Args:
+        options: What `accel_cli.commands.arguments.tpu` reads.
+
+    Returns:
+        The exit code of Google's command line.
+
+    Raises:
+        SettingsError: Something is missing or cannot be used; nothing was run.
+    """
+    config = read_config(options.config_file, read()).content
+    command = plan(
+        name=options.tpu_name or config.get("tpu_name"),
+        zone=options.tpu_zone or config.get("tpu_zone"),
+        commands=_commands(options, config),
+        alpha=options.use_alpha,
+    )
+    if options.debug:
+        show(shlex.join(command))
+        return 0
+    program = shutil.which(command[0])
+    if program is None:
+        raise SettingsError("the program gcloud is not on the PATH: install Google Cloud's command line.")
+    return subprocess.run([program, *command[1:]], check=False).returncode
+
+
+def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> list[str]:
+    """Say the command line that runs commands on all machines of a pod.
+
+    Args:
+        name: Of the TPU.
+        zone: Where it is.
+        commands: What its machines run, one after the other, until one fails.
+        alpha: Use the alpha version of Google's command line.
+
+    Raises:
+        SettingsError: One of them is missing.
+
+    Example:
+        >>> plan(name="pod", zone="us-central1-a", commands=["ls"])[-4:]
+        ['--command', 'ls', '--worker', 'all']
+    """
+    missing = {"--tpu_name": name, "--tpu_zone": zone, "--command": commands}
+    for flag, value in missing.items():
+        if not value:
+            raise SettingsError(f"argument {flag} is needed, or its key in the config file.")
+    return [
+        "gcloud",
+        *(["alpha"] if alpha else []),
+        *("compute", "tpus", "tpu-vm", "ssh", str(name)),
+        *("--zone", str(zone)),
+        *("--command", "; ".join(["set -e", *commands] if len(commands) > 1 else commands)),
+        *("--worker", "all"),
+    ]
+
+
+def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
+    given: list[str] = [" ".join(words) for words in options.command or ()]
+    file = options.command_file or (None if given else config.get("command_file"))
+    if given and options.command_file:
+        raise SettingsError("arguments --command and --command_file contradict each other: give one of them.")
+    if file:
+        given = _lines(Path(str(file)).expanduser())
+    elif not given:
+        found = config.get("commands") or []
+        given = [found] if isinstance(found, str) else [str(one) for one in found]
+    return [*_installation(options), *given]
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"command file {str(file)!r} cannot be read: {error}") from None
+    return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
+
+
+def _installation(options: Namespace) -> list[str]:
+    if not options.install_accelerate:
+        return []
+    version = options.accelerate_version
+    if version == "latest":
+        return [f"pip install --upgrade {DISTRIBUTION}"]
+    if not _VERSION.fullmatch(version):
+        raise SettingsError(
+            f"argument --accelerate_version is {version!r}: expected 'latest' or a version, as 0.1.0."
+        )
+    return [f"pip install {DISTRIBUTION}=={version}"]

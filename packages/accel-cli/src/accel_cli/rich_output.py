@@ -1,0 +1,43 @@
+"""The same output for a terminal, with frames and colours."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console
+from rich.table import Table as Frame
+from rich.text import Text
+
+from accel_cli.output import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+STYLES: Mapping[str, str] = {
+    "passed": "green",
+    "fits": "green",
+    "failed": "bold red",
+    "too large": "red",
+    "skipped": "yellow",
+}
+"""Cells that have a colour of their own."""
+
+
+def write(items: Iterable[Table | str], stream: TextIO) -> None:
+    """Write tables and lines.
+
+    Args:
+        items: What to show, one below the other.
+        stream: A terminal.
+    """
+    console = Console(file=stream, highlight=False)
+    for item in items:
+        if isinstance(item, str):
+            console.print(Text(item))
+            continue
+        frame = Frame(title=item.title or None, title_justify="left")
+        for name in item.head:
+            frame.add_column(name, overflow="fold")
+        for row in item.rows:
+            frame.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
+        console.print(frame)
