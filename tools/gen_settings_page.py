@@ -13,7 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from accel_state.settings.model import Settings
-from accel_state.settings.options import OPTIONS, Option
+from accel_state.settings import OPTIONS, Option
 
 PAGE = Path(__file__).resolve().parents[1] / "packages/accel-suite/docs/reference/settings.md"
 HEAD = """\

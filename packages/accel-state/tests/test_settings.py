@@ -1,44 +1,70 @@
 from __future__ import annotations
 
+import contextlib
+import json
 from dataclasses import fields, replace
-from typing import get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_state import settings as exported
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
+from accel_state.settings.engines import DeepSpeedSettings, FsdpSettings
 from accel_state.settings.environ import from_environ, given_by_environ, to_environ, worker_environ
-from accel_state.settings.file import default_config_file, given_by_file
+from accel_state.settings.file import default_config_file, given_by_file, to_content
 from accel_state.settings.merge import Given, Layer, combine
 from accel_state.settings.model import (
+    BY_CONTENT,
+    ENGINES,
+    SWITCHED,
     DynamoSettings,
     LaunchSettings,
-    Precision,
     PrecisionSettings,
-    ProcessSettings,
     Settings,
     TrainingSettings,
+    value_at,
 )
-from accel_state.settings.options import BY_KEY, BY_VARIABLE, OPTIONS
+from accel_state.settings.older import translate
+from accel_state.settings.options import BY_KEY, BY_PATH, OPTIONS
+from accel_state.settings.rows.launch import ENGINE_TYPES
 
+WORDS = ("true", "false", "0", "1", "2", "0.5", "word", "a,b", "false,true,no")
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
-all_settings = st.builds(
-    Settings,
-    process=st.builds(
-        ProcessSettings, torch_device=st.none() | texts, log_level=st.none() | texts, use_cpu=..., debug=...,
-        cpu_affinity=..., enable_rich=...,
-    ),
-    precision=st.builds(PrecisionSettings, mixed_precision=st.sampled_from(get_args(Precision))),
-    dynamo=st.builds(
-        DynamoSettings,
-        backend=st.sampled_from(BY_VARIABLE["ACCELERATE_DYNAMO_BACKEND"].choices),
-        mode=st.sampled_from(BY_VARIABLE["ACCELERATE_DYNAMO_MODE"].choices),
-        use_fullgraph=..., use_dynamic=..., use_regional_compilation=...,
-    ),
-    training=st.builds(TrainingSettings, gradient_accumulation_steps=st.integers(1)),
-)  # fmt: skip
+
+
+def readable(option):
+    """Values that a row reads: of each choice, or of each of these words that it accepts."""
+    found = []
+    for word in ['{"a": 1}'] if option.shape == "table" else option.choices or WORDS:
+        with contextlib.suppress(ValueError):
+            found.append(option.parse(word))
+    plain = st.sampled_from([value for value in found if value is not None])
+    return plain | texts if option.parse is str else plain
+
+
+READABLE = {option.path: readable(option) for option in OPTIONS if option.path not in SWITCHED}
+
+
+@st.composite
+def settings_of(draw, rows):
+    """Settings as somebody may have given them in these rows, with one engine at most."""
+    paths = [path for path in READABLE if path in rows and path != "launch.distributed_type"]
+    given = {
+        path: Given(
+            value=(value,) if BY_PATH[path].shape == "list" else value,
+            layer=Layer.ARGUMENT,
+            origin="argument",
+        )
+        for path in draw(st.lists(st.sampled_from(paths), unique=True, max_size=12))
+        for value in [draw(READABLE[path])]
+    }
+    for switch in draw(st.sets(st.sampled_from([draw(st.sampled_from(ENGINES)), "parallelism"]))):
+        given[switch] = Given(value=True, layer=Layer.ARGUMENT, origin="argument")
+    return combine(given).settings
+
+
+all_settings = settings_of([option.path for option in OPTIONS if option.variable])
 
 
 def paths(record, prefix=""):
@@ -63,17 +89,21 @@ def test_a_worker_keeps_every_other_variable(settings):
     }
 
 
+RECORDS = {field.name: getattr(Settings(), field.name) for field in fields(Settings)} | {
+    name: kind() for name, kind in {**SWITCHED, **BY_CONTENT}.items()
+}
+
+
 def test_every_field_has_exactly_one_row_and_every_row_a_field():
-    sections = {field.name: getattr(Settings(), field.name) for field in fields(Settings)}
-    known = sorted(path for name, section in sections.items() for path in paths(section, f"{name}."))
-    assert sorted(option.path for option in OPTIONS) == known
+    known = [path for name, section in RECORDS.items() for path in paths(section, f"{name}.")]
+    assert sorted(option.path for option in OPTIONS) == sorted([*known, *SWITCHED])
 
 
 def test_every_row_can_be_set_somewhere_and_no_name_is_used_twice():
     for names in (
         [o.variable for o in OPTIONS],
-        [o.key for o in OPTIONS],
-        [f for o in OPTIONS for f in o.flags],
+        [key for o in OPTIONS for key in (o.key, *o.more_keys)],
+        [f for o in OPTIONS for f in (*o.flags, *(name for name, _ in o.more_flags))],
     ):
         used = [name for name in names if name is not None]
         assert len(used) == len(set(used))
@@ -81,7 +111,42 @@ def test_every_row_can_be_set_somewhere_and_no_name_is_used_twice():
 
 
 def test_every_worker_setting_can_be_handed_over():
-    assert {option.path for option in OPTIONS if not option.variable} == paths(LaunchSettings(), "launch.")
+    for_the_command = {"launch", "mpi", "hosts", "tpu", "sagemaker"}
+    assert {option.section for option in OPTIONS if not option.variable} == for_the_command
+    assert not {option.section for option in OPTIONS if option.variable} & for_the_command
+
+
+def test_every_row_is_asked_or_says_why_not():
+    assert [option.path for option in OPTIONS if bool(option.question) == bool(option.unasked)] == []
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.path)
+def test_a_question_depends_on_settings_that_exist_and_come_before_it(option):
+    before = [other.path for other in OPTIONS[: OPTIONS.index(option)]]
+    asked = []
+
+    def said(path):
+        asked.append(path)
+        return value_at(Settings(), path)
+
+    if option.when is not None:
+        option.when(said)
+    assert set(asked) <= {*(other.path for other in OPTIONS)}
+    assert [path for path in asked if path not in before] == LATE.get(option.path, [])
+
+
+# Whether one of these is asked depends on an answer that is only given later, and is its default until then.
+LATE = {}
+
+
+def test_what_a_launcher_hands_over_can_be_read():
+    assert {option.path: option.parse(option.launched) for option in OPTIONS if option.launched} == {
+        "fsdp.fsdp_version": 1,
+        "fsdp.min_num_params": 100_000_000,
+        "fsdp.use_orig_params": True,
+        "fsdp.cpu_ram_efficient_loading": True,
+        "fsdp.sync_module_states": True,
+    }
 
 
 def test_an_empty_environment_gives_the_defaults():
@@ -111,10 +176,46 @@ def test_choices_are_read_in_any_case():
     assert (settings.precision.mixed_precision, settings.dynamo.backend) == ("bf16", "INDUCTOR")
 
 
-def test_a_variable_that_asks_for_an_engine_is_refused_rather_than_ignored():
-    assert from_environ({"ACCELERATE_USE_FSDP": "false"}) == Settings()
-    with pytest.raises(UnsupportedError, match=r"ACCELERATE_USE_FSDP='true'.*FSDP"):
-        from_environ({"ACCELERATE_USE_FSDP": "true"})
+def test_an_engine_is_on_with_its_switch_only():
+    said = {
+        "FSDP_VERSION": "2",
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer, Block",
+        "FSDP_OFFLOAD_PARAMS": "true",
+    }
+    assert from_environ(said) == from_environ({**said, "ACCELERATE_USE_FSDP": "false"}) == Settings()
+    assert from_environ({**said, "ACCELERATE_USE_FSDP": "true"}).fsdp == FsdpSettings(
+        fsdp_version=2, transformer_cls_names_to_wrap=("BertLayer", "Block"), cpu_offload=True
+    )
+
+
+def test_two_engines_at_once_are_refused_by_name():
+    with pytest.raises(SettingsError, match=r"ACCELERATE_USE_DEEPSPEED.*ACCELERATE_USE_FSDP.*choose one"):
+        from_environ({"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_DEEPSPEED": "true"})
+
+
+def test_of_two_engines_the_stronger_source_decides():
+    file = given_by_file({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "run.yaml")
+    assert combine(file).settings.fsdp == FsdpSettings(fsdp_version=2)
+    both = combine(file, given_by_environ({"ACCELERATE_USE_DEEPSPEED": "true"})).settings
+    assert (both.fsdp, both.deepspeed) == (None, DeepSpeedSettings())
+    plain = {"launch.distributed_type": Given(value="MULTI_GPU", layer=Layer.ARGUMENT, origin="--multi_gpu")}
+    assert combine(file, plain).settings.fsdp is None
+    off = {"fsdp": Given(value=False, layer=Layer.ARGUMENT, origin="--no_use_fsdp")}
+    assert combine(file, off).settings.fsdp is None
+
+
+@given(settings_of([option.path for option in OPTIONS if option.key]))
+def test_what_is_written_as_a_file_is_read_back(settings):
+    read = combine(given_by_file(yaml_like(to_content(settings)), "run.yaml")).settings
+    kind = next((kind for kind, name in ENGINE_TYPES.items() if value_at(settings, name)), None)
+    sizes = settings.parallelism and replace(settings.parallelism, dp_replicate_size=1)
+    expected = replace(settings, launch=replace(settings.launch, distributed_type=kind))
+    assert read in (expected, replace(expected, parallelism=sizes))
+
+
+def yaml_like(content):
+    """As YAML brings it back: lists, numbers, truth values and texts only."""
+    return json.loads(json.dumps(content))
 
 
 @given(st.permutations([Layer.ARGUMENT, Layer.ENVIRONMENT, Layer.FILE]), st.sets(st.sampled_from(Layer)))
@@ -149,6 +250,7 @@ DOCUMENTED_FILE = {
     "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default", "dynamo_use_fullgraph": True},
     "enable_cpu_affinity": False,
     "fsdp_config": {},
+    "deepspeed_config": {},
     "gpu_ids": "all",
     "machine_rank": 0,
     "main_training_function": "main",
@@ -213,25 +315,46 @@ def test_a_bad_key_or_value_names_its_file_key_and_the_way_out(content, parts):
 
 
 @pytest.mark.parametrize(
-    "content",
+    ("old", "new", "note"),
     [
-        {"fsdp_config": {"fsdp_version": 2}},
-        {"deepspeed_config": {"zero_stage": 3}},
-        {"distributed_type": "FSDP"},
-        {"distributed_type": "DEEPSPEED"},
-        {"compute_environment": "AMAZON_SAGEMAKER"},
-        {"main_training_function": "train"},
-        {"downcast_bf16": "yes"},
-        {"tpu_env": ["A=1"]},
+        ({"fp16": True}, {"mixed_precision": "fp16"}, "'fp16: True' is 'mixed_precision: fp16' now"),
+        ({"dynamo_backend": "INDUCTOR"}, {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, "dynamo_config."),
+        ({"distributed_type": "TPU"}, {"distributed_type": "XLA"}, "XLA"),
+        ({"use_mps_device": True}, {}, "not needed any more"),
+        ({"ipex_config": {"ipex": False}}, {}, "not needed any more"),
+        ({"mpirun_config": {"mpirun_ccl": "1"}}, {"mpirun_config": {}}, "not needed any more"),
+        (
+            {"distributed_type": "TP", "tp_config": {"tp_size": 4}},
+            {"distributed_type": "MULTI_GPU", "parallelism_config": {"parallelism_config_tp_size": 4}},
+            "parallelism_config_tp_size",
+        ),
     ],
 )
-def test_what_is_not_available_yet_is_refused_by_name_rather_than_ignored(content):
-    with pytest.raises(UnsupportedError, match=f"key {next(iter(content))} of run.yaml .* not available yet"):
-        given_by_file(content, "run.yaml")
+def test_an_older_format_is_translated_and_says_so(old, new, note):
+    translation = translate({**old, "num_machines": 1})
+    assert translation.content == {**new, "num_machines": 1}
+    assert any(note in one for one in translation.notes)
+    assert given_by_file(old, "run.yaml").keys() == given_by_file(new, "run.yaml").keys()
 
 
-def test_no_available_key_is_also_one_that_comes_later():
-    assert given_by_file(dict.fromkeys([key for key in BY_KEY if "." not in key]), "run.yaml") == {}
+def test_the_present_format_needs_no_translation():
+    assert translate(DOCUMENTED_FILE).notes == ()
+    assert translate(DOCUMENTED_FILE).content == DOCUMENTED_FILE
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(["fp16", "tp_config", "mpirun_config", "distributed_type", "dynamo_config", *BY_KEY]),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+            lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner),
+            max_leaves=4,
+        ),
+    )
+)
+def test_any_content_of_a_file_is_read_or_refused_with_a_sentence(content):
+    with contextlib.suppress(SettingsError):
+        combine(given_by_file(content, "run.yaml"))
 
 
 def test_the_default_config_file_is_found_in_the_documented_places(tmp_path):

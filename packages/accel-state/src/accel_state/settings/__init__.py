@@ -7,12 +7,18 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel_state.settings.engines import DeepSpeedSettings as DeepSpeedSettings
+    from accel_state.settings.engines import Fp8Settings as Fp8Settings
+    from accel_state.settings.engines import FsdpSettings as FsdpSettings
+    from accel_state.settings.engines import MegatronSettings as MegatronSettings
+    from accel_state.settings.engines import ParallelismSettings as ParallelismSettings
     from accel_state.settings.environ import from_environ as from_environ
     from accel_state.settings.environ import given_by_environ as given_by_environ
     from accel_state.settings.environ import to_environ as to_environ
     from accel_state.settings.environ import worker_environ as worker_environ
     from accel_state.settings.file import default_config_file as default_config_file
     from accel_state.settings.file import given_by_file as given_by_file
+    from accel_state.settings.file import to_content as to_content
     from accel_state.settings.merge import Given as Given
     from accel_state.settings.merge import Layer as Layer
     from accel_state.settings.merge import Merged as Merged
@@ -23,33 +29,54 @@ if TYPE_CHECKING:
     from accel_state.settings.model import ProcessSettings as ProcessSettings
     from accel_state.settings.model import Settings as Settings
     from accel_state.settings.model import TrainingSettings as TrainingSettings
+    from accel_state.settings.option import Option as Option
     from accel_state.settings.options import OPTIONS as OPTIONS
-    from accel_state.settings.options import Option as Option
+    from accel_state.settings.places import HostSettings as HostSettings
+    from accel_state.settings.places import MpiSettings as MpiSettings
+    from accel_state.settings.places import SageMakerSettings as SageMakerSettings
+    from accel_state.settings.places import TpuSettings as TpuSettings
 
 __all__ = [
     "OPTIONS",
+    "DeepSpeedSettings",
     "DynamoSettings",
+    "Fp8Settings",
+    "FsdpSettings",
     "Given",
+    "HostSettings",
     "LaunchSettings",
     "Layer",
+    "MegatronSettings",
     "Merged",
+    "MpiSettings",
     "Option",
+    "ParallelismSettings",
     "PrecisionSettings",
     "ProcessSettings",
+    "SageMakerSettings",
     "Settings",
+    "TpuSettings",
     "TrainingSettings",
     "combine",
     "default_config_file",
     "from_environ",
     "given_by_environ",
     "given_by_file",
+    "to_content",
     "to_environ",
     "worker_environ",
 ]
 
 _MODULES = {
+    "engines": (
+        "DeepSpeedSettings",
+        "Fp8Settings",
+        "FsdpSettings",
+        "MegatronSettings",
+        "ParallelismSettings",
+    ),
     "environ": ("from_environ", "given_by_environ", "to_environ", "worker_environ"),
-    "file": ("default_config_file", "given_by_file"),
+    "file": ("default_config_file", "given_by_file", "to_content"),
     "merge": ("Given", "Layer", "Merged", "combine"),
     "model": (
         "DynamoSettings",
@@ -59,7 +86,9 @@ _MODULES = {
         "Settings",
         "TrainingSettings",
     ),
-    "options": ("OPTIONS", "Option"),
+    "option": ("Option",),
+    "options": ("OPTIONS",),
+    "places": ("HostSettings", "MpiSettings", "SageMakerSettings", "TpuSettings"),
 }
 
 __getattr__, __dir__ = attach(

@@ -4,22 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_state.environ import str_to_bool
-from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings.merge import Given, Layer, combine, parse
-from accel_state.settings.model import Settings
+from accel_state.settings.model import Settings, value_at
 from accel_state.settings.options import BY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-# Variables that switch on what this release cannot run yet: an error is better than a run without it.
-_LATER = {
-    "ACCELERATE_USE_FSDP": "FSDP",
-    "ACCELERATE_USE_DEEPSPEED": "DeepSpeed",
-    "ACCELERATE_USE_MEGATRON_LM": "Megatron-LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "tensor, context and sequence parallelism",
-}
 
 
 def given_by_environ(environ: Mapping[str, str]) -> dict[str, Given]:
@@ -33,13 +23,7 @@ def given_by_environ(environ: Mapping[str, str]) -> dict[str, Given]:
 
     Raises:
         SettingsError: A variable cannot be read; the message names it.
-        UnsupportedError: A variable asks for something that this release does not run.
     """
-    for name, what in _LATER.items():
-        if environ.get(name) and _is_true(name, environ[name]):
-            raise UnsupportedError(
-                f"variable {name}={environ[name]!r} asks for {what}, which is not available yet."
-            )
     found = {
         option.path: parse(option, environ[name], Layer.ENVIRONMENT, f"variable {name}")
         for name, option in BY_VARIABLE.items()
@@ -55,11 +39,13 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
         environ: The environment, as `accel_state.environ.read()` copies it.
 
     Raises:
-        SettingsError: A variable cannot be read; the message names it.
+        SettingsError: A variable cannot be read, or two ask for different engines; the message names them.
 
     Example:
         >>> from_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}).precision.mixed_precision
         'bf16'
+        >>> from_environ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}).fsdp.fsdp_version
+        2
     """
     return combine(given_by_environ(environ)).settings
 
@@ -67,7 +53,7 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
 def to_environ(settings: Settings) -> dict[str, str]:
     """Write what differs from the defaults as variables; `from_environ` reads the same settings back.
 
-    The `launch` section stays behind: workers learn their place from their launcher.
+    What only the command reads stays behind: workers learn their place from their launcher.
 
     Example:
         >>> from accel_state.settings.model import PrecisionSettings
@@ -76,9 +62,9 @@ def to_environ(settings: Settings) -> dict[str, str]:
     """
     defaults = Settings()
     return {
-        name: _text(value)
+        name: as_text(value)
         for name, option in BY_VARIABLE.items()
-        if (value := _at(settings, option.path)) != _at(defaults, option.path)
+        if (value := value_at(settings, option.path)) != value_at(defaults, option.path)
     }
 
 
@@ -96,17 +82,13 @@ def worker_environ(settings: Settings, environ: Mapping[str, str]) -> dict[str, 
     return {name: value for name, value in environ.items() if name not in BY_VARIABLE} | to_environ(settings)
 
 
-def _is_true(name: str, text: str) -> bool:
-    try:
-        return bool(str_to_bool(text))
-    except SettingsError as error:
-        raise SettingsError(f"variable {name}: {error}") from None
+def as_text(value: object) -> str:
+    """A value as a row's `parse` reads it.
 
-
-def _at(settings: Settings, path: str) -> object:
-    section, _, name = path.partition(".")
-    return getattr(getattr(settings, section), name)
-
-
-def _text(value: object) -> str:
+    Example:
+        >>> as_text(True), as_text((False, True)), as_text(("A", "B"))
+        ('true', 'false,true', 'A,B')
+    """
+    if isinstance(value, tuple):
+        return ",".join(map(as_text, value))
     return str(value).lower() if isinstance(value, bool) else str(value)

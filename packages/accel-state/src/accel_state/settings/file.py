@@ -2,67 +2,36 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.settings.merge import Given, Layer, parse
-from accel_state.settings.options import BY_KEY
+from accel_state.settings.model import Settings, value_at
+from accel_state.settings.older import translate
+from accel_state.settings.options import BY_KEY, OPTIONS
+from accel_state.settings.rows.launch import ENGINE_TYPES
+
+if TYPE_CHECKING:
+    from accel_state.settings.option import Option
 
 FILE_NAMES = ("default_config.yaml", "default_config.json")
 """What the default config file may be called, in the order in which it is looked for."""
 
-_TABLES = frozenset(key.partition(".")[0] for key in BY_KEY if "." in key)
+ALWAYS_WRITTEN = (
+    "launch.compute_environment",
+    "launch.num_machines",
+    "launch.num_processes",
+    "process.use_cpu",
+    "process.debug",
+    "precision.mixed_precision",
+)
+"""What a file says even where it is the default, since other readers of such files expect it."""
 
-# Documented keys of what is not available yet. They may be there as long as they ask for nothing.
-_LATER: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    key: (what, nothing)
-    for what, keys in {
-        "FSDP": {"fsdp_config": ()},
-        "DeepSpeed": {"deepspeed_config": ()},
-        "Megatron-LM": {"megatron_lm_config": ()},
-        "tensor, context and sequence parallelism": {"parallelism_config": ()},
-        "FP8 recipes": {"fp8_config": ()},
-        "starting with mpirun": {"mpirun_config": ()},
-        "TPU training": {
-            "main_training_function": ("main",),
-            "downcast_bf16": ("no", "false"),
-            "tpu_name": (),
-            "tpu_zone": (),
-            "tpu_use_cluster": (),
-            "tpu_use_sudo": (),
-            "tpu_vm": (),
-            "tpu_env": (),
-            "command_file": (),
-            "commands": (),
-        },
-        "Amazon SageMaker": {
-            "compute_environment": ("LOCAL_MACHINE",),
-            "ec2_instance_type": (),
-            "iam_role_name": (),
-            "image_uri": (),
-            "profile": (),
-            "region": (),
-            "base_job_name": (),
-            "pytorch_version": (),
-            "transformers_version": (),
-            "py_version": (),
-            "sagemaker_inputs_file": (),
-            "sagemaker_metrics_file": (),
-            "additional_args": (),
-        },
-    }.items()
-    for key, nothing in keys.items()
-}
-_LATER_TYPES = {
-    "FSDP": "FSDP",
-    "DEEPSPEED": "DeepSpeed",
-    "MEGATRON_LM": "Megatron-LM",
-    "XLA": "TPU training",
-    "TPU": "TPU training",
-}
+_TABLES = frozenset(key.partition(".")[0] for key in BY_KEY if "." in key)
 
 
 def default_config_file(environ: Mapping[str, str]) -> Path | None:
@@ -97,7 +66,7 @@ def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
     """Read the settings of a config file.
 
     Args:
-        content: The file's top-level table.
+        content: The file's top-level table. Older formats are translated.
         source: The file's name, for messages.
 
     Returns:
@@ -105,28 +74,63 @@ def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
 
     Raises:
         SettingsError: A key is unknown, or its value cannot be used; the message names both.
-        UnsupportedError: A key asks for something that this release does not run.
 
     Example:
         >>> given_by_file({"num_machines": 2}, "c.yaml")["launch.num_machines"].value
         2
     """
     found: dict[str, Given] = {}
-    for key, value in _flat(content, source):
+    for key, value in _flat(translate(content).content, source):
         origin = f"key {key} of {source}"
-        if key in _LATER:
-            _refuse(key, value, origin)
-            continue
         if key not in BY_KEY:
             raise SettingsError(f"{origin} is unknown{_nearest(key)}")
-        text = _text(value)
-        if key == "distributed_type" and text.upper() in _LATER_TYPES:
-            what = _LATER_TYPES[text.upper()]
-            raise UnsupportedError(f"{origin} is {text!r}: {what} is not available yet.")
-        given = parse(BY_KEY[key], text, Layer.FILE, origin)
-        if given is not None:
-            found[BY_KEY[key].path] = given
+        option = BY_KEY[key]
+        for text in _texts(option, value, origin):
+            given = parse(option, text, Layer.FILE, origin)
+            if given is not None:
+                found[option.path] = joined(found.get(option.path), given)
+    if any(path.startswith("parallelism.") for path in found):
+        origin = f"key parallelism_config of {source}"
+        found["parallelism"] = Given(value=True, layer=Layer.FILE, origin=origin)
     return found
+
+
+def to_content(settings: Settings) -> dict[str, Any]:
+    """Write settings as the table of a config file; `given_by_file` reads it.
+
+    Args:
+        settings: What to write. An engine is written as `distributed_type`.
+
+    Example:
+        >>> from accel_state.settings.model import TrainingSettings
+        >>> content = to_content(Settings(training=TrainingSettings(gradient_accumulation_steps=4)))
+        >>> content["gradient_accumulation_steps"], content["mixed_precision"]
+        (4, 'no')
+    """
+    defaults, content = Settings(), dict[str, Any]()
+    engines = [kind for kind, section in ENGINE_TYPES.items() if value_at(settings, section)]
+    for option in OPTIONS:
+        value = value_at(settings, option.path)
+        if option.path == "launch.distributed_type" and engines:
+            value = engines[0]
+        if option.path == "launch.num_processes" and value is None:
+            value = -1
+        if option.key is None or (
+            value == value_at(defaults, option.path) and option.path not in ALWAYS_WRITTEN
+        ):
+            continue
+        table, _, name = option.key.rpartition(".")
+        (content.setdefault(table, {}) if table else content)[name] = _written(option, value)
+    if settings.parallelism is not None:
+        content.setdefault("parallelism_config", {"parallelism_config_dp_replicate_size": 1})
+    return content
+
+
+def joined(before: Given | None, after: Given) -> Given:
+    """The later of two values of one source; of lists, both."""
+    if before is None or not (isinstance(before.value, tuple) and isinstance(after.value, tuple)):
+        return after
+    return Given(value=before.value + after.value, layer=after.layer, origin=after.origin)
 
 
 def _flat(content: Mapping[str, Any], source: str) -> list[tuple[str, Any]]:
@@ -134,12 +138,24 @@ def _flat(content: Mapping[str, Any], source: str) -> list[tuple[str, Any]]:
     entries: list[tuple[str, Any]] = []
     for key, value in content.items():
         if key not in _TABLES or value is None:
-            entries.append((key, value))
+            entries.append((str(key), value))
         elif isinstance(value, Mapping):
             entries += [(f"{key}.{inner}", inner_value) for inner, inner_value in value.items()]
         else:
             raise SettingsError(f"key {key} of {source} is {value!r}: expected a table of settings")
     return [(key, value) for key, value in entries if key not in _TABLES]
+
+
+def _texts(option: Option, value: object, origin: str) -> list[str]:
+    """The texts that an option's `parse` reads; several only for lists."""
+    if isinstance(value, Mapping):
+        if option.shape != "table":
+            raise SettingsError(f"{origin} is {value!r}: expected a single value")
+        return [json.dumps(value, default=str)]
+    if isinstance(value, (list, tuple)):
+        texts = [_text(one) for one in value]
+        return texts if option.shape == "list" else [",".join(texts)]
+    return [_text(value)]
 
 
 def _text(value: object) -> str:
@@ -149,15 +165,18 @@ def _text(value: object) -> str:
     return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
-def _refuse(key: str, value: object, origin: str) -> None:
-    what, nothing = _LATER[key]
-    if not value or value in nothing:
-        return
-    raise UnsupportedError(
-        f"{origin} is {value!r}: {what} is not available yet. Remove the key to go on without it."
-    )
+def _written(option: Option, value: Any) -> Any:
+    if option.shape == "list":
+        return list(value)
+    if isinstance(value, tuple):
+        return ",".join(_text(one) for one in value)
+    return value
 
 
 def _nearest(key: str) -> str:
-    near = get_close_matches(key, [*BY_KEY, *_LATER], n=1)
-    return f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(sorted(BY_KEY))}"
+    near = get_close_matches(key, BY_KEY, n=1)
+    if near:
+        return f"; did you mean {near[0]!r}?"
+    table = key.partition(".")[0]
+    known = [name for name in BY_KEY if name.startswith(f"{table}.")] if "." in key else []
+    return f"; known are {', '.join(known or sorted({name.partition('.')[0] for name in BY_KEY}))}"

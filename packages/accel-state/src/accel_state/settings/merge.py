@@ -7,12 +7,13 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
-from accel_state.settings.model import Settings
+from accel_state.settings.model import BY_CONTENT, ENGINES, SWITCHED, Settings
+from accel_state.settings.rows.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from accel_state.settings.options import Option
+    from accel_state.settings.option import Option
 
 
 class Layer(IntEnum):
@@ -38,6 +39,14 @@ class Given:
     layer: Layer
     origin: str
 
+
+TITLES = {
+    "deepspeed": "DeepSpeed",
+    "megatron": "Megatron-LM",
+    "fsdp": "FSDP",
+    "parallelism": "tensor, context or sequence parallelism",
+}
+"""What the sections with a switch are called."""
 
 DEFAULT = Given(value=None, layer=Layer.DEFAULT, origin="default")
 
@@ -85,7 +94,9 @@ def parse(option: Option, text: str, layer: Layer, origin: str) -> Given | None:
         value = option.parse(text)
     except ValueError as error:
         raise SettingsError(f"{origin} is {text!r}: {error}") from None
-    return None if value is None else Given(value=value, layer=layer, origin=origin)
+    if value is None:
+        return None
+    return Given(value=(value,) if option.shape == "list" else value, layer=layer, origin=origin)
 
 
 def combine(*sources: Mapping[str, Given]) -> Merged:
@@ -93,6 +104,9 @@ def combine(*sources: Mapping[str, Given]) -> Merged:
 
     Args:
         *sources: Path to value, in any order; a lower `Layer` wins.
+
+    Raises:
+        SettingsError: Two engines are asked for by sources that are equally strong.
 
     Example:
         >>> low = {"launch.num_machines": Given(value=2, layer=Layer.FILE, origin="key num_machines")}
@@ -105,13 +119,35 @@ def combine(*sources: Mapping[str, Given]) -> Merged:
         for path, value in source.items():
             if value.layer <= given.get(path, DEFAULT).layer:
                 given[path] = value
+    given |= _switches(given)
     sections: dict[str, dict[str, Any]] = {}
     for path, value in given.items():
         section, _, name = path.partition(".")
-        sections.setdefault(section, {})[name] = value.value
+        if name:
+            sections.setdefault(section, {})[name] = value.value
+    made: dict[str, Any] = {}
+    for name, kind in SWITCHED.items():
+        values = sections.pop(name, {})
+        made[name] = kind(**values) if given.get(name, DEFAULT).value else None
+    made |= {name: kind(**sections.pop(name)) for name, kind in BY_CONTENT.items() if name in sections}
     defaults = Settings()
-    settings = replace(
-        defaults,
-        **{section: replace(getattr(defaults, section), **values) for section, values in sections.items()},
-    )
-    return Merged(settings=settings, given=given)
+    made |= {section: replace(getattr(defaults, section), **values) for section, values in sections.items()}
+    return Merged(settings=replace(defaults, **made), given=given)
+
+
+def _switches(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Which engine is on: of several that are asked for, the one that the strongest source asks for."""
+    kind = given.get("launch.distributed_type", DEFAULT)
+    asked = {name: given[name] for name in ENGINES if name in given}
+    by_kind = ENGINE_TYPES.get(str(kind.value))
+    if by_kind is not None and kind.layer <= asked.get(by_kind, DEFAULT).layer:
+        asked[by_kind] = replace(kind, value=True)
+    on = sorted((one.layer, name) for name, one in asked.items() if one.value)
+    if len(on) > 1 and on[0][0] == on[1][0]:
+        first, second = (asked[name] for _, name in on[:2])
+        raise SettingsError(
+            f"{first.origin} asks for {TITLES[on[0][1]]} and {second.origin} for {TITLES[on[1][1]]}: "
+            "choose one."
+        )
+    lost = {name: replace(asked[name], value=False) for _, name in on[1:]}
+    return asked | lost

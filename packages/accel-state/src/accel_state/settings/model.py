@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from accel_state.settings.engines import (
+    DeepSpeedSettings,
+    Fp8Settings,
+    FsdpSettings,
+    MegatronSettings,
+    ParallelismSettings,
+)
+from accel_state.settings.places import HostSettings, MpiSettings, SageMakerSettings, TpuSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16", "fp8"]
 
@@ -75,8 +87,10 @@ class LaunchSettings:
     """How the command starts processes. Workers do not see this: their launcher tells them who they are.
 
     Args:
+        compute_environment: `"LOCAL_MACHINE"`, or `"AMAZON_SAGEMAKER"` for a job there.
         num_processes: Processes on all machines together; None for one per device of each machine.
         num_machines: How many machines take part.
+        min_machines: Go on with as few machines as this; None for all.
         machine_rank: Index of this machine among them, from 0.
         distributed_type: The label of the device family to use, as in a config file; None to find out.
         gpu_ids: The devices of this machine to use, as `"0,1"`; None or `"all"` for all.
@@ -97,8 +111,10 @@ class LaunchSettings:
         quiet: Leave out the launcher's own summary when a worker fails.
     """
 
+    compute_environment: str = "LOCAL_MACHINE"
     num_processes: int | None = None
     num_machines: int = 1
+    min_machines: int | None = None
     machine_rank: int = 0
     distributed_type: str | None = None
     gpu_ids: str | None = None
@@ -128,6 +144,15 @@ class Settings:
         dynamo: How the model is compiled.
         training: How the loop steps.
         launch: How the command starts processes.
+        fsdp: How FSDP shards models; None if it does not, as with all that follow.
+        deepspeed: How DeepSpeed trains.
+        megatron: How Megatron-LM trains.
+        parallelism: The sizes of the axes of parallelism.
+        fp8: How matrices are multiplied in eight bits; None if nothing was said about it.
+        mpi: How `mpirun` starts processes. The command only reads this and what follows.
+        hosts: How the machines of a hostfile are reached.
+        tpu: Where TPUs are, and what they run.
+        sagemaker: How a job of Amazon SageMaker runs.
 
     Example:
         >>> Settings().precision.mixed_precision
@@ -139,3 +164,47 @@ class Settings:
     dynamo: DynamoSettings = field(default_factory=DynamoSettings)
     training: TrainingSettings = field(default_factory=TrainingSettings)
     launch: LaunchSettings = field(default_factory=LaunchSettings)
+    fsdp: FsdpSettings | None = None
+    deepspeed: DeepSpeedSettings | None = None
+    megatron: MegatronSettings | None = None
+    parallelism: ParallelismSettings | None = None
+    fp8: Fp8Settings | None = None
+    mpi: MpiSettings = field(default_factory=MpiSettings)
+    hosts: HostSettings = field(default_factory=HostSettings)
+    tpu: TpuSettings = field(default_factory=TpuSettings)
+    sagemaker: SageMakerSettings = field(default_factory=SageMakerSettings)
+
+
+SWITCHED: Mapping[str, type[FsdpSettings | DeepSpeedSettings | MegatronSettings | ParallelismSettings]] = {
+    "fsdp": FsdpSettings,
+    "deepspeed": DeepSpeedSettings,
+    "megatron": MegatronSettings,
+    "parallelism": ParallelismSettings,
+}
+"""The sections that a switch of the same name turns on."""
+
+ENGINES = ("deepspeed", "megatron", "fsdp")
+"""The sections of which there can be one only."""
+
+BY_CONTENT: Mapping[str, type[Fp8Settings]] = {"fp8": Fp8Settings}
+"""The sections that are there when something in them is said."""
+
+
+def value_at(settings: Settings, path: str) -> object:
+    """The value of a path; of a section alone whether it is there; None in a section that is not.
+
+    Args:
+        settings: Where to look.
+        path: The path of an `Option`.
+
+    Example:
+        >>> value_at(Settings(fsdp=FsdpSettings(fsdp_version=2)), "fsdp.fsdp_version")
+        2
+        >>> value_at(Settings(), "fsdp"), value_at(Settings(), "fsdp.fsdp_version")
+        (False, None)
+    """
+    section, _, name = path.partition(".")
+    found = getattr(settings, section)
+    if not name:
+        return found is not None
+    return None if found is None else getattr(found, name)

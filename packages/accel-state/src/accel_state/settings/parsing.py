@@ -1,0 +1,148 @@
+"""Readers of values: each takes a text, and says by a `ValueError` what it expected instead."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+from accel_state.environ import str_to_bool
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+def flag(text: str) -> bool:
+    """Read a truth value.
+
+    Example:
+        >>> flag("Yes")
+        True
+    """
+    try:
+        return bool(str_to_bool(text))
+    except ValueError:
+        raise ValueError("expected 'true' or 'false' (or yes/no, on/off, 1/0)") from None
+
+
+def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
+    """Make the reader of a whole number.
+
+    Example:
+        >>> whole(1)("8")
+        8
+    """
+
+    def parse(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = None
+        if number is None or not low <= number <= high:
+            between = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"expected a whole number {between}")
+        return number
+
+    return parse
+
+
+def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], float]:
+    """Make the reader of a finite number.
+
+    Example:
+        >>> number(0, 1)("0.5")
+        0.5
+    """
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or math.isinf(value):
+            between = f"of at least {low}" if high == math.inf else f"from {low} to {high}"
+            raise ValueError(f"expected a number{f' of {of}' if of else f' {between}'}")
+        return value
+
+    return parse
+
+
+def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
+    """Make the reader of a word, in any case, which returns it as it is written here.
+
+    Args:
+        *choices: The words.
+        numbered: Whether their numbers, from 1, are read as well.
+
+    Example:
+        >>> one_of("FULL_SHARD", "NO_SHARD", numbered=True)("2")
+        'NO_SHARD'
+    """
+    known = {choice.lower(): choice for choice in choices}
+    if numbered:
+        known |= {str(index): choice for index, choice in enumerate(choices, start=1)}
+
+    def parse(text: str) -> str:
+        try:
+            return known[text.strip().lower()]
+        except KeyError:
+            raise ValueError(f"expected one of {', '.join(map(repr, choices))}") from None
+
+    return parse
+
+
+def maybe(parse: Callable[[str], Any], *nothing: str) -> Callable[[str], Any]:
+    """Make a reader for which some words mean "not given".
+
+    Example:
+        >>> maybe(whole(1), "-1")("-1") is None
+        True
+    """
+
+    def read(text: str) -> Any:
+        return None if text.strip().lower() in nothing else parse(text)
+
+    return read
+
+
+def words(text: str) -> tuple[str, ...]:
+    """Read words with commas between.
+
+    Example:
+        >>> words("BertLayer, GPT2Block")
+        ('BertLayer', 'GPT2Block')
+    """
+    return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def flags(count: int) -> Callable[[str], tuple[bool, ...]]:
+    """Make the reader of some truth values with commas between, in brackets or not.
+
+    Example:
+        >>> flags(3)("(False, true, no)")
+        (False, True, False)
+    """
+
+    def parse(text: str) -> tuple[bool, ...]:
+        parts = [part.strip() for part in text.strip("()[] ").split(",")]
+        if len(parts) != count:
+            raise ValueError(f"expected {count} of 'true' or 'false', with commas between")
+        return tuple(flag(part) for part in parts)
+
+    return parse
+
+
+def table(text: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Example:
+        >>> table('{"volume_size": 100}')
+        {'volume_size': 100}
+    """
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError("expected a table (in JSON on the command line)")
+    return found

@@ -1,0 +1,1 @@
+"""The rows of the table of settings, a module for each topic."""

@@ -1,0 +1,184 @@
+"""DeepSpeed, and the machines of its hostfile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_state.settings.option import Option, Said
+from accel_state.settings.parsing import flag, maybe, number, one_of, whole
+from accel_state.settings.rows.launch import here, several_machines
+
+_DEVICES = ("none", "cpu", "nvme")
+_LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")
+
+
+def _on(said: Said) -> bool:
+    return bool(said("deepspeed"))
+
+
+def _without_file(said: Said) -> bool:
+    return _on(said) and not said("deepspeed.hf_ds_config")
+
+
+def _divides(said: Said) -> bool:
+    return _without_file(said) and said("deepspeed.zero_stage") in {2, 3}
+
+
+def _stage_three(said: Said) -> bool:
+    return _on(said) and (said("deepspeed.zero_stage") == 3 or bool(said("deepspeed.hf_ds_config")))
+
+
+def _among_machines(said: Said) -> bool:
+    return _on(said) and several_machines(said)
+
+
+def _row(field: str, help: str, *, long: str | None = None, **more: Any) -> Option:  # noqa: A002 - as the field is called
+    name = long or field
+    rest: dict[str, Any] = {
+        "variable": f"ACCELERATE_{'' if long else 'DEEPSPEED_'}{name.upper()}",
+        "when": _on,
+        **more,
+    }
+    return Option(
+        path=f"deepspeed.{field}",
+        help=help,
+        topic="DeepSpeed",
+        flags=(f"--{name}",),
+        key=f"deepspeed_config.{name}",
+        **rest,
+    )
+
+
+def _hosts(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
+    name = {
+        "inclusion": "inclusion_filter",
+        "exclusion": "exclusion_filter",
+        "launcher": "multinode_launcher",
+    }
+    full = f"deepspeed_{name.get(field, field)}"
+    return Option(
+        path=f"hosts.{field}",
+        help=help,
+        topic="DeepSpeed",
+        flags=(f"--{full}",),
+        key=f"deepspeed_config.{full}",
+        **more,
+    )
+
+
+DEEPSPEED = (
+    Option(
+        path="deepspeed",
+        help="Train with DeepSpeed.",
+        topic="DeepSpeed",
+        parse=flag,
+        variable="ACCELERATE_USE_DEEPSPEED",
+        flags=("--use_deepspeed",),
+        const="true",
+        question="Train with DeepSpeed?",
+        when=lambda said: here(said) and said("launch.distributed_type") not in {"NO", "XLA"},
+    ),
+    _row(
+        "hf_ds_config",
+        "A DeepSpeed configuration in JSON; its values auto are filled in.",
+        long="deepspeed_config_file",
+        question="The path of a DeepSpeed configuration in JSON? (empty: answer questions)",
+    ),
+    _row(
+        "zero_stage",
+        "What ZeRO divides: 1 optimizer state, 2 also gradients, 3 also parameters, 0 nothing.",
+        parse=whole(0, 3),
+        choices=("0", "1", "2", "3"),
+        question="What does ZeRO divide? (1 optimizer state, 2 also gradients, 3 also parameters, 0 nothing)",
+        when=_without_file,
+    ),
+    _row(
+        "offload_optimizer_device",
+        "Where optimizer state lives.",
+        parse=one_of(*_DEVICES),
+        choices=_DEVICES,
+        question="Where does optimizer state live? (none: on the GPU)",
+        when=_divides,
+    ),
+    _row(
+        "offload_param_device",
+        "Where parameters live, with stage 3.",
+        parse=one_of(*_DEVICES),
+        choices=_DEVICES,
+        question="Where do parameters live? (none: on the GPU)",
+        when=lambda said: _divides(said) and said("deepspeed.zero_stage") == 3,
+    ),
+    _row(
+        "offload_optimizer_nvme_path",
+        "The folder for optimizer state on nvme.",
+        parse=maybe(str, "none"),
+        question="In which folder?",
+        when=lambda said: _divides(said) and said("deepspeed.offload_optimizer_device") == "nvme",
+    ),
+    _row(
+        "offload_param_nvme_path",
+        "The folder for parameters on nvme.",
+        parse=maybe(str, "none"),
+        question="In which folder do parameters live?",
+        when=lambda said: _divides(said) and said("deepspeed.offload_param_device") == "nvme",
+    ),
+    _row(
+        "gradient_clipping",
+        "The norm that gradients are clipped to at every step.",
+        long="gradient_clipping",
+        parse=maybe(number(0), "none"),
+        question="To which norm are gradients clipped? (empty: as the script does)",
+        when=_without_file,
+    ),
+    _row(
+        "zero3_init_flag",
+        "Divide models while they are made, with stage 3.",
+        variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
+        parse=flag,
+        question="Divide models while they are made?",
+        when=_stage_three,
+    ),
+    _row(
+        "zero3_save_16bit_model",
+        "Bring weights together when they are saved, with stage 3.",
+        parse=flag,
+        question="Bring weights together when they are saved?",
+        when=lambda said: _without_file(said) and _stage_three(said),
+    ),
+    _row(
+        "transformer_moe_cls_names",
+        "Classes of mixture-of-experts layers, with commas between.",
+        long="deepspeed_moe_layer_cls_names",
+        question="Classes of mixture-of-experts layers, with commas between? (empty: none)",
+        when=lambda said: _without_file(said) and _stage_three(said),
+    ),
+    _hosts(
+        "launcher",
+        "What starts processes on other machines.",
+        parse=one_of(*_LAUNCHERS),
+        choices=_LAUNCHERS,
+        question="What starts processes on the other machines? (standard: you do, with this command)",
+        when=_among_machines,
+    ),
+    _hosts(
+        "hostfile",
+        "The file that lists the machines, as worker-1 slots=8.",
+        question="The path of the file that lists the machines?",
+        when=lambda said: _among_machines(said) and said("hosts.launcher") not in {None, "standard"},
+    ),
+    _hosts(
+        "inclusion",
+        "The machines and slots that take part, as worker-1@worker-2:0,2.",
+        question="Which machines and slots take part, as worker-1@worker-2:0,2? (empty: all)",
+        when=lambda said: _among_machines(said) and bool(said("hosts.hostfile")),
+    ),
+    _hosts(
+        "exclusion",
+        "The machines and slots that do not, as worker-1:0.",
+        question="Which do not, as worker-1:0? (empty: none)",
+        when=lambda said: (
+            _among_machines(said) and bool(said("hosts.hostfile")) and not said("hosts.inclusion")
+        ),
+    ),
+)
+"""Rows of `DeepSpeedSettings` and `HostSettings`."""

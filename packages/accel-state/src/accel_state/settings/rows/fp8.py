@@ -1,0 +1,131 @@
+"""FP8 recipes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accel_state.settings.option import Option, Said
+from accel_state.settings.parsing import flag, flags, one_of, whole
+
+_BACKENDS = ("AO", "TE", "MSAMP")
+_FORMATS = ("HYBRID", "E4M3", "E5M2")
+_ALGORITHMS = ("max", "most_recent")
+_LEVELS = ("O1", "O2")
+
+
+def _on(said: Said) -> bool:
+    return said("precision.mixed_precision") == "fp8"
+
+
+def _with(*backends: str) -> Any:
+    return lambda said: _on(said) and said("fp8.backend") in backends
+
+
+def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
+    name = field.removeprefix("fp8_")
+    rest: dict[str, Any] = {"more_keys": (f"fp8_config.fp8_{field}",) if field == name else (), **more}
+    return Option(
+        path=f"fp8.{field}",
+        help=help,
+        topic="FP8",
+        variable=f"ACCELERATE_FP8_{name.upper()}",
+        flags=() if field == "use_mxfp8_block_scaling" else (f"--fp8_{name}",),
+        key=f"fp8_config.{field}",
+        **rest,
+    )
+
+
+FP8 = (
+    _row(
+        "backend",
+        "What multiplies matrices in eight bits: torchao, transformer-engine or MS-AMP.",
+        parse=one_of(*_BACKENDS),
+        choices=_BACKENDS,
+        question="What multiplies matrices in eight bits? (AO: torchao, TE: transformer-engine)",
+        when=_on,
+    ),
+    _row(
+        "use_autocast_during_eval",
+        "TE: use FP8 in evaluation, too.",
+        parse=flag,
+        const="true",
+        question="Use FP8 in evaluation, too?",
+        when=_with("TE"),
+    ),
+    _row(
+        "margin",
+        "TE: margin of the scaling factors.",
+        parse=whole(0),
+        question="Which margin do scaling factors have?",
+        when=_with("TE"),
+    ),
+    _row(
+        "interval",
+        "TE: steps between two computations of the scaling factors.",
+        parse=whole(1),
+        question="How many steps between two computations of the scaling factors?",
+        when=_with("TE"),
+    ),
+    _row(
+        "fp8_format",
+        "TE: the format of numbers; HYBRID: E4M3 forward and E5M2 backward.",
+        parse=one_of(*_FORMATS),
+        choices=_FORMATS,
+        question="In which format? (HYBRID: E4M3 forward and E5M2 backward)",
+        when=_with("TE"),
+    ),
+    _row(
+        "amax_history_len",
+        "TE: steps that are looked back on for the scaling factors.",
+        parse=whole(1),
+        more_keys=("fp8_config.fp8_amax_history_len", "fp8_config.amax_history_length"),
+        question="How many steps are looked back on for the scaling factors?",
+        when=_with("TE"),
+    ),
+    _row(
+        "amax_compute_algo",
+        "TE: which of them counts.",
+        parse=one_of(*_ALGORITHMS),
+        choices=_ALGORITHMS,
+        more_keys=("fp8_config.fp8_amax_compute_algo", "fp8_config.amax_compute_algorithm"),
+        question="Which of them counts?",
+        when=_with("TE"),
+    ),
+    _row(
+        "override_linear_precision",
+        "TE: whether fprop, dgrad and wgrad compute in higher precision, as false,false,true.",
+        parse=flags(3),
+        question="Do fprop, dgrad and wgrad compute in higher precision, as false,false,true?",
+        when=_with("TE"),
+    ),
+    _row(
+        "use_mxfp8_block_scaling",
+        "TE: give every block of 32 values a scale of its own.",
+        parse=flag,
+        question="Give every block of 32 values a scale of its own?",
+        when=_with("TE"),
+    ),
+    _row(
+        "opt_level",
+        "MS-AMP: what is in eight bits; O2: optimizer state as well.",
+        parse=one_of(*_LEVELS),
+        choices=_LEVELS,
+        question="What is in eight bits? (O2: optimizer state as well)",
+        when=_with("MSAMP"),
+    ),
+    _row(
+        "enable_fsdp_float8_all_gather",
+        "AO: let FSDP gather parameters in eight bits.",
+        parse=flag,
+        question="Let FSDP gather parameters in eight bits?",
+        when=lambda said: _with("AO")(said) and bool(said("fsdp")),
+    ),
+    _row(
+        "pad_inner_dim",
+        "AO: pad the inner dim of matrices to a multiple of 16.",
+        parse=flag,
+        question="Pad the inner dim of matrices to a multiple of 16?",
+        when=_with("AO"),
+    ),
+)
+"""Rows of `Fp8Settings`."""

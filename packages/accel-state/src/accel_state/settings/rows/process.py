@@ -1,0 +1,72 @@
+"""How one process runs."""
+
+from __future__ import annotations
+
+from accel_state.settings.option import Option
+from accel_state.settings.parsing import flag
+from accel_state.settings.rows.launch import here
+
+_TOPIC = "each process"
+_ONE_RUN = "It belongs to one run rather than to a machine."
+
+PROCESS = (
+    Option(
+        path="process.use_cpu",
+        help="Compute on the CPU, whatever else there is.",
+        topic=_TOPIC,
+        parse=flag,
+        variable="ACCELERATE_USE_CPU",
+        flags=("--cpu",),
+        const="true",
+        key="use_cpu",
+        question="Compute on the CPU, whatever else there is?",
+        when=lambda said: here(said) and said("launch.distributed_type") == "NO",
+    ),
+    Option(
+        path="process.debug",
+        help="Check before every collective that all ranks make the same call.",
+        topic=_TOPIC,
+        parse=flag,
+        variable="ACCELERATE_DEBUG_MODE",
+        flags=("--debug",),
+        const="true",
+        key="debug",
+        question="Check before every collective that all ranks make the same call? (slower, for debugging)",
+        when=lambda said: here(said) and said("launch.distributed_type") != "NO",
+    ),
+    Option(
+        path="process.torch_device",
+        help="The device to use, such as cuda:1, in place of the one that the local rank gets.",
+        topic=_TOPIC,
+        variable="ACCELERATE_TORCH_DEVICE",
+        unasked=_ONE_RUN,
+    ),
+    Option(
+        path="process.cpu_affinity",
+        help="Pin each process to the CPU cores near its device (NVIDIA only).",
+        topic=_TOPIC,
+        parse=flag,
+        variable="ACCELERATE_CPU_AFFINITY",
+        flags=("--enable_cpu_affinity",),
+        const="true",
+        key="enable_cpu_affinity",
+        question="Pin each process to the CPU cores near its GPU?",
+        when=lambda said: here(said) and said("launch.distributed_type") == "MULTI_GPU",
+    ),
+    Option(
+        path="process.log_level",
+        help="The level of loggers that are not given one.",
+        topic=_TOPIC,
+        variable="ACCELERATE_LOG_LEVEL",
+        unasked=_ONE_RUN,
+    ),
+    Option(
+        path="process.enable_rich",
+        help="Show tracebacks with rich.",
+        topic=_TOPIC,
+        parse=flag,
+        variable="ACCELERATE_ENABLE_RICH",
+        unasked=_ONE_RUN,
+    ),
+)
+"""Rows of `ProcessSettings`."""

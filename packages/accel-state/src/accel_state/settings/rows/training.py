@@ -1,0 +1,107 @@
+"""Precision, accumulation and compilation."""
+
+from __future__ import annotations
+
+from accel_state.labels import DynamoBackend, PrecisionType
+from accel_state.settings.option import Option, Said
+from accel_state.settings.parsing import flag, one_of, whole
+
+_PRECISIONS = tuple(member.value for member in PrecisionType)
+_BACKENDS = tuple(member.value for member in DynamoBackend)
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+_COMPILATION = "compilation"
+
+
+def _compiles(said: Said) -> bool:
+    return said("dynamo.backend") != "NO"
+
+
+TRAINING = (
+    Option(
+        path="precision.mixed_precision",
+        help="The precision of forward and backward passes.",
+        topic="training",
+        parse=one_of(*_PRECISIONS),
+        choices=_PRECISIONS,
+        variable="ACCELERATE_MIXED_PRECISION",
+        flags=("--mixed_precision",),
+        key="mixed_precision",
+        question="In which precision do forward and backward passes compute?",
+    ),
+    Option(
+        path="training.gradient_accumulation_steps",
+        help="Micro-batches per optimizer step.",
+        topic="training",
+        parse=whole(1),
+        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+        flags=("--gradient_accumulation_steps",),
+        key="gradient_accumulation_steps",
+        more_keys=("deepspeed_config.gradient_accumulation_steps",),
+        question="How many micro-batches per optimizer step?",
+        when=lambda said: bool(said("deepspeed")) and not said("deepspeed.hf_ds_config"),
+    ),
+)
+"""Rows of `PrecisionSettings` and `TrainingSettings`."""
+
+DYNAMO = (
+    Option(
+        path="dynamo.backend",
+        help="The compiler behind torch.compile; no compiles nothing.",
+        topic=_COMPILATION,
+        parse=one_of(*_BACKENDS),
+        choices=_BACKENDS,
+        variable="ACCELERATE_DYNAMO_BACKEND",
+        flags=("--dynamo_backend",),
+        key="dynamo_config.dynamo_backend",
+        question="What compiles the model? (NO: nothing does)",
+    ),
+    Option(
+        path="dynamo.mode",
+        help="The mode of torch.compile.",
+        topic=_COMPILATION,
+        parse=one_of(*_MODES),
+        choices=_MODES,
+        variable="ACCELERATE_DYNAMO_MODE",
+        flags=("--dynamo_mode",),
+        key="dynamo_config.dynamo_mode",
+        question="In which mode?",
+        when=_compiles,
+    ),
+    Option(
+        path="dynamo.use_fullgraph",
+        help="Fail rather than break the model into several graphs.",
+        topic=_COMPILATION,
+        parse=flag,
+        variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
+        flags=("--dynamo_use_fullgraph",),
+        const="true",
+        key="dynamo_config.dynamo_use_fullgraph",
+        question="Fail rather than break the model into several graphs?",
+        when=_compiles,
+    ),
+    Option(
+        path="dynamo.use_dynamic",
+        help="Trace with dynamic shapes.",
+        topic=_COMPILATION,
+        parse=flag,
+        variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
+        flags=("--dynamo_use_dynamic",),
+        const="true",
+        key="dynamo_config.dynamo_use_dynamic",
+        question="Trace with dynamic shapes?",
+        when=_compiles,
+    ),
+    Option(
+        path="dynamo.use_regional_compilation",
+        help="Compile each repeated block once instead of the whole model.",
+        topic=_COMPILATION,
+        parse=flag,
+        variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
+        flags=("--dynamo_use_regional_compilation",),
+        const="true",
+        key="dynamo_config.dynamo_use_regional_compilation",
+        question="Compile each repeated block once instead of the whole model?",
+        when=_compiles,
+    ),
+)
+"""Rows of `DynamoSettings`."""
