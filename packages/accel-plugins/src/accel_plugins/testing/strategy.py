@@ -48,6 +48,7 @@ class StrategySubject:
         directory: An empty directory that all ranks share.
         tolerance: Largest difference to the result of one process.
         dtype: Format of the parameters; engines that know no float64 want float32 and a tolerance for it.
+        norm_types: The norms by which gradients can be clipped.
     """
 
     make: Callable[[], Strategy]
@@ -55,6 +56,7 @@ class StrategySubject:
     directory: Path
     tolerance: float = 1e-10
     dtype: torch.dtype = torch.float64
+    norm_types: tuple[float, ...] = (2.0, 1.0, float("inf"))
 
     def problem(self) -> Problem:
         """The training problem, divided as the strategy says."""
@@ -156,7 +158,7 @@ def gradients_stay_local_without_sync(subject: StrategySubject) -> None:
 def clipping_by_norm_equals_one_process(subject: StrategySubject) -> None:
     """`clip_grad_norm` returns the norm over all parameters and ranks, and scales the gradients to it."""
     problem = subject.problem()
-    for norm_type in (2.0, 1.0, float("inf")):
+    for norm_type in subject.norm_types:
         norms: list[Tensor] = []
 
         def clip(model: nn.Module, kind: float = norm_type, norms: list[Tensor] = norms) -> None:

@@ -1,0 +1,185 @@
+"""A DeepSpeed configuration that can be asked by dotted keys, such as `zero_optimization.stage`."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+AUTO = "auto"
+"""The value of what is filled in from the model, the optimizer, the loaders and the arguments."""
+
+_OFFLOADS = frozenset({"cpu", "nvme"})
+
+
+def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Read a DeepSpeed configuration.
+
+    Args:
+        source: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
+
+    Returns:
+        A copy, so that what is filled in does not come back to the caller.
+
+    Raises:
+        SettingsError: It is none of these, or something else than one JSON object without repeated keys.
+
+    Example:
+        >>> read_config({"zero_optimization": {"stage": 2}})
+        {'zero_optimization': {'stage': 2}}
+    """
+    if not isinstance(source, (str, Path)) and not hasattr(source, "__fspath__"):
+        try:
+            return copy.deepcopy(dict(cast("Mapping[str, Any]", source)))
+        except (TypeError, ValueError):
+            raise SettingsError(
+                f"The DeepSpeed configuration {source!r} is no dictionary, path or base64 text of one."
+            ) from None
+    path = Path(cast("str", source)).expanduser()
+    if _is_file(path):
+        return _parse(path.read_text(encoding="utf-8"), f"the file {str(path)!r}")
+    try:
+        text = base64.urlsafe_b64decode(str(source)).decode()
+    except (binascii.Error, UnicodeError):
+        raise SettingsError(
+            f"There is no DeepSpeed configuration file {str(source)!r} (nor is that a configuration in "
+            "base64)."
+        ) from None
+    return _parse(text, "the base64 text")
+
+
+class HfDeepSpeedConfig:
+    """A DeepSpeed configuration, with questions that others ask of it.
+
+    Args:
+        config_file_or_dict: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
+
+    Raises:
+        SettingsError: It cannot be read.
+
+    Example:
+        >>> config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+        >>> config.is_zero3(), config.get_value("zero_optimization.offload_param.device", "none")
+        (True, 'none')
+    """
+
+    def __init__(self, config_file_or_dict: str | os.PathLike[str] | Mapping[str, Any]) -> None:
+        self.config = read_config(config_file_or_dict)
+        self._stage: Any = -1
+        self._offload = False
+        self.set_stage_and_offload()
+
+    def set_stage_and_offload(self) -> None:
+        """Read the ZeRO stage and whether anything is offloaded anew, after the configuration has changed."""
+        self._stage = self.get_value("zero_optimization.stage", -1)
+        devices = {
+            self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
+        }
+        self._offload = (self.is_zero2() or self.is_zero3()) and bool(_OFFLOADS & devices)
+
+    def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
+        """Find the dictionary that holds a key.
+
+        Args:
+            ds_key_long: The keys from the outermost to the one, with dots between.
+
+        Returns:
+            That dictionary, `None` if there is none; and the last part of the key.
+        """
+        node: Any = self.config
+        *above, last = ds_key_long.split(".")
+        for name in above:
+            node = node.get(name) if isinstance(node, dict) else None
+        return (cast("dict[str, Any]", node) if isinstance(node, dict) else None), last
+
+    def get_value(self, ds_key_long: str, default: Any = None) -> Any:
+        """The value of a key, or a default where it is absent.
+
+        Args:
+            ds_key_long: The keys from the outermost to the one, with dots between.
+            default: What to return otherwise.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        return default if node is None else node.get(last, default)
+
+    def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
+        """Remove a key and what is below it.
+
+        Args:
+            ds_key_long: The keys from the outermost to the one, with dots between.
+            must_exist: Whether its absence is an error.
+
+        Raises:
+            ValueError: It is absent, and must not be.
+        """
+        node, last = self.find_config_node(ds_key_long)
+        if node is not None and last in node:
+            del node[last]
+        elif must_exist:
+            raise ValueError(f"The DeepSpeed configuration has no {ds_key_long!r}: {self.config!r}")
+
+    def is_true(self, ds_key_long: str) -> bool:
+        """Whether a value is there and true.
+
+        Example:
+            >>> config = HfDeepSpeedConfig({"bf16": {"enabled": True}})
+            >>> config.is_true("bf16.enabled"), config.is_true("fp16.enabled")
+            (True, False)
+        """
+        return bool(self.get_value(ds_key_long))
+
+    def is_false(self, ds_key_long: str) -> bool:
+        """Whether a value is there and false."""
+        value = self.get_value(ds_key_long)
+        return value is not None and not bool(value)
+
+    def is_auto(self, ds_key_long: str) -> bool:
+        """Whether a value is to be filled in."""
+        return self.get_value(ds_key_long) == AUTO
+
+    def is_zero2(self) -> bool:
+        """Whether optimizer state and gradients are divided among the ranks."""
+        return self._stage == 2
+
+    def is_zero3(self) -> bool:
+        """Whether parameters are divided among the ranks, too."""
+        return self._stage == 3
+
+    def is_offload(self) -> bool:
+        """Whether parameters or optimizer state live on the CPU or on disk."""
+        return self._offload
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a name: base64
+        return False
+
+
+def _parse(text: str, where: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text, object_pairs_hook=_without_repetition)
+    except ValueError as error:
+        raise SettingsError(f"The DeepSpeed configuration in {where} is no JSON: {error}.") from None
+    if not isinstance(found, dict):
+        raise SettingsError(f"The DeepSpeed configuration in {where} is {found!r}; it must be one object.")
+    return cast("dict[str, Any]", found)
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"the key(s) {', '.join(map(repr, twice))} come twice in one object")
+    return found

@@ -1,0 +1,113 @@
+"""The one place that imports DeepSpeed, and what it needs to find in a process before it can be used."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from accel_state import environ
+from accel_state.available import require
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+    from types import ModuleType
+
+    import torch
+
+    from accel_state.runtime import Runtime
+    from accel_state.topology import Topology
+
+
+def load_library(what: str) -> ModuleType:
+    """Import DeepSpeed.
+
+    Args:
+        what: Who needs it, for the message.
+
+    Raises:
+        MissingDependencyError: It is not installed.
+    """
+    require("deepspeed", what, install="accel-plugins[deepspeed]")
+    with warnings.catch_warnings():
+        # What it uses of other libraries is not for its users to change.
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        return importlib.import_module("deepspeed")
+
+
+def part(name: str) -> Any:
+    """A module of DeepSpeed, which has been imported.
+
+    Args:
+        name: Of the module, without `deepspeed.` before it.
+    """
+    return importlib.import_module(f"deepspeed.{name}")
+
+
+def start(runtime: Runtime) -> ModuleType:
+    """Import DeepSpeed and let it use the device and the process group of this run.
+
+    Args:
+        runtime: Of this process. Where it has no process group, as one process has none, one is made, for
+            DeepSpeed has no way without.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+    with as_launched(runtime.topology), _for_device(runtime.device):
+        deepspeed = load_library("the strategy 'deepspeed'")
+        if not dist.is_initialized():
+            dist.init_process_group(
+                runtime.kind.backend or "gloo",
+                store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented
+                rank=0,
+                world_size=1,
+            )
+        comm = part("comm.comm")
+        if comm.cdb is None or not comm.cdb.is_initialized():
+            with _without_compiling(runtime.device):
+                comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
+    return deepspeed
+
+
+@contextmanager
+def as_launched(topology: Topology) -> Generator[None]:
+    """A block in which `LOCAL_RANK` is set, from which DeepSpeed learns its device, whoever launched this."""
+    if "LOCAL_RANK" in environ.read():
+        yield
+        return
+    with environ.patch_environment(local_rank=topology.local_rank):
+        yield
+
+
+@contextmanager
+def _for_device(device: torch.device) -> Generator[None]:
+    """A block in which DeepSpeed, imported for the first time, chooses the device of this run."""
+    if "DS_ACCELERATOR" in environ.read():
+        yield
+        return
+    with environ.patch_environment(ds_accelerator=device.type):
+        yield
+
+
+@contextmanager
+def _without_compiling(device: torch.device) -> Generator[None]:
+    """A block in which DeepSpeed does not compile its operation for inference on CPUs, which takes minutes.
+
+    Nothing in training uses it; tensor-parallel inference, which does, goes through the process group then.
+    """
+    communication = part("comm.torch")
+    name = "build_shm_op"
+    build = vars(communication).get(name)
+    if device.type != "cpu" or build is None:
+        yield
+        return
+    setattr(communication, name, lambda: None)
+    try:
+        yield
+    finally:
+        setattr(communication, name, build)

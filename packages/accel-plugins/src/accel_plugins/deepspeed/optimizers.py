@@ -1,0 +1,45 @@
+"""Torch's optimizers in DeepSpeed's versions, which are made for parameters on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.deepspeed.library import load_library, part
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+# Our name of the arguments that both have is theirs; this is added.
+_VERSIONS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
+    "AdamW": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
+    "Adam": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
+    "Adagrad": ("ops.adagrad", "DeepSpeedCPUAdagrad", {}),
+    "Lion": ("ops.lion", "DeepSpeedCPULion", {}),
+}
+
+
+def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Make DeepSpeed's version of an optimizer, for offloading it to the CPU.
+
+    Args:
+        optimizer: Adam, AdamW, Adagrad or Lion, or one derived of them. Any other is returned as it is.
+
+    Returns:
+        An optimizer of the same groups. It has no state yet.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+    names = [kind.__name__ for kind in type(optimizer).__mro__]
+    found = next((_VERSIONS[name] for name in names if name in _VERSIONS), None)
+    if found is None or any(kind.__module__.startswith("deepspeed.") for kind in type(optimizer).__mro__):
+        return optimizer
+    load_library("map_pytorch_optim_to_deepspeed()")
+    module, name, more = found
+    version = getattr(part(module), name)
+    accepted = inspect.signature(version).parameters
+    known = {key: value for key, value in optimizer.defaults.items() if key in accepted and key not in more}
+    return version(optimizer.param_groups, **known, **more)

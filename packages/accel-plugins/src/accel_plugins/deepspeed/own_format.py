@@ -1,0 +1,86 @@
+"""The folder that DeepSpeed's engine writes, inside a checkpoint of ours."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.deepspeed.folder import read_folder
+from accel_plugins.deepspeed.unpickle import load_file
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from accel_plugins.deepspeed.state import EngineState
+
+
+def folder_name(index: int) -> str:
+    """The name of the folder of the model that was prepared as number `index`.
+
+    Example:
+        >>> folder_name(0), folder_name(1)
+        ('pytorch_model', 'pytorch_model_1')
+    """
+    return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
+
+
+def save_engine(engine: Any, directory: Path, index: int) -> None:
+    """Let the engine write its folder. Call it on all ranks.
+
+    Args:
+        engine: The engine.
+        directory: An existing directory that all ranks share.
+        index: Of the model.
+    """
+    engine.save_checkpoint(str(directory), tag=folder_name(index))
+
+
+def load_engine(engine: Any, state: EngineState, directory: Path, index: int) -> None:
+    """Read such a folder back, also if the engine divides otherwise than the one that has written it.
+
+    Args:
+        engine: The engine.
+        state: What it has.
+        directory: Where the folder is.
+        index: Of the model.
+
+    Raises:
+        CheckpointError: The folder is absent or damaged, or of another model.
+    """
+    folder = directory / folder_name(index)
+    saved = read_folder(folder)
+    stage = int(engine.zero_optimization_stage())
+    if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
+        del saved
+        with _reading_safely(engine):
+            path, _ = engine.load_checkpoint(str(directory), tag=folder.name)
+        if path is None:
+            raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}.")
+        return
+    state.load_weights(saved.weights())
+    if engine.optimizer is not None:
+        state.load_named_optimizer(saved.optimizer())
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        if name in saved.models[0]:
+            setattr(engine, name, saved.models[0][name])
+    schedule = saved.models[0].get("lr_scheduler")
+    if schedule is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(schedule)
+
+
+@contextmanager
+def _reading_safely(engine: Any) -> Generator[None]:
+    """A block in which the engine reads tensors and its own objects, and runs nothing that a file says."""
+    reader = engine.checkpoint_engine
+
+    def load(path: str, map_location: Any = None) -> Any:
+        del map_location  # where the engine wants it it copies it to
+        return load_file(Path(path), for_engine=True)
+
+    vars(reader)["load"] = load
+    try:
+        yield
+    finally:
+        del vars(reader)["load"]

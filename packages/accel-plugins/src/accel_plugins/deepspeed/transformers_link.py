@@ -1,0 +1,55 @@
+"""What transformers asks when it makes a model: whether its parameters are to be divided among the ranks."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.deepspeed.hf_config import AUTO, HfDeepSpeedConfig
+from accel_state.available import is_installed
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
+    """Tell transformers, if a program uses it, with which configuration models are made.
+
+    Args:
+        config: Of the run.
+        asked: Whether parameters are to be divided while a model is made.
+
+    Returns:
+        What transformers asks, for as long as the caller keeps it; `None` where models are made as usual.
+    """
+    if "transformers" not in sys.modules or not is_installed("deepspeed"):
+        return None
+    theirs = importlib.import_module("transformers.integrations.deepspeed")
+    if not asked:
+        theirs.unset_hf_deepspeed_config()
+        return None
+    ours = HfDeepSpeedConfig(making_models(config))
+    theirs.set_hf_deepspeed_config(ours)
+    return ours
+
+
+def making_models(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration with which models can be made before anything is known about training.
+
+    Example:
+        >>> making_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
+        {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
+    """
+
+    def decided(node: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: decided(value) if isinstance(value, dict) else value
+            for name, value in node.items()
+            if not (isinstance(value, str) and value == AUTO)
+        }
+
+    known = decided(config)
+    for name in ("train_batch_size", "gradient_accumulation_steps"):
+        known.pop(name, None)
+    return known | {"train_micro_batch_size_per_gpu": 1}

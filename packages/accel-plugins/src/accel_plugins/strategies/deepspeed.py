@@ -1,0 +1,237 @@
+"""DeepSpeed: one engine trains a model with its optimizer, and divides among ranks what its stage says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_ops.modules import unwrap_once
+from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
+from accel_plugins.deepspeed.fill import Known
+from accel_plugins.deepspeed.library import as_launched, start
+from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.deepspeed.request import check_request, config_names, parsed
+from accel_plugins.deepspeed.values import Facts, batch_size_of, complete, hidden_size_of
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.precision.engine import EnginePrecision
+from accel_plugins.strategies.deepspeed_save import DeepSpeedPersister
+from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
+from accel_plugins.strategies.replicated import check_materialised
+from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_state import watch
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+    from torch import nn
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedWrapper:
+    """Makes the engine from a model and its optimizer.
+
+    Args:
+        runtime: Of this process.
+        deepspeed: The library.
+        plugins: By name; the selected one says how the next engine is made.
+        accumulation: Micro-batches of a step.
+        split_batches: Whether a batch of a loader is divided among the ranks.
+        stepper: Gets to know the engine that trains.
+    """
+
+    runtime: Runtime
+    deepspeed: Any
+    plugins: Mapping[str, DeepSpeedPlugin]
+    accumulation: Known
+    split_batches: bool
+    stepper: DeepSpeedStepper
+
+    @property
+    def plugin(self) -> DeepSpeedPlugin:
+        """The active one."""
+        several = [*self.plugins.values()]
+        return next((one for one in several if one.selected), several[0])
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what no engine can be made of, and a configuration that contradicts it."""
+        fresh = [model for model in bundle.models if not self._is_engine(model)]
+        whole = [model for model in fresh if not _is_divided(model)]
+        check_materialised(replace(bundle, models=whole))
+        plugin = self.plugin
+        check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
+        if fresh:
+            self._config_for(fresh[0], bundle)
+        if fresh and plugin.transformer_moe_cls_names:
+            plugin.set_moe_leaf_modules(fresh[0])
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Put the model into an engine, which takes over its optimizer and the schedule of its configuration.
+
+        A model that comes without an optimizer is put into one only where its parameters are to be divided.
+        """
+        models = [*bundle.models]
+        optimizers, schedulers = [*bundle.optimizers], [*bundle.schedulers]
+        for index, model in enumerate(models):
+            if self._is_engine(model):
+                continue
+            if not bundle.optimizers and (evaluation or not self.plugin.hf_ds_config.is_zero3()):
+                models[index] = model.to(self.runtime.device)
+                continue
+            engine, optimizer, scheduler = self._initialize(model, bundle)
+            models[index] = engine
+            if bundle.optimizers:
+                optimizers = [optimizer]
+            if scheduler is not None and schedulers:
+                schedulers = [_in_place_of(one, scheduler) for one in schedulers]
+        return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside."""
+        return cast("nn.Module", cast("Any", model).module) if self._is_engine(model) else model
+
+    def _is_engine(self, model: nn.Module) -> bool:
+        return isinstance(model, self.deepspeed.DeepSpeedEngine)
+
+    def _config_for(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
+        """The configuration of one engine, complete."""
+        plugin, world_size = self.plugin, self.runtime.topology.world_size
+        optimizer = next(iter(bundle.optimizers), None)
+        split_into = world_size if self.split_batches else 1
+        facts = Facts(
+            world_size=world_size,
+            micro_batch=batch_size_of(
+                bundle.dataloaders, smallest=plugin.is_train_batch_min, split_into=split_into
+            ),
+            accumulation=self.accumulation,
+            hidden_size=hidden_size_of(model),
+            optimizer=optimizer,
+            scheduler=next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None),
+            schedule_shards=1 if self.split_batches else world_size,
+        )
+        config = complete(plugin.deepspeed_config, facts)
+        zero = config["zero_optimization"]
+        if (
+            isinstance(optimizer, Optimizer)
+            and zero.get("stage")
+            and "zero_allow_untested_optimizer" not in config
+        ):
+            config["zero_allow_untested_optimizer"] = True  # who passes it wants it
+        return parsed(config, config_names(self.deepspeed))
+
+    def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
+        config = self._config_for(model, bundle)
+        arguments: dict[str, Any] = {"model": model, "config": config}
+        groups: list[list[torch.Tensor]] = []
+        if bundle.optimizers:
+            given: Any = bundle.optimizers[0]
+            if isinstance(given, DummyOptim):
+                arguments["model_parameters"] = given.params
+                groups = (
+                    [given.tensors()]
+                    if not given.params or not isinstance(given.params[0], dict)
+                    else [[*group["params"]] for group in given.params]
+                )
+            else:
+                groups = [[*group["params"]] for group in given.param_groups]
+                arguments["optimizer"] = _for_offloading(given, config)
+                _follow(bundle.schedulers, given, arguments["optimizer"])
+        schedule = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
+        if schedule is not None and schedule.lr_scheduler_callable is not None:
+            arguments["lr_scheduler"] = schedule.lr_scheduler_callable
+        with as_launched(self.runtime.topology), watch.region("prepare"):
+            engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
+        if bundle.optimizers:
+            self.stepper.take(DeepSpeedEngineWrapper(engine, groups=groups))
+        return engine, optimizer, scheduler
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run with DeepSpeed.
+
+    Args:
+        settings: Nothing in them that the plugin has not taken.
+        runtime: Device and topology.
+        precision: Not used: the engine has its own.
+        handlers: The `DeepSpeedPlugin`, or several by name; how gradients are accumulated, and loaders
+            prepared.
+
+    Raises:
+        MissingDependencyError: DeepSpeed is not installed.
+    """
+    del settings
+    deepspeed = start(runtime)
+    unwrap_once.register(deepspeed.DeepSpeedEngine, lambda engine: engine.module)
+    given = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+    plugins = cast("Mapping[str, DeepSpeedPlugin]", given if isinstance(given, dict) else {"default": given})
+    for plugin in plugins.values():
+        plugin.set_mixed_precision(precision.name)
+    first = next((one for one in plugins.values() if one.selected), next(iter(plugins.values())))
+    topology = runtime.topology
+    stepper = DeepSpeedStepper()
+    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
+    return Strategy(
+        name="deepspeed",
+        wrapper=DeepSpeedWrapper(
+            runtime=runtime,
+            deepspeed=deepspeed,
+            plugins=plugins,
+            accumulation=_accumulation(handlers.get(GradientAccumulationPlugin)),
+            split_batches=loading.split_batches,
+            stepper=stepper,
+        ),
+        stepper=stepper,
+        persister=DeepSpeedPersister(runtime=runtime, stepper=stepper),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=_features(first),
+        precision=EnginePrecision(name=first.mixed_precision, device_type=runtime.device.type),
+        release=stepper.release,
+    )
+
+
+def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
+    stage = plugin.get_value("zero_optimization.stage", 0)
+    plain = stage == 0 and plugin.mixed_precision == "no"
+    found = {Feature.OPTIMIZER_FROM_CONFIGURATION}
+    return frozenset(found | {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if plain else found)
+
+
+def _accumulation(plugin: GradientAccumulationPlugin | None) -> Known:
+    steps = None if plugin is None else plugin.num_steps
+    source = f"Accelerator(gradient_accumulation_steps={steps!r})"
+    return Known(value=steps or 1, source=source, binding=steps is not None)
+
+
+def _is_divided(model: nn.Module) -> bool:
+    return any("ds_id" in vars(parameter) for parameter in model.parameters())
+
+
+def _for_offloading(optimizer: Optimizer, config: Mapping[str, Any]) -> Optimizer:
+    offloads = config["zero_optimization"].get("offload_optimizer") is not None
+    if offloads and config.get("zero_force_ds_cpu_optimizer", True):
+        return map_pytorch_optim_to_deepspeed(optimizer)
+    return optimizer
+
+
+def _follow(schedulers: Sequence[Any], before: Optimizer, now: Optimizer) -> None:
+    """Let schedules set the rates of the optimizer that has taken another one's place."""
+    for one in schedulers:
+        if before is not now and isinstance(one, LRScheduler) and one.optimizer is before:
+            one.optimizer = now
+
+
+def _in_place_of(given: Any, scheduler: Any) -> Any:
+    return scheduler if isinstance(given, DummyScheduler) else given

@@ -1,0 +1,139 @@
+"""Backward passes and steps through DeepSpeed's engine."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+
+from accel_ops.modules import without_compiler
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
+
+
+@final
+class DeepSpeedStepper:
+    """Steps the one engine that an `Accelerator` trains."""
+
+    def __init__(self) -> None:
+        self._wrapper: DeepSpeedEngineWrapper | None = None
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether there is one."""
+        return self._wrapper is not None
+
+    @property
+    def wrapper(self) -> DeepSpeedEngineWrapper:
+        """The engine.
+
+        Raises:
+            SettingsError: There is none yet.
+        """
+        if self._wrapper is None:
+            raise SettingsError(
+                "DeepSpeed has no model to train yet: pass the model and its optimizer to one call of "
+                "accelerator.prepare() first."
+            )
+        return self._wrapper
+
+    def take(self, wrapper: DeepSpeedEngineWrapper) -> None:
+        """Train this engine from now on."""
+        self._wrapper = wrapper
+
+    def release(self) -> None:
+        """Train none any more."""
+        wrapper, self._wrapper = self._wrapper, None
+        if wrapper is not None:
+            wrapper.engine.destroy()
+
+    def owner_of(self, model: nn.Module) -> DeepSpeedEngineWrapper | None:
+        """The engine of a model, if it is the one that is trained."""
+        found = self._wrapper
+        inner = without_compiler(model)
+        return found if found is not None and inner in {found.engine, found.engine.module} else None
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Add the gradients of `loss / accumulation`."""
+        if accumulation != 1:
+            loss = loss / accumulation
+        self.wrapper.backward(loss, sync_gradients=sync, scale_wrt_gas=False, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Let no backward pass complete a step."""
+        owner = self.owner_of(model)
+        return nullcontext() if owner is None else owner.hold()
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        """Not there.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        del joinables, divide_by_initial_world_size
+        raise UnsupportedError(
+            "join_uneven_inputs(): DeepSpeed needs the same number of batches on every rank."
+        )
+
+    def clip_grad_norm(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> Tensor | None:
+        """Let the engine clip all its gradients when it steps; parameters of others are clipped now."""
+        del optimizers  # the engine has but one
+        given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        wrapper = self.wrapper
+        own = {id(one) for one in wrapper.engine.module.parameters()}
+        if given and not any(id(one) in own for one in given):
+            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
+        return wrapper.clip(max_norm, norm_type)
+
+    def clip_grad_value(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        clip_value: float,
+        *,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> None:
+        """Clamp gradients that are where they usually are; the strategy declares whether that is so."""
+        del optimizers
+        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        """Step the engine."""
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure): DeepSpeed's engine steps without one; leave it out."
+            )
+        self._of(optimizer)
+        return self.wrapper.step()
+
+    def discard(self, optimizer: Optimizer) -> None:
+        """Throw its gradients away, also those that the engine has brought together."""
+        self._of(optimizer)
+        self.wrapper.discard()
+
+    def drives(self, scheduler: Any) -> bool:
+        """Whether the engine steps a schedule by itself."""
+        return self._wrapper is not None and self._wrapper.engine.lr_scheduler is scheduler
+
+    def _of(self, optimizer: Any) -> None:
+        if self._wrapper is not None and optimizer is not self._wrapper.optimizer:
+            raise SettingsError(
+                f"{type(optimizer).__name__}.step(): this optimizer is not that of the model that "
+                "DeepSpeed trains; use the one that accelerator.prepare() has returned last."
+            )
