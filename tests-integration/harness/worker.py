@@ -30,6 +30,7 @@ from shared_test_rules import reset_states
 if TYPE_CHECKING:
     from types import ModuleType
 
+LIBUV = not torch.__version__.startswith("2.6.")  # there it takes no socket that listens already
 LOCALS = 300  # characters of each local variable shown with a failure
 
 
@@ -98,10 +99,10 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
     host, port = listener.getsockname()
     fd = listener.detach()
     if rank == 0:
-        store = TCPStore(host, port, world_size, is_master=True, master_listen_fd=fd)
+        store = TCPStore(host, port, world_size, is_master=True, master_listen_fd=fd, use_libuv=LIBUV)
     else:
         os.close(fd)
-        store = TCPStore(host, port, world_size, is_master=False)
+        store = TCPStore(host, port, world_size, is_master=False, use_libuv=LIBUV)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 

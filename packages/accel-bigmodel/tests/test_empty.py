@@ -103,7 +103,18 @@ def test_everything_is_as_before_after_an_error():
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-@pytest.mark.parametrize("buffers", [False, True])
+@pytest.mark.parametrize(
+    "buffers",
+    [
+        False,
+        pytest.param(
+            True,
+            marks=pytest.mark.skipif(
+                torch.__version__.startswith("2.6."), reason="torch 2.6 imports sympy for factories on meta"
+            ),
+        ),
+    ],
+)
 def test_a_skeleton_imports_nothing_of_the_compiler(buffers):
     program = f"""
         import sys
