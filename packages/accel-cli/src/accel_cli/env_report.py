@@ -36,9 +36,9 @@ _LIBRARIES = (
 
 # What the variables begin with that change how a program trains.
 _PREFIXES = (
-    "ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "LOCAL_", "MASTER_", "MEGATRON_LM_", "MKL_",
-    "NCCL_", "OMP_", "OMPI_", "PARALLELISM_CONFIG_", "PJRT_", "PMI_", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "TORCH",
-    "TPU_", "UCX_", "WORLD_SIZE", "XLA_",
+    "ACCELERATE_", "CUDA_", "DS_", "FSDP_", "GLOO_", "HF_", "HIP_", "LOCAL_", "MASTER_", "MEGATRON_LM_",
+    "MKL_", "NCCL_", "OMP_", "OMPI_", "PARALLELISM_CONFIG_", "PJRT_", "PMI_", "PYTORCH_", "RANK", "ROCR_",
+    "SLURM_", "TORCH", "TPU_", "UCX_", "WORLD_SIZE", "XLA_",
 )  # fmt: skip
 
 

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table as Frame
 from rich.text import Text
 
-from accel_cli.output import Table
-
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+
+    from accel_cli.output import Table
 
 STYLES: Mapping[str, str] = {
     "passed": "green",

@@ -39,7 +39,7 @@ def without_secrets(name: str, value: Any) -> Any:
         value: Text, or lists and tables of it.
 
     Returns:
-        The same, where a name or the form of the text says secret something that only tells that one was there.
+        The same; what its name or its form tells to be secret is replaced.
 
     Example:
         >>> without_secrets("WANDB_API_KEY", "0123"), without_secrets("TOKENIZERS_PARALLELISM", "false")

@@ -88,9 +88,8 @@ def to_fsdp2(config: Mapping[str, Any]) -> Converted:
         raise SettingsError("key fsdp_config.fsdp_version is 2 already: there is nothing to rewrite.")
     unknown = sorted(set(table) - {*KEPT, *REMOVED, _SHARDING, _RESHARD, "fsdp_version"})
     if unknown:
-        raise SettingsError(
-            f"key fsdp_config.{unknown[0]} is unknown; FSDP has {', '.join(sorted({*KEPT, *REMOVED, _SHARDING}))}"
-        )
+        known = ", ".join(sorted({*KEPT, *REMOVED, _SHARDING}))
+        raise SettingsError(f"key fsdp_config.{unknown[0]} is unknown; FSDP has {known}.")
     notes = [f"fsdp_config.{key} is gone: {why}." for key, why in REMOVED.items() if key in table]
     fsdp: dict[str, Any] = {"fsdp_version": 2}
     fsdp |= {key: value for key, value in table.items() if key in KEPT}

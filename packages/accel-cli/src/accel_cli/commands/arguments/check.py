@@ -12,8 +12,8 @@ def parser() -> Parser:
     made = Parser(
         "check",
         "Run a script for a few batches as some of many processes would run it, without devices, weights or"
-        " other processes, and tell: the settings, the memory of each rank, collectives that a rank would miss,"
-        " and what would be saved.",
+        " other processes, and tell: the settings, the memory of each rank, collectives that a rank would"
+        " miss, and what would be saved.",
     )
     made.add_argument("--world", type=number(1), required=True, metavar="N", help="how many processes train")
     made.add_argument("--memory", metavar="SIZE", help="memory of each device, as in 80GiB")
@@ -30,8 +30,8 @@ def parser() -> Parser:
     made.add_argument(
         "--ranks",
         metavar="LIST",
-        help="the ranks to try, as 0,1,127; by default the first, the second, the first of the second machine,"
-        " and the last",
+        help="the ranks to try, as 0,1,127; by default the first, the second, the first of the second"
+        " machine, and the last",
     )
     made.add_argument(
         "--timeout",

@@ -7,8 +7,8 @@ from accel_cli.commands.arguments.parser import Parser
 SHELLS = ("bash", "zsh", "fish")
 
 _EPILOG = (
-    'bash: eval "$(accel completion bash)" in ~/.bashrc; zsh: eval "$(accel completion zsh)" in ~/.zshrc, after'
-    " compinit; fish: accel completion fish > ~/.config/fish/completions/accel.fish"
+    'bash: eval "$(accel completion bash)" in ~/.bashrc; zsh: eval "$(accel completion zsh)" in ~/.zshrc,'
+    " after compinit; fish: accel completion fish > ~/.config/fish/completions/accel.fish"
 )
 
 

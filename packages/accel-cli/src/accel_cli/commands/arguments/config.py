@@ -11,14 +11,15 @@ def parser() -> Parser:
     """Make the parser."""
     made = Parser(
         "config",
-        "Ask how scripts are to be run on this machine, and write it to a config file. `accel config default` asks"
-        " nothing and writes what suits this machine; `accel config update` rewrites a file of an older format.",
+        "Ask how scripts are to be run on this machine, and write it to a config file. `accel config default`"
+        " asks nothing and writes what suits this machine; `accel config update` rewrites a file of an older"
+        " format.",
     )
     made.add_argument("action", nargs="?", choices=ACTIONS, help="without one, questions are asked")
     made.add_argument(
         "--config_file",
         metavar="FILE",
-        help="the file to write, YAML or JSON; without it the default config file, which `accel launch` reads",
+        help="the file to write, YAML or JSON; without it the default one, which `accel launch` reads",
     )
     made.add_argument(
         "--mixed_precision",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from argparse import _ArgumentGroup  # what `add_argument_group` returns has no public name
+    from argparse import _ActionsContainer  # pyright: ignore[reportPrivateUsage] - groups have no public name
     from collections.abc import Callable, Sequence
 
 
@@ -117,6 +117,6 @@ def number(low: float, *, whole: bool = True) -> Callable[[str], float]:
     return read
 
 
-def add_config_file(parser: ArgumentParser | _ArgumentGroup, help: str) -> None:  # noqa: A002 - argparse's own name
+def add_config_file(parser: _ActionsContainer, help: str) -> None:  # noqa: A002 - argparse's own name
     """Declare `--config_file`, as every command has it."""
     parser.add_argument("--config_file", metavar="FILE", help=help)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping, Sequence
 
+    from accel_cli.commands.estimate.memory import Sizes
     from accel_state.settings import Merged
 
 PLAYER = "accel_cli.commands.check.player"
@@ -62,9 +65,9 @@ def run(options: Namespace) -> int:
     memory = None if options.memory is None else _memory(options.memory)
     variables = read()
     merged = combine(given_by_environ(variables), given_by_config(options.config_file, variables))
-    found = look(
-        [_play(options, rank, merged, variables) for rank in _ranks(options)], merged, options.world, memory
-    )
+    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:  # each computes on about two cores
+        records = [*pool.map(lambda rank: _play(options, rank, merged, variables), _ranks(options))]
+    found = look(records, merged, options.world, memory)
     if options.json:
         show(_as_json(found, merged))
     else:
@@ -82,7 +85,7 @@ def look(records: Sequence[Record], merged: Merged, world: int, memory: int | No
         memory: Bytes of a device; None if nobody said.
     """
     estimates = {
-        record.rank: estimate(_strategy_of(record, merged), _job(record, merged, world))
+        record.rank: estimate(_strategy_of(record, merged), _job(record, record.sizes, world))
         for record in records
         if record.sizes is not None
     }
@@ -90,8 +93,8 @@ def look(records: Sequence[Record], merged: Merged, world: int, memory: int | No
     problems += [str(one) for one in differences(records)]
     if memory is not None:
         problems += [
-            f"rank {rank} needs {convert_bytes(one.device)} of {convert_bytes(memory)}: `accel estimate-memory`"
-            " suggests what fits."
+            f"rank {rank} needs {convert_bytes(one.device)} of {convert_bytes(memory)}:"
+            " `accel estimate-memory` suggests what fits."
             for rank, one in estimates.items()
             if not fits(one, memory)
         ]
@@ -182,11 +185,9 @@ def player_environ(order: Order, merged: Merged, variables: Mapping[str, str]) -
     }
 
 
-def _job(record: Record, merged: Merged, world: int) -> Job:
-    assert record.sizes is not None
-    del merged
+def _job(record: Record, sizes: Sizes, world: int) -> Job:
     width = 4 if record.precision == "no" else 2
-    return Job(sizes=record.sizes, devices=world, width=width, moments=record.moments)
+    return Job(sizes=sizes, devices=world, width=width, moments=record.moments)
 
 
 def _strategy_of(record: Record, merged: Merged) -> str:

@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,  # pyright: ignore[reportPrivateUsage] - there is no public name
+)
 from torch.utils._pytree import tree_map
 
 from accel_cli.commands.check.record import Event, File
-from accel_cli.commands.estimate.trace import Ledger
+from accel_cli.commands.estimate.trace import Ledger, storage_key
 from accel_state.whereabouts import call_site, place_of
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-_SCALAR = torch.ops.aten._local_scalar_dense.default  # noqa: SLF001 - the name of the operator
+_SCALAR = torch.ops.aten._local_scalar_dense.default
 _YES = frozenset({torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default})
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional"})
 
@@ -130,7 +133,7 @@ class Observer:
 
 def here() -> str:
     """File and line of the script that is running."""
-    return place_of(call_site(sys._getframe(1)))[0]  # noqa: SLF001 - public in all but name
+    return place_of(call_site(sys._getframe(1)))[0]  # pyright: ignore[reportPrivateUsage] - public in all but name
 
 
 def nbytes_of(data: Any) -> int:
@@ -139,8 +142,7 @@ def nbytes_of(data: Any) -> int:
 
     def add(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
-            storage = leaf.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()  # noqa: SLF001 - the identity of a storage
+            storages[storage_key(leaf)] = leaf.untyped_storage().nbytes()
         return leaf
 
     tree_map(add, data)

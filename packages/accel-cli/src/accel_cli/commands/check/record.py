@@ -42,7 +42,8 @@ class Order:
     def from_text(cls, text: str) -> Order:
         """Read what `to_text` wrote."""
         table: dict[str, Any] = json.loads(text)
-        return cls(**{**table, "arguments": tuple(table["arguments"])})
+        table["arguments"] = tuple(table["arguments"])
+        return cls(**table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,11 +106,14 @@ class Record:
     def from_text(cls, text: str) -> Record:
         """Read what `to_text` wrote."""
         table: dict[str, Any] = json.loads(text)
-        sizes: Mapping[str, Any] | None = table["sizes"]
+        sizes: dict[str, Any] | None = table["sizes"]
         kinds: Mapping[str, type[Any]] = {"moments": Moment, "events": Event, "files": File}
-        lists = {name: tuple(kind(**row) for row in table[name]) for name, kind in kinds.items()}
-        known = None if sizes is None else Sizes(**{**sizes, "blocks": tuple(sizes["blocks"])})
-        return cls(**{**table, **lists, "sizes": known})
+        for name, kind in kinds.items():
+            table[name] = tuple(kind(**row) for row in table[name])
+        if sizes is not None:
+            sizes["blocks"] = tuple(sizes["blocks"])
+            table["sizes"] = Sizes(**sizes)
+        return cls(**table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,8 +133,8 @@ class Difference:
     of: int = field(default=0)
 
     def __str__(self) -> str:
-        others = f"rank {', '.join(map(str, self.ranks))}"
-        return f"rank {self.of} {_does(self.first)}, while {others} {_does(self.second)}: both would wait forever"
+        one, others = f"rank {self.of}", f"rank {', '.join(map(str, self.ranks))}"
+        return f"{one} {_does(self.first)}, while {others} {_does(self.second)}: both would wait forever"
 
 
 def differences(records: Sequence[Record]) -> list[Difference]:

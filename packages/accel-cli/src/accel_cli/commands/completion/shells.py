@@ -6,7 +6,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from accel_cli.commands.completion.grammar import Flag, Words
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 _BASH = """\
 # Completion of `accel` for bash: eval "$(accel completion bash)"
 _accel() {{
-    local word="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}" command="${{COMP_WORDS[1]}}"
-    local words=""
+    local word="${{COMP_WORDS[COMP_CWORD]}}" previous="${{COMP_WORDS[COMP_CWORD-1]}}"
+    local command="${{COMP_WORDS[1]}}" words=""
     COMPREPLY=()
     if [ "$COMP_CWORD" -eq 1 ]; then
         words="{commands} --help"
@@ -106,7 +106,7 @@ def zsh(grammar: Grammar) -> str:
     return _ZSH.format(
         commands=" ".join(_described(name, words.help) for name, words in grammar.items()),
         values=_lines(
-            f"        ({quote(f'{name} {spelling}')}) compadd -- {' '.join(map(quote, flag.choices))}; return ;;"
+            f"        ({quote(f'{name} {spelling}')}) compadd -- {_quoted(flag.choices)}; return ;;"
             for name, flag, spelling in _with_choices(grammar)
         ),
         flags=_lines(
@@ -116,7 +116,7 @@ def zsh(grammar: Grammar) -> str:
             for name, words in grammar.items()
         ),
         choices=_lines(
-            f"        ({name}) compadd -- {' '.join(map(quote, words.choices))}; return ;;"
+            f"        ({name}) compadd -- {_quoted(words.choices)}; return ;;"
             for name, words in grammar.items()
             if words.choices
         ),
@@ -161,6 +161,10 @@ def _long(words: Words) -> Iterator[str]:
 
 def _described(word: str, help_line: str) -> str:
     return quote(f"{word}:{help_line.replace(':', ' -')}")
+
+
+def _quoted(words: Iterable[str]) -> str:
+    return " ".join(map(quote, words))
 
 
 def _lines(lines: Iterator[str]) -> str:

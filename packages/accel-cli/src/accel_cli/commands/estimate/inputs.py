@@ -64,11 +64,12 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
         length: Tokens, or frames, of each.
 
     Returns:
-        A function for `moments_of`; like most scripts it holds on to all that the model returns. It raises `UnsupportedError` for a model with inputs of another kind.
+        A function for `moments_of`; like most scripts it holds on to all that the model returns. It raises
+        `UnsupportedError` for a model with inputs of another kind.
     """
 
     def run(model: Any) -> tuple[Any, ...]:
-        main = getattr(model, "main_input_name", None)
+        main: str = getattr(model, "main_input_name", "") or ""
         if main not in INPUTS:
             raise UnsupportedError(
                 f"{type(model).__name__} takes {main!r} as its input; what its passes keep is known for "

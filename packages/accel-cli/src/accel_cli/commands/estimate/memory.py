@@ -1,7 +1,7 @@
 """What training takes on each device, by strategy: arithmetic on numbers of elements, nothing else.
 
-Training is with Adam, whose two moments are float32, as are the weights that it changes. Where the numbers of a
-strategy come from is said at each; that of the library itself is measured by the tests.
+Training is with Adam, whose two moments are float32, as are the weights that it changes. Where the numbers
+of a strategy come from is said at each; the tests measure what one process, DDP and FSDP2 take.
 """
 
 from __future__ import annotations

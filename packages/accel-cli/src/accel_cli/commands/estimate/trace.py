@@ -21,7 +21,7 @@ from accel_ops.weights.tensors import parameter_table
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-_CAST = torch.ops.aten._to_copy.default  # noqa: SLF001 - the name of the operator
+_CAST = torch.ops.aten._to_copy.default
 
 
 class Ledger(TorchDispatchMode):
@@ -33,9 +33,9 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._weights = {_key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        self._weights = {storage_key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         self._alive: dict[int, tuple[str, int, Any]] = {}
-        self._bytes = dict.fromkeys(("activations", "casts", "gradients", "state"), 0)
+        self._bytes: dict[str, int] = dict.fromkeys(("activations", "casts", "gradients", "state"), 0)
         self._lengths: dict[int, int] = {}
         self._elements = 0
         self._kind = "activations"
@@ -45,7 +45,7 @@ class Ledger(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = "casts" if func is _CAST and _key(args[0]) in self._weights else self._kind
+        kind = "casts" if func is _CAST and storage_key(args[0]) in self._weights else self._kind
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf, kind)
@@ -53,15 +53,13 @@ class Ledger(TorchDispatchMode):
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """The fullest moments: for every number of finished gradients those with most in all, and without
-        casts.
-        """
+        """The fullest moments for every number of finished gradients, with casts and without."""
         return tuple(dict.fromkeys(moment for pair in self._tops.values() for moment in pair))
 
     def add_weights(self, module: nn.Module) -> None:
         """Take the parameters and buffers of another module for weights, too."""
         for tensor in [*module.parameters(), *module.buffers()]:
-            key = _key(tensor)
+            key = storage_key(tensor)
             self._weights.add(key)
             if key in self._alive:
                 kind, size, _ = self._alive.pop(key)
@@ -69,8 +67,7 @@ class Ledger(TorchDispatchMode):
 
     def finish(self, parameter: Tensor) -> None:
         """Count the gradient of a parameter as what it is; for `register_post_accumulate_grad_hook`."""
-        assert parameter.grad is not None
-        key = _key(parameter.grad)
+        key = storage_key(parameter.grad)
         kind, size, reference = self._alive.get(key, ("gradients", 0, None))
         if kind != "gradients":
             self._bytes[kind] -= size
@@ -91,7 +88,7 @@ class Ledger(TorchDispatchMode):
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata  # noqa: SLF001 - the identity of a storage
+        key = storage_key(tensor)
         if key in self._alive or key in self._weights:
             return
         size = storage.nbytes()
@@ -175,5 +172,10 @@ def _placeholders(model: nn.Module) -> Generator[None]:
             table[name] = parameter
 
 
-def _key(tensor: Any) -> int:
-    return tensor.untyped_storage()._cdata  # noqa: SLF001 - the identity of a storage
+def storage_key(tensor: Any) -> int:
+    """Tell the storages of tensors apart, also where they have no values and so no address.
+
+    Args:
+        tensor: A tensor that is alive.
+    """
+    return tensor.untyped_storage()._cdata

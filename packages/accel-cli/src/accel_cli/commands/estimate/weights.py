@@ -79,8 +79,9 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that sharding gathers one by one: those of the classes that are not split, if the model names
-    them; else the items of its lists of modules.
+    """The blocks that sharding gathers one by one.
+
+    They are those of the classes that are not split, if the model names them; else the items of its lists.
 
     Args:
         model: On any device.

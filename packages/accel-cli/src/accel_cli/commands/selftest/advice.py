@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 ABOUT: Mapping[str, str] = {
     "processes": (
-        "The processes do not find each other, or share a device: look at num_processes, gpu_ids and, on several"
-        " machines, main_process_ip, main_process_port and the firewall. `accel launch --explain` says where"
-        " each value comes from."
+        "The processes do not find each other, or share a device: look at num_processes, gpu_ids and, on"
+        " several machines, main_process_ip, main_process_port and the firewall. `accel launch --explain` says"
+        " where each value comes from."
     ),
     "collectives": (
         "Data arrives damaged or not at all: try NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 helps where the"
@@ -21,14 +21,14 @@ ABOUT: Mapping[str, str] = {
     ),
     "data loader": "Samples are lost or repeated: please report this, with the output of `accel env`.",
     "training": (
-        "Training differs from that of one process: if collectives passed, please report this, with the output"
-        " of `accel env`."
+        "Training differs from that of one process: if collectives passed, please report this, with the"
+        " output of `accel env`."
     ),
     "mixed precision": (
         "The precision of the config does not work on this device: take bf16 on recent GPUs and CPUs, fp16 on"
         " older GPUs, or mixed_precision: no."
     ),
-    "checkpoint": "Saving and loading does not give the same state: is the disk full, or the folder not shared?",
+    "checkpoint": "Saving and loading does not give the same state: is the disk full, the folder not shared?",
 }
 """By the name of a check that failed."""
 

@@ -1,4 +1,4 @@
-"""The checks, each on all processes together. All communicate first and compare last, so that ranks stay in step."""
+"""The checks, on all processes together: they communicate first and compare last, to stay in step."""
 
 from __future__ import annotations
 

@@ -105,9 +105,17 @@ def read_reports(folder: Path) -> list[Report]:
     Args:
         folder: Where they did.
     """
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")]
+    found: list[dict[str, Any]] = [
+        json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")
+    ]
     reports = [
-        Report(**{**one, "outcomes": tuple(Outcome(**outcome) for outcome in one["outcomes"])})
+        Report(
+            rank=one["rank"],
+            world_size=one["world_size"],
+            facts=one["facts"],
+            outcomes=tuple(Outcome(**outcome) for outcome in one["outcomes"]),
+            speeds=one["speeds"],
+        )
         for one in found
     ]
     return sorted(reports, key=lambda report: report.rank)

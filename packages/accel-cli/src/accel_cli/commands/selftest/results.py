@@ -1,4 +1,4 @@
-"""What the processes of a test found, brought together: which checks passed, and what to do about the others."""
+"""What the processes of a test found, brought together: which checks passed, and which did not."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _combined(name: str, reports: Sequence[Report]) -> Outcome:
     seconds = max((outcome.seconds for outcome in found.values()), default=0.0)
     failed = {rank: outcome for rank, outcome in found.items() if outcome.state == FAILED}
     if failed:
-        rank, outcome = min(failed.items())
+        outcome = failed[min(failed)]
         where = _ranks(failed, max(report.world_size for report in reports))
         return Outcome(name=name, state=FAILED, detail=f"{where}: {outcome.detail}", seconds=seconds)
     waiting = {rank: outcome for rank, outcome in found.items() if outcome.state == RUNNING}
@@ -81,7 +81,7 @@ def _combined(name: str, reports: Sequence[Report]) -> Outcome:
         return Outcome(name=name, state=FAILED, detail=f"{where} did not come to its end", seconds=seconds)
     if not found:
         return Outcome(name=name, state=SKIPPED, detail="not reached")
-    _, first = min(found.items())
+    first = found[min(found)]
     return Outcome(name=name, state=first.state, detail=first.detail, seconds=seconds)
 
 

@@ -1,0 +1,107 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.commands.check.command import look, player_environ
+from accel_cli.commands.check.record import Event, File, Order, Record, differences, ranks_to_try
+from accel_cli.commands.estimate.memory import Moment, Sizes
+from accel_cli.main import main
+from accel_state.settings import Given, Layer, combine
+
+GATHER = Event(kind="gather", where="train.py:3")
+SAVE = Event(kind="save_state", where="train.py:9")
+SIZES = Sizes(parameters=10**6, trainable=10**6, blocks=(10**5,) * 10, largest=10**5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"),
+    [
+        ((GATHER, SAVE), (GATHER, SAVE), None),
+        ((GATHER, SAVE), (SAVE,), (GATHER, SAVE)),
+        ((GATHER, SAVE), (GATHER,), (SAVE, None)),
+        ((), (SAVE,), (None, SAVE)),
+    ],
+)
+def test_the_first_point_at_which_ranks_part_is_found(first, second, found):
+    records = [Record(rank=0, events=first), Record(rank=3, events=second), Record(rank=5, events=second)]
+    differing = differences(records)
+    assert [(one.first, one.second, one.ranks) for one in differing] == ([(*found, (3, 5))] if found else [])
+
+
+def test_what_a_rank_would_do_after_an_error_is_not_guessed():
+    stopped = Record(rank=1, events=(GATHER,), stopped="ValueError")
+    assert differences([Record(rank=0, events=(GATHER, SAVE)), stopped]) == []
+
+
+@given(
+    st.lists(st.sampled_from((GATHER, SAVE)), max_size=5),
+    st.lists(st.sampled_from((GATHER, SAVE)), max_size=5),
+)
+def test_ranks_part_exactly_if_they_do_different_things(first, second):
+    found = differences([Record(rank=0, events=tuple(first)), Record(rank=1, events=tuple(second))])
+    assert bool(found) == (first != second)
+
+
+@given(st.integers(1, 10**4), st.integers(1, 16))
+def test_the_ranks_to_try_exist_and_the_ends_are_among_them(world, local):
+    ranks = ranks_to_try(world, local)
+    assert ranks == tuple(sorted(set(ranks)))
+    assert ranks[0] == 0
+    assert ranks[-1] == world - 1
+
+
+def test_records_and_orders_survive_being_written():
+    record = Record(
+        rank=1, strategy="ddp", precision="bf16", sizes=SIZES, moments=(Moment(activations=3),),
+        events=(GATHER,), files=(File(name="a", nbytes=3, where="train.py:9"),), stopped="no",
+    )  # fmt: skip
+    assert Record.from_text(record.to_text()) == record
+    order = Order(
+        script="a.py", arguments=("--x", "1"), rank=9, world=16, local_world=8, batches=2, output="o"
+    )
+    assert Order.from_text(order.to_text()) == order
+
+
+def test_a_rank_that_needs_too_much_is_named():
+    merged = combine()
+    found = look([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**7)
+    assert found.estimates[0].strategy == "DDP"
+    assert found.estimates[0].device == 24 * 10**6
+    assert "rank 0 needs" in found.problems[0]
+    assert look([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**9).problems == ()
+
+
+def test_another_number_of_processes_in_the_config_is_told():
+    merged = combine(
+        {"launch.num_processes": Given(value=4, layer=Layer.FILE, origin="key num_processes of c.yaml")}
+    )
+    assert look([Record(rank=0)], merged, 8, None).problems == (
+        "key num_processes of c.yaml is 4, but --world is 8.",
+    )
+
+
+def test_a_player_is_on_the_cpu_and_knows_its_place():
+    order = Order(script="a.py", arguments=(), rank=9, world=16, local_world=8, batches=2, output="o")
+    merged = combine({"precision.mixed_precision": Given(value="bf16", layer=Layer.FILE, origin="")})
+    environ = player_environ(order, merged, {"HOME": "/root"})
+    wanted = {
+        "HOME": "/root", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
+        "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16",
+    }  # fmt: skip
+    assert wanted.items() <= environ.items()
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train.py"], "--world"),
+        (["--world", "2", "/nowhere.py"], "'/nowhere.py'"),
+        (["--world", "2", "--ranks", "2", __file__], "'2'"),
+        (["--world", "2", "--memory", "much", __file__], "--memory"),
+    ],
+)
+def test_a_command_line_that_cannot_be_used_is_told(words, part, capsys):
+    assert main(["check", *words]) == 2
+    assert part in capsys.readouterr().err

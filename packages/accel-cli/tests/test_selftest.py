@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.commands.selftest import command
+from accel_cli.commands.selftest.advice import ABOUT, advice
+from accel_cli.commands.selftest.checks import CHECKS
+from accel_cli.commands.selftest.names import CHECK_NAMES
+from accel_cli.commands.selftest.results import FAILED, PASSED, RUNNING, SKIPPED, Outcome, Report, combine
+
+STATES = (PASSED, FAILED, SKIPPED, RUNNING)
+
+
+def report(rank, world_size, **states):
+    outcomes = tuple(
+        Outcome(name=name, state=state, detail=f"{name} {rank}") for name, state in states.items()
+    )
+    return Report(rank=rank, world_size=world_size, outcomes=outcomes)
+
+
+def test_the_names_are_those_of_the_checks_and_each_has_its_advice():
+    assert tuple(CHECKS) == CHECK_NAMES
+    assert set(ABOUT) == set(CHECK_NAMES)
+
+
+@pytest.mark.parametrize(
+    ("states", "state", "detail"),
+    [
+        ((PASSED, PASSED), PASSED, "a 0"),
+        ((PASSED, FAILED), FAILED, "rank 1: a 1"),
+        ((FAILED, FAILED), FAILED, "every rank: a 0"),
+        ((PASSED, RUNNING), FAILED, "rank 1 did not come to its end"),
+        ((SKIPPED, SKIPPED), SKIPPED, "a 0"),
+    ],
+)
+def test_a_check_passes_if_it_passes_everywhere(states, state, detail):
+    (found,) = combine([report(rank, 2, a=one) for rank, one in enumerate(states)], ["a"])
+    assert (found.state, found.detail) == (state, detail)
+
+
+@given(st.lists(st.lists(st.sampled_from(STATES), min_size=3, max_size=3), min_size=1, max_size=4))
+def test_no_failure_is_lost(table):
+    reports = [
+        report(rank, len(table), **dict(zip("abc", states, strict=True))) for rank, states in enumerate(table)
+    ]
+    for name, outcome in zip("abc", combine(reports, "abc"), strict=True):
+        states = {one.state for report in reports for one in report.outcomes if one.name == name}
+        assert (outcome.state == FAILED) == bool(states & {FAILED, RUNNING})
+
+
+def facts(**changes):
+    return {"device type": "cuda", "threads": 1, "accelerators": "1 x cuda", **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "speeds", "part"),
+    [
+        ({"device type": "cpu"}, {}, "use_cpu"),
+        ({"threads": 64}, {}, "num_cpu_threads_per_process"),
+        ({}, {"host to device, pinned": 1e9}, "PCIe"),
+        ({}, {"all-reduce": 1e8}, "topo"),
+        ({}, {"all-reduce": 1e11, "host to device, pinned": 2e10}, None),
+        ({"device type": "cpu", "accelerators": ""}, {"all-reduce": 1e8}, None),
+    ],
+)
+def test_advice_is_given_for_what_is_slow_or_unused(changes, speeds, part):
+    lines = advice([], [Report(rank=0, world_size=1, facts=facts(**changes), speeds=speeds)], cores=8)
+    assert [part in line for line in lines] == ([True] if part else [])
+
+
+def test_the_checks_are_launched_as_a_script_would_be():
+    options = Namespace(config_file="c.yaml", num_processes=2, mixed_precision=None, cpu=True)
+    line = command.launch_line(options, Path("folder"))
+    assert line == [
+        sys.executable, "-m", "accel_cli", "launch", "--quiet", "--config_file", "c.yaml",
+        "--num_processes", "2", "--cpu", "-m", command.WORKER, "folder",
+    ]  # fmt: skip
+
+
+def test_a_program_that_does_not_end_is_ended():
+    code, said = command.launch([sys.executable, "-uc", "import time; print('here'); time.sleep(600)"], 2.0)
+    assert code < 0
+    assert said == "here\n"
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Let what is launched leave given reports."""
+
+    def prepare(*reports, code=0):
+        def launch(line):
+            for one in reports:
+                (Path(line[-1]) / f"rank{one.rank}.json").write_text(json.dumps(asdict(one)))
+            return code, "what it said\n"
+
+        monkeypatch.setattr(command, "launch", launch)
+
+    return prepare
+
+
+OPTIONS = {"config_file": None, "num_processes": None, "mixed_precision": None, "cpu": True}
+FACTS = facts(**{"device type": "cpu", "accelerators": "", "strategy": "NO", "mixed precision": "no"})
+
+
+def passed(rank=0, world_size=1, **changes):
+    states = dict.fromkeys(CHECK_NAMES, PASSED) | changes
+    return Report(
+        rank=rank, world_size=world_size, facts=FACTS, outcomes=report(rank, world_size, **states).outcomes
+    )
+
+
+def test_all_checks_that_pass_make_exit_code_0(launched, capsys):
+    launched(passed())
+    assert command.run(Namespace(**OPTIONS, json=False, quiet=False)) == 0
+    shown = capsys.readouterr()
+    assert [name for name in CHECK_NAMES if name not in shown.out] == []
+    assert "trains correctly" in shown.out
+    assert shown.err == ""
+
+
+def test_one_that_fails_makes_exit_code_1_with_advice_and_what_was_said(launched, capsys):
+    launched(passed(0, 2), passed(1, 2, collectives=FAILED), code=1)
+    assert command.run(Namespace(**OPTIONS, json=False, quiet=True)) == 1
+    shown = capsys.readouterr()
+    assert "collectives" in shown.out
+    assert "data loader" not in shown.out
+    assert ABOUT["collectives"] in shown.out
+    assert shown.err == "what it said\n"
+
+
+def test_the_results_come_as_json_too(launched, capsys):
+    launched(passed())
+    assert command.run(Namespace(**OPTIONS, json=True, quiet=False)) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {one["result"] for one in found["checks"].values()} == {PASSED}
+
+
+def test_what_could_not_be_started_keeps_its_exit_code(launched, capsys):
+    launched(code=2)
+    assert command.run(Namespace(**OPTIONS, json=False, quiet=False)) == 2
+    assert capsys.readouterr().err == "what it said\n"

@@ -1,0 +1,187 @@
+"""Estimates of memory beside what is measured, on models of transformers and on two processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+
+from accel_cli.commands.estimate.inputs import passes_of_batch
+from accel_cli.commands.estimate.memory import Job, estimate
+from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.trace import moments_of
+from accel_cli.commands.estimate.weights import sizes_of, weights_in
+from harness import distributed
+
+LLAMA = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 500, "max_position_embeddings": 256,
+}  # fmt: skip
+BERT = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 300, "max_position_embeddings": 128,
+}  # fmt: skip
+KINDS = {
+    "llama": (LlamaConfig, LlamaForCausalLM, LLAMA),
+    "bert": (BertConfig, BertForSequenceClassification, BERT),
+}
+
+
+def peak_of(train):
+    """The most bytes that the allocator has given out at a time."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        kept = train()
+    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    del kept
+    return peak
+
+
+def steps(model, optimizer, passes, count=3):
+    for _ in range(count):
+        held = passes(model)
+        held[0].backward()
+        del held
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(params=sorted(KINDS))
+def described(request, tmp_path):
+    """A configuration file, and the model that it describes."""
+    config_type, model_type, options = KINDS[request.param]
+    config = config_type(**options)
+    config.architectures = [model_type.__name__]
+    config.save_pretrained(tmp_path)
+    return tmp_path / "config.json", lambda: model_type(config)
+
+
+def test_a_configuration_alone_tells_the_bytes_of_the_model(described):
+    path, make = described
+    skeleton, model = skeleton_of(str(path)), make()
+    weights = sum(one.numel() for one in model.parameters())
+    buffers = sum(one.nbytes for one in model.buffers())
+    assert all(one.is_meta for one in skeleton.parameters())
+    assert weights_in(skeleton, "float32").total == 4 * weights + buffers
+    assert sizes_of(skeleton).parameters == weights
+    assert len(sizes_of(skeleton).blocks) == model.config.num_hidden_layers
+
+
+def test_the_estimate_of_a_model_of_transformers_is_within_a_tenth_of_what_is_measured(described):
+    path, make = described
+    skeleton = skeleton_of(str(path))
+    passes = passes_of_batch(4, 64)
+    job = Job(sizes=sizes_of(skeleton), moments=moments_of(skeleton.train(), passes), at_once=False)
+
+    def train():
+        model = make().train()
+        optimizer = torch.optim.AdamW(model.parameters())
+        steps(model, optimizer, passes)
+        return model, optimizer
+
+    assert estimate("one device", job).device == pytest.approx(peak_of(train), rel=0.1)
+
+
+def test_computing_activations_again_is_counted(described):
+    path, _ = described
+    numbers = []
+    for words in ([], ["--gradient_checkpointing"]):
+        line = [
+            "estimate-memory",
+            str(path),
+            "--batch_size",
+            "8",
+            "--sequence_length",
+            "128",
+            "--json",
+            *words,
+        ]
+        done = subprocess.run(
+            [sys.executable, "-m", "accel_cli", *line], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        numbers.append(json.loads(done.stdout)["training"]["one device"]["parts"]["working"])
+    assert 0 < numbers[1] < numbers[0]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(256, 1024)
+        self.back = nn.Linear(1024, 256)
+
+    def forward(self, x):
+        return x + self.back(nn.functional.gelu(self.wide(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(64, 256)
+        self.blocks = nn.ModuleList([Block() for _ in range(8)])
+        self.head = nn.Linear(256, 64)
+
+    def forward(self, x):
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def passes_on(rows):
+    def run(model):
+        output = model(torch.ones(rows, 64))
+        return output.square().mean(), output
+
+    return run
+
+
+def estimated(strategy, rows):
+    with torch.device("meta"):
+        model = Net()
+    moments = moments_of(model, passes_on(rows))
+    return estimate(strategy, Job(sizes=sizes_of(model), devices=2, moments=moments, at_once=False)).device
+
+
+@pytest.mark.parametrize("rows", [8, 2048])
+@distributed(world_size=2)
+def test_the_estimate_of_data_parallel_training_is_within_a_tenth_of_what_is_measured(rows):
+    def train():
+        model = DistributedDataParallel(Net())
+        optimizer = torch.optim.AdamW(model.parameters())
+        steps(model, optimizer, passes_on(rows))
+        return model, optimizer
+
+    assert estimated("DDP", rows) == pytest.approx(peak_of(train), rel=0.1)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("rows", [8, 2048])
+@distributed(world_size=2)
+def test_the_estimate_of_sharded_training_is_within_a_tenth_of_what_is_measured(rows, keep):
+    def train():
+        mesh = init_device_mesh("cpu", (2,))
+        with torch.device("meta"):
+            model = Net()
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, reshard_after_forward=not keep)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device="cpu")
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        steps(model, optimizer, passes_on(rows))
+        return model, optimizer
+
+    strategy = "FSDP2, gathered once" if keep else "FSDP2"
+    assert estimated(strategy, rows) == pytest.approx(peak_of(train), rel=0.1)
