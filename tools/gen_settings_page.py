@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from itertools import groupby
-from operator import attrgetter
 from pathlib import Path
 
-from accel_state.settings.model import Settings
 from accel_state.settings import OPTIONS, Option
+from accel_state.settings.model import Settings, value_at
 
 PAGE = Path(__file__).resolve().parents[1] / "packages/accel-suite/docs/reference/settings.md"
 HEAD = """\
@@ -39,30 +37,35 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def page() -> str:
-    """The text of the page: a section of the table for each section of `Settings`."""
+    """The text of the page: a section for each topic."""
     parts = [HEAD]
-    for section, options in groupby(sorted(OPTIONS, key=section_of), key=section_of):
-        parts.append(f"## {section}\n")
-        parts += [entry(option) for option in options]
+    topics = list(dict.fromkeys(option.topic for option in OPTIONS))
+    for topic in topics:
+        parts.append(f"## {topic[0].upper()}{topic[1:]}\n")
+        parts += [entry(option) for option in OPTIONS if option.topic == topic]
     return "\n".join(parts)
-
-
-def section_of(option: Option) -> str:
-    """The section of `Settings` that holds an option."""
-    return option.path.partition(".")[0]
 
 
 def entry(option: Option) -> str:
     """The lines about one option."""
-    default = attrgetter(option.path)(Settings())
+    default = value_at(Settings(), option.path)
     ways = [
         *(f"flag `{flag}`" for flag in option.flags),
+        *(f"flag `{flag}` (for `{const}`)" for flag, const in option.more_flags),
         *([f"variable `{option.variable}`"] if option.variable else []),
         *([f"file key `{option.key}`"] if option.key else []),
     ]
     choices = f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
-    said = "none" if default is None else f"`{default}`"
-    return f"- `{option.path}`: {option.help}{choices} Default: {said}.\n  {'; '.join(ways)}.\n"
+    said = "none" if default in (None, ()) else f"`{default}`"
+    handed = f" `accel launch` hands over `{option.launched}`." if option.launched else ""
+    asked = "" if option.unasked is None else f" Not asked by `accel config`: {lower(option.unasked)}"
+    text = f"- `{option.path}`: {option.help}{choices} Default: {said}.{handed}{asked}"
+    return f"{text}\n  {'; '.join(ways)}.\n"
+
+
+def lower(sentence: str) -> str:
+    """A sentence with a small letter at its beginning."""
+    return sentence[0].lower() + sentence[1:]
 
 
 if __name__ == "__main__":

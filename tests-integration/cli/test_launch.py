@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -134,8 +135,50 @@ def test_of_several_processes_the_first_that_fails_decides_the_exit_code(here, q
     line = ["--cpu", "--num-processes=2", "--main-process-port=0", *["--quiet"][: int(quiet)]]
     result = accel(*line, "fails.py")
     assert result.returncode == 5
-    assert ("Root Cause" in result.stderr) is not quiet
+    assert result.stderr.endswith("accel launch: rank 1 ended with exit code 5\n") is not quiet
     assert "Traceback" not in result.stderr
+
+
+def test_the_traceback_of_the_rank_that_failed_first_comes_last_and_once(here):
+    (here / "fails.py").write_text(
+        "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('boom')\ntime.sleep(60)"
+    )
+    result = accel("--cpu", "--num-processes=2", "--main-process-port=0", "fails.py")
+    assert result.returncode == 1
+    assert result.stderr.endswith(
+        "accel launch: rank 0 was ended by SIGTERM\n"
+        "accel launch: rank 1 failed with ValueError: boom\n"
+        "Traceback (most recent call last):\n"
+        '  File "fails.py", line 3, in <module>\n'
+        "    raise ValueError('boom')\n"
+        "ValueError: boom\n"
+    )
+    assert result.stderr.count("Traceback") == 1
+
+
+def test_a_signal_reaches_the_processes_and_decides_the_exit_code(here):
+    (here / "waits.py").write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "def leave(number, frame):\n    pathlib.Path('left' + os.environ['RANK']).touch()\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "pathlib.Path('here' + os.environ['RANK']).touch()\ntime.sleep(600)"
+    )
+    line = [
+        sys.executable,
+        "-m",
+        "accel_cli",
+        "launch",
+        "--cpu",
+        "--num_processes=2",
+        "--main_process_port=0",
+    ]
+    with subprocess.Popen([*line, "waits.py"], stderr=subprocess.PIPE) as running:
+        while not all((here / f"here{rank}").exists() for rank in range(2)):
+            time.sleep(0.05)
+        running.send_signal(signal.SIGTERM)
+        running.communicate()
+    assert running.returncode == 128 + signal.SIGTERM
+    assert all((here / f"left{rank}").exists() for rank in range(2))
 
 
 def test_a_busy_port_is_told_before_anything_starts(here):

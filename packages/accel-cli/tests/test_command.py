@@ -7,11 +7,11 @@ import sys
 import pytest
 
 import accel_cli
+from accel_cli import config_file as file
 from accel_cli import env_report
-from accel_cli.config import file
 from accel_cli.launch import command
 from accel_cli.main import COMMANDS, ERROR, main
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 
 
 def test_the_overview_names_every_command(capsys):
@@ -37,9 +37,10 @@ def test_every_command_of_the_table_exists_and_has_help(capsys):
     [
         (["lanch"], ["'lanch'", "did you mean 'launch'?"]),
         (["zzz"], ["'zzz'", "launch"]),
-        (["config"], ["'config'", "not available yet"]),
+        (["config"], ["accel config: error:", "need a terminal", "accel config default"]),
+        (["config", "--mixed_precision", "bf16"], ["--mixed_precision", "accel config default"]),
         (["launch", "--num_proceses", "2", "x.py"], ["accel launch: error:", "--num_processes"]),
-        (["launch", "--use_fsdp", "x.py"], ["accel launch: error:", "FSDP"]),
+        (["launch", "--fsdp_version", "2", "x.py"], ["argument --fsdp_version is about FSDP", "--use_fsdp"]),
         (["launch", "--config_file", "/nowhere.yaml", "x.py"], ["'/nowhere.yaml'", "No such file"]),
     ],
 )
@@ -118,10 +119,14 @@ def test_an_empty_config_file_says_nothing(tmp_path):
     assert file.given_by_config(str(tmp_path / "a.yaml"), {}) == {}
 
 
-def test_a_config_file_for_something_that_comes_later_is_refused(tmp_path):
-    (tmp_path / "a.yaml").write_text("distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 2\n")
-    with pytest.raises(UnsupportedError, match=r"distributed_type of .*a\.yaml.*FSDP"):
-        file.given_by_config(str(tmp_path / "a.yaml"), {})
+def test_a_config_file_of_an_older_format_is_used_and_says_so(became, tmp_path, capsys):
+    (tmp_path / "run.yaml").write_text("fp16: true\n")
+    with pytest.raises(BecameError):
+        main(["launch", "--config_file", str(tmp_path / "run.yaml"), "train.py"])
+    assert became[0][1]["ACCELERATE_MIXED_PRECISION"] == "fp16"
+    told = capsys.readouterr().err
+    assert "'fp16: True' is 'mixed_precision: fp16' now" in told
+    assert f"accel config update --config_file {tmp_path / 'run.yaml'}" in told
 
 
 @pytest.fixture

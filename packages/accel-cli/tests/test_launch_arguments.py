@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.launch import args, later
+from accel_cli.launch import args
 from accel_cli.launch.args import FLAGS, help_text, read_arguments
-from accel_state.errors import AccelError, SettingsError, UnsupportedError
+from accel_state.errors import AccelError, SettingsError
 from accel_state.settings import OPTIONS, Layer
 
 
@@ -92,18 +92,30 @@ def test_a_line_that_cannot_be_read_says_what_is_wrong(line, parts):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
+def test_flags_that_may_be_repeated_add_up():
+    assert values("--vm", "a", "--env", "A=1", "--vm=b", "train.py") == {
+        "tpu.vm": ("a", "b"),
+        "tpu.env": ("A=1",),
+    }
+
+
 @pytest.mark.parametrize(
-    "flag",
-    ["--use_fsdp", "--fsdp-version=2", "--use_deepspeed", "--zero_stage", "--tpu", "--vm", "--fp8_backend",
-     "--parallelism_config_tp_size", "--megatron_lm_tp_degree", "--aws_access_key_id", "--mpirun_hostfile"],
-)  # fmt: skip
-def test_a_documented_flag_that_comes_later_is_refused_by_name(flag):
-    with pytest.raises(UnsupportedError, match=f"{flag.partition('=')[0]}: .* not available yet"):
-        read_arguments([flag, "2", "train.py"])
+    ("flag", "path", "value"),
+    [
+        ("--multi_gpu", "launch.distributed_type", "MULTI_GPU"),
+        ("--tpu", "launch.distributed_type", "XLA"),
+        ("--use_fsdp", "fsdp", True),
+        ("--no_use_fsdp", "fsdp", False),
+        ("--no_tpu_cluster", "tpu.use_cluster", False),
+    ],
+)
+def test_a_flag_without_a_value_stands_for_one(flag, path, value):
+    assert values(flag, "train.py") == {path: value}
 
 
-def test_no_flag_that_works_is_also_one_that_comes_later():
-    assert [flag for flag in FLAGS if later.later(flag)] == []
+def test_an_explanation_is_asked_for_before_the_script():
+    assert read_arguments(["--explain", "train.py"]).explain
+    assert not read_arguments(["train.py", "--explain"]).explain
 
 
 @given(st.lists(st.sampled_from([*FLAGS, "2", "bf16", "train.py", "-x", "--x=", "--", "-", ""])))

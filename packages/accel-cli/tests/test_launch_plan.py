@@ -14,6 +14,7 @@ from accel_cli.launch.plan import make_plan
 from accel_state.errors import SettingsError
 from accel_state.settings import combine, from_environ, given_by_environ, given_by_file
 
+WORKER = ("--module", "accel_cli.launch.worker")
 NO_GPU = Machine(gpus=0, cores=8)
 FOUR_GPUS = Machine(gpus=4, cores=8)
 
@@ -32,7 +33,8 @@ def torchrun(made, port=29500):
     """The arguments of torchrun as a mapping, and what comes after them."""
     line = run_torchrun.torchrun_arguments(made, port)
     end = line.index("train.py")
-    return dict(word.removeprefix("--").partition("=")[::2] for word in line[:end]), line[end:]
+    own = [word for word in line[:end] if word not in WORKER]
+    return dict(word.removeprefix("--").partition("=")[::2] for word in own), line[end:]
 
 
 @pytest.mark.parametrize(
@@ -154,18 +156,18 @@ def test_chosen_devices_are_the_only_visible_ones():
 
 
 def test_one_process_is_the_same_interpreter_with_the_script():
-    assert run_simple.command(plan()) == [sys.executable, "train.py", "--lr", "1"]
-    assert run_simple.command(plan("-m")) == [sys.executable, "-m", "train.py", "--lr", "1"]
+    assert run_simple.job(plan()).command == (sys.executable, "train.py", "--lr", "1")
+    assert run_simple.job(plan("-m")).command == (sys.executable, "-m", "train.py", "--lr", "1")
 
 
 def test_a_program_is_looked_up_on_the_path_of_the_worker(tmp_path):
     program = tmp_path / "train.py"
     environ = {"PATH": str(tmp_path)}
     with pytest.raises(SettingsError, match=r"'train\.py'"):
-        run_simple.command(plan("--no_python", environ=environ))
+        run_simple.job(plan("--no_python", environ=environ))
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
-    assert run_simple.command(plan("--no_python", environ=environ)) == [str(program), "--lr", "1"]
+    assert run_simple.job(plan("--no_python", environ=environ)).command == (str(program), "--lr", "1")
 
 
 def test_one_process_learns_the_meeting_place_that_was_given():
@@ -188,7 +190,7 @@ def test_what_only_torchrun_knows_is_passed_on():
     options, _ = torchrun(plan(*line))
     assert options.items() >= {
         ("max_restarts", "3"), ("monitor_interval", "2.5"), ("tee", "3"), ("log_dir", "logs"),
-        ("role", "trainer"), ("rdzv_conf", "timeout=9"), ("module", ""),
+        ("role", "trainer"), ("rdzv_conf", "timeout=9"),
     }  # fmt: skip
 
 
@@ -217,7 +219,7 @@ def test_every_machine_knows_the_address_under_which_the_others_reach_it():
 
 def test_a_script_that_is_not_there_starts_nothing():
     with pytest.raises(SettingsError, match=r"'train\.py'"):
-        run_torchrun.command(plan("--num_processes", "2"))
+        run_torchrun.job(plan("--num_processes", "2"))
 
 
 def choose_port(asked, free, **kwargs):
@@ -241,6 +243,8 @@ def test_without_a_wish_the_usual_port_or_any_free_one_is_used():
 def test_quiet_reaches_the_launcher_of_the_workers(tmp_path, monkeypatch):
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    loud, quiet = (run_torchrun.command(plan("--num_processes", "2", *line)) for line in ([], ["--quiet"]))
-    assert loud[:3] == [sys.executable, "-m", "accel_cli.launch.elastic"]
+    loud, quiet = (
+        run_torchrun.job(plan("--num_processes", "2", *line)).command for line in ([], ["--quiet"])
+    )
+    assert loud[:3] == (sys.executable, "-m", "accel_cli.launch.elastic")
     assert (loud[3].startswith("--nproc"), quiet[3]) == (True, "--quiet")

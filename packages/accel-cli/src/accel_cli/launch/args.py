@@ -7,23 +7,15 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.later import later
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.settings import OPTIONS, Given, Layer, Option
+from accel_state.settings.file import joined
 from accel_state.settings.merge import parse
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 USAGE = "usage: accel launch [options] training_script [training_script_args ...]"
-
-_TOPICS: Mapping[str, str] = {
-    "launch": "processes and machines",
-    "process": "each process",
-    "precision": "training",
-    "training": "training",
-    "dynamo": "compilation",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,30 +25,37 @@ class Arguments:
     Args:
         given: Path to value and origin, of every setting that has a flag there.
         config_file: The config file that is named; None for the default one.
+        explain: Whether to tell what would be run, and run nothing.
         script: What to run; None if help was asked for.
         script_arguments: What follows it, untouched.
     """
 
     given: Mapping[str, Given]
-    config_file: str | None
+    config_file: str | None = None
+    explain: bool = False
     script: str | None
     script_arguments: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Flag:
-    """A flag; `const` is what it stands for if it takes no value, `option` is None for `--config_file`."""
+    """A flag; `const` is what it stands for if it takes no value, `option` is None for what is no setting."""
 
     option: Option | None
     const: str | None
 
 
+_CONFIG_FILE, _EXPLAIN = "--config_file", "--explain"
+
+
 def _flags() -> dict[str, _Flag]:
-    flags = {"--config_file": _Flag(option=None, const=None)}
+    flags = {_CONFIG_FILE: _Flag(option=None, const=None), _EXPLAIN: _Flag(option=None, const="true")}
     for option in OPTIONS:
-        flags |= {name: _Flag(option=option, const=option.const) for name in option.flags}
-        if option.const == "true" and option.key:  # so that an argument can overrule a file
+        # A switch that a file can turn on has its opposite, so that an argument can overrule the file.
+        if option.const == "true" and (option.key or not option.name):
             flags |= {f"--no_{name[2:]}": _Flag(option=option, const="false") for name in option.flags}
+        flags |= {name: _Flag(option=option, const=option.const) for name in option.flags}
+        flags |= {name: _Flag(option=option, const=const) for name, const in option.more_flags}
     return flags
 
 
@@ -73,7 +72,6 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
 
     Raises:
         SettingsError: A flag is unknown, lacks its value, or has one that cannot be used.
-        UnsupportedError: A flag asks for something that this release does not run.
 
     Example:
         >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
@@ -81,14 +79,14 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         (2, 'train.py', ('--num-processes', '3'))
     """
     given: dict[str, Given] = {}
-    config_file: str | None = None
+    others: dict[str, str] = {}
     rest = list(arguments)
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
         if word == "--":
             break
         if word in {"-h", "--help"}:
-            return Arguments(given={}, config_file=None, script=None, script_arguments=())
+            return Arguments(given={}, script=None, script_arguments=())
         name, flag, text = _split(word)
         if flag.const is not None:
             if text is not None:
@@ -99,27 +97,32 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
                 raise SettingsError(f"argument {name} needs a value.")
             text = rest.pop(0)
         if flag.option is None:
-            config_file = text
+            others[_key(name)] = text
         elif (value := parse(flag.option, text, Layer.ARGUMENT, f"argument {name}")) is not None:
-            given[flag.option.path] = value
+            given[flag.option.path] = joined(given.get(flag.option.path), value)
     if not rest:
         raise SettingsError(f"no script to run.\n{USAGE}")
-    return Arguments(given=given, config_file=config_file, script=rest[0], script_arguments=tuple(rest[1:]))
+    return Arguments(
+        given=given,
+        config_file=others.get(_CONFIG_FILE),
+        explain=_EXPLAIN in others,
+        script=rest[0],
+        script_arguments=tuple(rest[1:]),
+    )
+
+
+def _key(name: str) -> str:
+    return "--" + name[2:].replace("-", "_") if name.startswith("--") else name
 
 
 def _split(word: str) -> tuple[str, _Flag, str | None]:
     """The flag that a word holds, as it is written there, and the value joined to it."""
     name, equals, text = word.partition("=")
-    if name.startswith("--"):
-        key = "--" + name[2:].replace("-", "_")
-    else:
+    if not name.startswith("--"):
         name, text, equals = (word[:2], word[2:], word[2:]) if len(word) > 2 else (word, "", "")
-        key = name
+    key = _key(name)
     if key in FLAGS:
         return name, FLAGS[key], text if equals else None
-    what = later(key)
-    if what is not None:
-        raise UnsupportedError(f"argument {name}: {what} is not available yet.")
     near = get_close_matches(key, [flag for flag in FLAGS if flag.startswith("--")], n=1)
     raise SettingsError(
         f"argument {name} is unknown{f'; did you mean {near[0]}?' if near else '.'}"
@@ -129,14 +132,15 @@ def _split(word: str) -> tuple[str, _Flag, str | None]:
 
 def help_text() -> str:
     """What `accel launch --help` tells."""
-    sections: dict[str, list[str]] = {title: [] for title in _TOPICS.values()}
-    sections["processes and machines"].append(
-        _entry("--config_file FILE", "Settings in YAML or JSON; without it the default config file.")
-    )
+    sections: dict[str, list[str]] = {
+        "the command": [
+            _entry(f"{_CONFIG_FILE} FILE", "Settings in YAML or JSON; without it the default config file."),
+            _entry(_EXPLAIN, "Tell where each setting comes from and what would be run, and run nothing."),
+        ]
+    }
     for option in OPTIONS:
         if option.flags:
-            section, _, name = option.path.partition(".")
-            sections[_TOPICS[section]].append(_entry(_spelled(option, name), _details(option)))
+            sections.setdefault(option.topic, []).append(_entry(_spelled(option), _details(option)))
     body = [line for title, entries in sections.items() for line in ("", f"{title}:", *entries)]
     return "\n".join((USAGE, "", *_INTRODUCTION, *body, ""))
 
@@ -150,20 +154,21 @@ _INTRODUCTION = textwrap.wrap(
 )
 
 
-def _spelled(option: Option, name: str) -> str:
-    names = ", ".join(option.flags)
+def _spelled(option: Option) -> str:
+    names = ", ".join((*option.flags, *(name for name, _ in option.more_flags)))
     if option.const is not None:
         return names
     few = 0 < len(option.choices) < 5
-    return f"{names} {{{','.join(option.choices)}}}" if few else f"{names} {name.upper()}"
+    return f"{names} {{{','.join(option.choices)}}}" if few else f"{names} {option.name.upper()}"
 
 
 def _details(option: Option) -> str:
     choices = (
         f" One of {', '.join(option.choices)}." if len(option.choices) > 4 and option.const is None else ""
     )
+    default = f" With --use_{option.section}: {option.launched}." if option.launched else ""
     where = "; ".join(place for place in (option.variable, option.key and f"key {option.key}") if place)
-    return f"{option.help}{choices}{f' [{where}]' if where else ''}"
+    return f"{option.help}{choices}{default}{f' [{where}]' if where else ''}"
 
 
 def _entry(names: str, text: str) -> str:

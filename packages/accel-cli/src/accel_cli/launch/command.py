@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_cli.config.file import given_by_config
-from accel_cli.launch import run_simple, run_torchrun
+from accel_cli.config_file import read_config
 from accel_cli.launch.args import help_text, read_arguments
-from accel_cli.launch.machine import this_machine
+from accel_cli.launch.explain import explain
+from accel_cli.launch.hostfile import read_hosts
+from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
+from accel_cli.launch.runners import RUNNERS
+from accel_cli.launch.slurm import given_by_slurm
 from accel_state.environ import read
+from accel_state.errors import SettingsError
 from accel_state.settings import combine, given_by_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
-    from accel_cli.launch.plan import LaunchPlan
-
-RUNNERS: Mapping[str, Callable[[LaunchPlan], list[str]]] = {
-    "simple": run_simple.command,
-    "torchrun": run_torchrun.command,
-}
-"""The ways to run a plan: each makes the program to become and its arguments."""
+    from accel_cli.launch.job import Job
+    from accel_state.settings import Settings
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,7 +36,7 @@ def run(arguments: Sequence[str]) -> int:
         arguments: What follows `accel launch`.
 
     Returns:
-        0 after help. Otherwise this process becomes the script, or what starts its workers.
+        0 after help or explanations. Otherwise this process becomes the script, or what starts its workers.
 
     Raises:
         SettingsError: Something does not add up; nothing was started.
@@ -44,22 +46,67 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout.write(help_text())
         return 0
     environ = read()
-    merged = combine(line.given, given_by_environ(environ), given_by_config(line.config_file, environ))
-    plan = make_plan(merged, line.script, line.script_arguments, environ, this_machine(environ))
-    return become(RUNNERS[plan.runner](plan), plan.environ)
+    file = read_config(line.config_file, environ)
+    merged = combine(line.given, given_by_environ(environ), given_by_slurm(environ), file.given)
+    machine = look_around(merged.settings, environ)
+    plan = make_plan(merged, line.script, line.script_arguments, environ, machine)
+    job = RUNNERS[plan.runner](plan)
+    if line.explain:
+        sys.stdout.write(explain(plan, job, environ, file.notes))
+        return 0
+    for note in file.notes:
+        sys.stderr.write(f"accel launch: note: {note}\n")
+    return become(job)
 
 
-def become(command: Sequence[str], environ: Mapping[str, str]) -> int:
+def look_around(settings: Settings, environ: Mapping[str, str]) -> Machine:
+    """Look at this machine, and at the files and programs that the settings name.
+
+    Args:
+        settings: What was asked for.
+        environ: The environment.
+
+    Raises:
+        SettingsError: A file cannot be used.
+    """
+    machine, hosts = this_machine(environ), settings.hosts
+    if settings.deepspeed is not None and hosts.hostfile:
+        machine = replace(machine, hosts=read_hosts(hosts.hostfile, hosts.inclusion, hosts.exclusion))
+    if settings.mpi.hostfile is not None:
+        machine = replace(machine, mpirun=_mpirun(environ))
+    if settings.tpu.command_file is not None and settings.tpu.use_cluster:
+        machine = replace(machine, commands=_commands(settings.tpu.command_file))
+    return machine
+
+
+def become(job: Job) -> int:
     """Replace this process by another program, so that signals, exit code and streams are its own.
 
     Windows can only start the program, wait for it and hand on its exit code.
 
     Args:
-        command: The program, with its path, and its arguments.
-        environ: Its whole environment.
+        job: The program.
     """
     sys.stdout.flush()
     sys.stderr.flush()
     if sys.platform != "win32":
-        os.execve(command[0], list(command), dict(environ))  # noqa: S606 - no shell is wanted
-    return subprocess.run(command, env=dict(environ), check=False).returncode
+        os.execve(job.command[0], list(job.command), dict(job.environ))  # noqa: S606 - no shell is wanted
+    return subprocess.run(job.command, env=dict(job.environ), check=False).returncode
+
+
+def _mpirun(environ: Mapping[str, str]) -> str | None:
+    found = shutil.which("mpirun", path=environ.get("PATH"))
+    if found is None:
+        return None
+    told = subprocess.run(
+        [found, "--version"], capture_output=True, text=True, check=False, env=dict(environ)
+    )
+    return told.stdout + told.stderr
+
+
+def _commands(file: str) -> tuple[str, ...]:
+    try:
+        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingsError(f"command_file {file!r} cannot be read: {error}") from None
+    return tuple(line.strip() for line in lines if line.strip())

@@ -32,10 +32,16 @@ class Machine:
     Args:
         gpus: How many NVIDIA or AMD GPUs a process may see.
         cores: How many CPU cores it may use.
+        hosts: The machines of a DeepSpeed hostfile and how many processes each runs, if there is one.
+        mpirun: What `mpirun --version` says; None where it is not asked or not there.
+        commands: What the command file of a TPU pod says.
     """
 
     gpus: int
     cores: int
+    hosts: Mapping[str, int] | None = None
+    mpirun: str | None = None
+    commands: tuple[str, ...] = ()
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import socket
 import sys
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.run_simple import program
+from accel_cli.launch.job import Job
+from accel_cli.launch.run_simple import require_script, worker_line
 from accel_state.errors import SettingsError
 from accel_state.ports import free_port, is_port_in_use
 from accel_state.settings import LaunchSettings
@@ -24,8 +23,8 @@ _LOOPBACK = "127.0.0.1"
 _PASSED_ON = ("max_restarts", "monitor_interval", "tee", "log_dir", "role")
 
 
-def command(plan: LaunchPlan) -> list[str]:
-    """The program to become and its arguments.
+def job(plan: LaunchPlan) -> Job:
+    """The program to become.
 
     Args:
         plan: What to run.
@@ -33,14 +32,12 @@ def command(plan: LaunchPlan) -> list[str]:
     Raises:
         SettingsError: The script is not there, or the port where rank 0 shall listen is taken.
     """
-    if plan.launch.no_python:
-        plan = replace(plan, script=program(plan))
-    elif not plan.launch.module and not Path(plan.script).exists():
-        raise SettingsError(f"there is no script {plan.script!r} to run.")
+    require_script(plan)
     port = choose_port(plan.launch)
     quiet = ["--quiet"] if plan.launch.quiet else []
     arguments = torchrun_arguments(plan, port, own_address(plan.launch))
-    return [sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *arguments]
+    line = (sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *arguments)
+    return Job(command=line, environ=plan.environ)
 
 
 def own_address(launch: LaunchSettings) -> str | None:
@@ -103,7 +100,7 @@ def torchrun_arguments(plan: LaunchPlan, port: int, address: str | None = None) 
     launch, defaults = plan.launch, LaunchSettings()
     arguments = {
         "nproc_per_node": plan.processes_here,
-        "nnodes": launch.num_machines,
+        "nnodes": _machines(launch),
         **_meeting(launch, port, address),
         **{
             name: getattr(launch, name)
@@ -111,13 +108,20 @@ def torchrun_arguments(plan: LaunchPlan, port: int, address: str | None = None) 
             if getattr(launch, name) != getattr(defaults, name)
         },
     }
-    switches = [f"--{name}" for name in ("module", "no_python") if getattr(launch, name)]
+    # A log file is where somebody looks for a traceback; and without a summary nobody else would show it.
+    aloud = launch.quiet or launch.tee != defaults.tee or launch.log_dir is not None
+    how = ["--no_python"] if launch.no_python else ["--module", "accel_cli.launch.worker"]
     return [
         *(f"--{name}={value}" for name, value in arguments.items()),
-        *switches,
-        plan.script,
-        *plan.script_arguments,
+        *how,
+        *worker_line(plan, aloud=aloud),
     ]
+
+
+def _machines(launch: LaunchSettings) -> str:
+    if launch.min_machines is None:
+        return str(launch.num_machines)
+    return f"{launch.min_machines}:{launch.num_machines}"
 
 
 def _meeting(launch: LaunchSettings, port: int, own: str | None) -> dict[str, object]:

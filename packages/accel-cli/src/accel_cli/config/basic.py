@@ -1,0 +1,93 @@
+"""A config file that suits this machine, without questions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from accel_cli.config_file import read_config
+from accel_cli.config_writing import place_to_write, write
+from accel_cli.launch.machine import this_machine
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+from accel_state.settings import (
+    LaunchSettings,
+    PrecisionSettings,
+    ProcessSettings,
+    Settings,
+    combine,
+    to_content,
+)
+from accel_state.settings.options import BY_PATH
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from accel_cli.launch.machine import Machine
+
+DEFAULT_PLACE = "~/.cache/huggingface/accelerate/default_config.yaml"
+
+
+def write_basic_config(
+    mixed_precision: str = "no", save_location: str = DEFAULT_PLACE
+) -> Path | Literal[False]:
+    """Write a config file for all devices of this machine.
+
+    Args:
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
+        save_location: The file to write; if it is the default, the environment may say another place.
+
+    Returns:
+        The file, or False if there is one already, which is left as it is.
+
+    Raises:
+        SettingsError: There is no such precision, or the file cannot be written.
+    """
+    try:
+        precision = BY_PATH["precision.mixed_precision"].parse(mixed_precision)
+    except ValueError as error:
+        raise SettingsError(f"write_basic_config(mixed_precision={mixed_precision!r}): {error}") from None
+    environ = read()
+    path = place_to_write(None if str(save_location) == DEFAULT_PLACE else str(save_location), environ)
+    if path.exists():
+        return False
+    write(path, to_content(basic_settings(this_machine(environ), str(precision))))
+    return path
+
+
+def basic_settings(machine: Machine, mixed_precision: str) -> Settings:
+    """What suits a machine.
+
+    Args:
+        machine: The machine.
+        mixed_precision: The precision.
+    """
+    return Settings(
+        precision=PrecisionSettings(mixed_precision=mixed_precision),  # pyright: ignore[reportArgumentType] - was checked
+        process=ProcessSettings(use_cpu=machine.gpus == 0),
+        launch=LaunchSettings(
+            num_processes=max(1, machine.gpus),
+            distributed_type="MULTI_GPU" if machine.gpus > 1 else "NO",
+        ),
+    )
+
+
+def update(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
+    """Rewrite a config file in the present format.
+
+    Args:
+        config_file: The file; None for the default one.
+
+    Returns:
+        The file, and what was translated.
+
+    Raises:
+        SettingsError: There is no such file, or it cannot be used.
+    """
+    found = read_config(config_file, read())
+    if found.path is None:
+        raise SettingsError(
+            f"there is no config file at {place_to_write(None, read())}: `accel config` makes one, and "
+            "--config_file names another."
+        )
+    write(found.path, to_content(combine(found.given).settings))
+    return found.path, found.notes

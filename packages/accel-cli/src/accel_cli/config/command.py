@@ -1,0 +1,143 @@
+"""`accel config`: ask, show, and write a config file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from accel_cli.config.basic import DEFAULT_PLACE, update, write_basic_config
+from accel_cli.config.interview import interview
+from accel_cli.config.machine import look_around
+from accel_cli.config_writing import place_to_write, write
+from accel_cli.launch.checks import Facts, problems
+from accel_cli.launch.machine import Machine
+from accel_cli.output import Table, show
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+from accel_state.settings import OPTIONS, combine, given_by_file, to_content
+from accel_state.settings.environ import as_text
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from accel_cli.config.machine import Surroundings
+    from accel_state.settings import Settings
+
+
+def run(options: Namespace) -> int:
+    """Do what was asked for.
+
+    Args:
+        options: What `accel_cli.commands.arguments.config.parser` read.
+
+    Returns:
+        0; 1 if nothing was written.
+
+    Raises:
+        SettingsError: Something does not add up.
+    """
+    if options.mixed_precision is not None and options.action != "default":
+        raise SettingsError("argument --mixed_precision belongs to `accel config default`.")
+    return _ACTIONS[options.action](options)
+
+
+def _default(options: Namespace) -> int:
+    written = write_basic_config(options.mixed_precision or "no", options.config_file or DEFAULT_PLACE)
+    if not written:
+        place = place_to_write(options.config_file, read())
+        show(
+            f"There is a config file at {place} already, which is left as it is. Run `accel config` to "
+            "answer questions, or name another file with --config_file."
+        )
+        return 0
+    show(f"Written to {written}.")
+    return 0
+
+
+def _update(options: Namespace) -> int:
+    path, notes = update(options.config_file)
+    show(*notes[:-1], f"{path} is of the present format.")
+    return 0
+
+
+def _ask(options: Namespace) -> int:
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise SettingsError(
+            "questions need a terminal. `accel config default` writes a file without any, and "
+            "docs/reference/settings.md lists the keys of a file."
+        )
+    environ = read()
+    path, found = place_to_write(options.config_file, environ), look_around(environ)
+    terminal = import_module("accel_cli.config.terminal")
+    try:
+        settings = interview(terminal.ask, found)
+        show("", *summary(settings))
+        wrong = misfits(settings, found)
+        show(*(f"This does not fit: {one}" for one in wrong))
+        replaces = " (there is one already, which is replaced)" if path.exists() else ""
+        if not terminal.agree(f"Write this to {path}{replaces}?", default=not wrong):
+            show("Nothing was written.")
+            return 1
+    except KeyboardInterrupt:
+        show("", "Nothing was written.")
+        return 130
+    write(path, to_content(settings))
+    show(f"Written to {path}. To run a script:", *commands(settings, options.config_file))
+    return 0
+
+
+_ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
+    None: _ask,
+    "default": _default,
+    "update": _update,
+}
+
+
+def summary(settings: Settings) -> list[Table]:
+    """What would be written, as a table.
+
+    Args:
+        settings: What the answers make.
+    """
+    given = combine(given_by_file(to_content(settings), "")).given
+    rows = [
+        (option.key or "", as_text(given[option.path].value))
+        for option in OPTIONS
+        if option.path in given and option.key
+    ]
+    return [Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")]
+
+
+def misfits(settings: Settings, found: Surroundings) -> list[str]:
+    """What `accel launch` would refuse.
+
+    Args:
+        settings: What the answers make.
+        found: This machine.
+    """
+    merged = combine(given_by_file(to_content(settings), "the answers"))
+    machine = Machine(gpus=found.gpus, cores=found.cores)
+    return problems(Facts(merged=merged, machine=machine, environ={}))
+
+
+def commands(settings: Settings, config_file: Path | str | None) -> list[str]:
+    """The command lines that run a script with these settings, one for each machine that needs its own.
+
+    Args:
+        settings: What was written.
+        config_file: Where to; None for the default place.
+    """
+    named = ["--config_file", str(config_file)] if config_file is not None else []
+    by_launcher = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile
+    several = settings.launch.num_machines > 1 and settings.launch.compute_environment == "LOCAL_MACHINE"
+    if not several or by_launcher or settings.launch.distributed_type == "XLA":
+        return [shlex.join(["accel", "launch", *named, "train.py"])]
+    ranks = range(settings.launch.num_machines)
+    return [
+        shlex.join(["accel", "launch", *named, "--machine_rank", str(rank), "train.py"])
+        for rank in (ranks if len(ranks) <= 4 else (0, 1))
+    ] + (["… and so on"] if len(ranks) > 4 else [])

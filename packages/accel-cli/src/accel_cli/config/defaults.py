@@ -1,0 +1,165 @@
+"""What is suggested as the answer to a question, and what its choices are called."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypeAlias
+
+from accel_state.settings.environ import as_text
+from accel_state.settings.model import Settings, value_at
+from accel_state.settings.rows.launch import DEVICE_TYPES, SAGEMAKER_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from accel_cli.config.machine import Surroundings
+    from accel_state.settings.option import Option, Said
+
+    _Suggests: TypeAlias = Callable[[Surroundings, Said], str]
+
+CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
+    "launch.compute_environment": {
+        "LOCAL_MACHINE": "machines of my own, or of a cluster",
+        "AMAZON_SAGEMAKER": "Amazon SageMaker",
+    },
+    "launch.distributed_type": {
+        "NO": "one process, on the CPU or on one device",
+        "MULTI_GPU": "several GPUs (NVIDIA or AMD)",
+        "MULTI_CPU": "several processes on CPUs",
+        "XLA": "TPU",
+        "MULTI_XPU": "several XPUs (Intel)",
+        "MULTI_HPU": "several HPUs (Intel Gaudi)",
+        "MULTI_NPU": "several NPUs (Huawei Ascend)",
+        "MULTI_MLU": "several MLUs (Cambricon)",
+        "MULTI_SDAA": "several SDAAs (Teco)",
+        "MULTI_MUSA": "several MUSA devices (Moore Threads)",
+        "MULTI_NEURON": "several NeuronCores (AWS)",
+        "DATA_PARALLEL": "several GPUs with SageMaker's data parallelism",
+        "MODEL_PARALLEL": "several GPUs with SageMaker's model parallelism",
+    },
+}
+"""By path, what its choices are called where their names do not speak for themselves."""
+
+
+def choices(option: Option, said: Said) -> tuple[str, ...]:
+    """The answers that a question offers.
+
+    Args:
+        option: The row that is asked.
+        said: The answers so far.
+    """
+    if option.path == "launch.distributed_type":
+        if said("launch.compute_environment") == "AMAZON_SAGEMAKER":
+            return ("NO", *SAGEMAKER_TYPES)
+        return tuple(kind for kind in CHOICE_TITLES[option.path] if kind in {*DEVICE_TYPES, "XLA"})
+    if option.path == "fsdp.fsdp_version":
+        return ("2", "1")
+    if option.path == "fsdp.state_dict_type" and said("fsdp.fsdp_version") == 2:
+        return tuple(kind for kind in option.choices if kind != "LOCAL_STATE_DICT")
+    return option.choices
+
+
+def suggestion(option: Option, found: Surroundings, said: Said) -> str:
+    """The answer that a question suggests; empty for none.
+
+    Args:
+        option: The row that is asked.
+        found: This machine.
+        said: The answers so far.
+    """
+    if option.path in _SUGGESTIONS:
+        return _SUGGESTIONS[option.path](found, said)
+    value = option.launched or value_at(Settings(), option.path)
+    return "" if value is None else as_text(value)
+
+
+def _always(text: str) -> _Suggests:
+    return lambda found, said: text  # noqa: ARG005 - every row takes both
+
+
+def _kind(found: Surroundings, said: Said) -> str:
+    several = (found.gpus > 1 or found.machines > 1) and said("launch.compute_environment") == "LOCAL_MACHINE"
+    return "MULTI_GPU" if several else "NO"
+
+
+def _machines(found: Surroundings, said: Said) -> str:
+    del said
+    return str(found.machines)
+
+
+def _address(found: Surroundings, said: Said) -> str:
+    del said
+    return found.first_machine or found.address or ""
+
+
+def _processes(found: Surroundings, said: Said) -> str:
+    machines = said("launch.num_machines")
+    if said("launch.distributed_type") == "MULTI_CPU":
+        return str(max(2, machines))
+    return str(machines * max(1, found.gpus))
+
+
+def _precision(found: Surroundings, said: Said) -> str:
+    if said("process.use_cpu") or said("launch.distributed_type") == "MULTI_CPU" or not found.gpus:
+        return "bf16" if said("launch.distributed_type") == "XLA" else "no"
+    return "bf16" if found.bf16 else "fp16"
+
+
+def _share(found: Surroundings, said: Said) -> str:
+    here = max(1, (said("launch.num_processes") or 1) // said("launch.num_machines"))
+    return str(max(1, found.cores // here))
+
+
+def _shards(found: Surroundings, said: Said) -> str:
+    del found
+    return str(max(1, (said("launch.num_processes") or 1) // (said("parallelism.dp_replicate_size") or 1)))
+
+
+_SUGGESTIONS: Mapping[str, _Suggests] = {
+    "launch.distributed_type": _kind,
+    "launch.num_machines": _machines,
+    "launch.num_processes": _processes,
+    "launch.main_process_ip": _address,
+    "launch.main_process_port": _always("29500"),
+    "launch.gpu_ids": _always("all"),
+    "launch.num_cpu_threads_per_process": _share,
+    "precision.mixed_precision": _precision,
+    "fsdp.fsdp_version": _always("2"),
+    "fsdp.sharding_strategy": _always("FULL_SHARD"),
+    "fsdp.reshard_after_forward": _always("true"),
+    "fsdp.auto_wrap_policy": _always("TRANSFORMER_BASED_WRAP"),
+    "fsdp.backward_prefetch": _always("BACKWARD_PRE"),
+    "fsdp.state_dict_type": _always("SHARDED_STATE_DICT"),
+    "deepspeed.zero_stage": _always("2"),
+    "deepspeed.offload_optimizer_device": _always("none"),
+    "deepspeed.offload_param_device": _always("none"),
+    "deepspeed.zero3_init_flag": _always("true"),
+    "deepspeed.zero3_save_16bit_model": _always("true"),
+    "hosts.launcher": _always("pdsh"),
+    "parallelism.dp_replicate_size": _always("1"),
+    "parallelism.dp_shard_size": _shards,
+    "parallelism.tp_size": _always("1"),
+    "parallelism.cp_size": _always("1"),
+    "parallelism.cp_comm_strategy": _always("allgather"),
+    "parallelism.sp_size": _always("1"),
+    "parallelism.sp_seq_length_is_variable": _always("true"),
+    "parallelism.sp_attn_implementation": _always("sdpa"),
+    "megatron.tp_degree": _always("1"),
+    "megatron.pp_degree": _always("1"),
+    "megatron.num_micro_batches": _always("1"),
+    "megatron.sequence_parallelism": _always("true"),
+    "megatron.recompute_activations": _always("true"),
+    "megatron.use_distributed_optimizer": _always("true"),
+    "megatron.gradient_clipping": _always("1.0"),
+    "fp8.backend": _always("TE"),
+    "fp8.margin": _always("0"),
+    "fp8.interval": _always("1"),
+    "fp8.fp8_format": _always("HYBRID"),
+    "fp8.amax_history_len": _always("1024"),
+    "fp8.amax_compute_algo": _always("most_recent"),
+    "fp8.override_linear_precision": _always("false,false,false"),
+    "fp8.opt_level": _always("O2"),
+    "fp8.enable_fsdp_float8_all_gather": _always("true"),
+    "fp8.pad_inner_dim": _always("true"),
+    "sagemaker.ec2_instance_type": _always("ml.p3.2xlarge"),
+    "sagemaker.iam_role_name": _always("accelerate_sagemaker_execution_role"),
+}

@@ -1,0 +1,74 @@
+"""What is found out about this machine, for the defaults of questions."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.machine import this_machine
+from accel_state.topology import first_host
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """This machine, and its neighbours as far as they are known.
+
+    Args:
+        gpus: How many GPUs it has.
+        cores: How many CPU cores may be used.
+        bf16: Whether its GPUs compute in bfloat16.
+        address: Its address in the network; None if it has none.
+        machines: How many machines the Slurm job has; 1 outside of one.
+        first_machine: The first of them, if there is a job.
+    """
+
+    gpus: int = 0
+    cores: int = 1
+    bf16: bool = False
+    address: str | None = None
+    machines: int = 1
+    first_machine: str | None = None
+
+
+def look_around(environ: Mapping[str, str]) -> Surroundings:
+    """Look at this machine, without torch.
+
+    Args:
+        environ: The environment.
+    """
+    machine = this_machine(environ)
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "")
+    return Surroundings(
+        gpus=machine.gpus,
+        cores=machine.cores,
+        bf16=machine.gpus > 0 and _computes_bf16(),
+        address=_address(),
+        machines=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
+        first_machine=first_host(environ.get("SLURM_JOB_NODELIST", "")),
+    )
+
+
+def _computes_bf16() -> bool:
+    """Whether every GPU of NVIDIA is of generation 8 (Ampere) or later; those of AMD are taken to be able."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return True
+    asked = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    return bool(told) and all(line.partition(".")[0].isdecimal() and float(line) >= 8 for line in told)
+
+
+def _address() -> str | None:
+    """The address from which the rest of the network would be reached; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation: RFC 5737
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None

@@ -1,0 +1,48 @@
+"""Write a config file, YAML or JSON."""
+
+from __future__ import annotations
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import SettingsError
+from accel_state.settings.file import FILE_NAMES, default_config_folder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a table to a file, and its folder if that is not there.
+
+    Args:
+        path: The file; `.json` for JSON, anything else is YAML.
+        content: The table.
+
+    Raises:
+        SettingsError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text_of(path, content), encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"config file {str(path)!r} cannot be written: {error.strerror}.") from None
+
+
+def text_of(path: Path, content: Mapping[str, Any]) -> str:
+    """What `write` writes."""
+    if path.suffix == ".json":
+        return json.dumps(dict(content), indent=2, sort_keys=True) + "\n"
+    return import_module("yaml").safe_dump(dict(content), sort_keys=True, allow_unicode=True)
+
+
+def place_to_write(named: str | None, environ: Mapping[str, str]) -> Path:
+    """Where a config file goes.
+
+    Args:
+        named: The file that the user names; None for the default one.
+        environ: The environment, which may move the default location.
+    """
+    return Path(named).expanduser() if named is not None else default_config_folder(environ) / FILE_NAMES[0]

@@ -1,0 +1,314 @@
+"""What settings must not say together. Every check finds its problems on its own, so that all are told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.machine import VISIBLE_DEVICES
+from accel_state.settings import Layer
+from accel_state.settings.merge import TITLES
+from accel_state.settings.model import value_at
+from accel_state.topology import detect
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    from accel_cli.launch.machine import Machine
+    from accel_state.settings import LaunchSettings, Merged, Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known before anything is decided.
+
+    Args:
+        merged: The settings, and who decided them.
+        machine: What this machine has.
+        environ: The environment of the command.
+    """
+
+    merged: Merged
+    machine: Machine
+    environ: Mapping[str, str]
+
+    @property
+    def settings(self) -> Settings:
+        """The settings alone."""
+        return self.merged.settings
+
+    @property
+    def is_local(self) -> bool:
+        """Whether processes are started on this machine, with its devices."""
+        launch = self.settings.launch
+        return launch.compute_environment == "LOCAL_MACHINE" and launch.distributed_type != "XLA"
+
+    @property
+    def is_worker(self) -> bool:
+        """Whether a launcher started this very command as one of several processes of a machine."""
+        place = detect(self.environ)
+        return place.world_size > 1 and (place.launcher != "Slurm" or place.local_world_size > 1)
+
+    @property
+    def reaches_hosts(self) -> bool:
+        """Whether DeepSpeed's launcher starts the processes of all machines."""
+        hosts = self.settings.hosts
+        return (
+            self.settings.deepspeed is not None
+            and (hosts.launcher or "pdsh") != "standard"
+            and bool(hosts.hostfile)
+        )
+
+
+def problems(facts: Facts) -> list[str]:
+    """Everything that does not fit, a sentence for each.
+
+    Args:
+        facts: What is known.
+    """
+    found = [problem for check in CHECKS for problem in check(facts)]
+    return list(dict.fromkeys(found))
+
+
+def uses_cpu(merged: Merged) -> bool:
+    """Whether to compute on the CPU; of `use_cpu` and `distributed_type` the stronger source decides.
+
+    Args:
+        merged: The settings, and who decided them.
+    """
+    switch, kind = merged.who("process.use_cpu"), merged.who("launch.distributed_type")
+    said = merged.settings.process.use_cpu
+    if kind.value == "MULTI_CPU":
+        return said or kind.layer < switch.layer or switch.value is None
+    if said and kind.value in VISIBLE_DEVICES:
+        return switch.layer < kind.layer
+    return said
+
+
+def processes_wanted(facts: Facts) -> int:
+    """How many processes all machines run together: as many as were asked for, else one per device.
+
+    Args:
+        facts: What is known.
+    """
+    launch, kind = facts.settings.launch, facts.merged.who("launch.distributed_type")
+    if facts.is_worker:
+        return detect(facts.environ).world_size
+    if launch.num_processes is not None:
+        return launch.num_processes
+    if facts.machine.hosts and facts.reaches_hosts:
+        return sum(facts.machine.hosts.values())
+    return launch.num_machines * _devices(facts) if kind.value != "NO" else 1
+
+
+def device_ids(launch: LaunchSettings) -> list[str]:
+    """The devices of this machine that were chosen; none for all."""
+    text = launch.gpu_ids or "all"
+    return [] if text.strip().lower() == "all" else [entry.strip() for entry in text.split(",")]
+
+
+def _devices(facts: Facts) -> int:
+    """How many processes this machine shall run if nobody says: one per device, at least one."""
+    if uses_cpu(facts.merged):
+        return 1
+    return len(device_ids(facts.settings.launch)) or max(1, facts.machine.gpus)
+
+
+def _device_contradicts(facts: Facts) -> Iterator[str]:
+    switch, kind = facts.merged.who("process.use_cpu"), facts.merged.who("launch.distributed_type")
+    if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
+        yield f"{switch.origin} asks for the CPU and {kind.origin} for {kind.value}: leave one out."
+
+
+def _devices_are_missing(facts: Facts) -> Iterator[str]:
+    launch, kind = facts.settings.launch, facts.merged.who("launch.distributed_type")
+    if uses_cpu(facts.merged) or launch.num_processes is not None or device_ids(launch) or not facts.is_local:
+        return
+    if kind.value == "MULTI_GPU" and facts.machine.gpus == 0:
+        yield (
+            f"{kind.origin} asks for GPUs, but this machine shows none: see what `nvidia-smi` and "
+            "CUDA_VISIBLE_DEVICES say, or run with --cpu."
+        )
+    elif kind.value in VISIBLE_DEVICES and kind.value != "MULTI_GPU":
+        yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: give --num_processes."
+
+
+def _number_contradicts(facts: Facts) -> Iterator[str]:
+    number, kind = facts.merged.who("launch.num_processes"), facts.merged.who("launch.distributed_type")
+    asked = facts.settings.launch.num_processes
+    if (
+        kind.value == "NO"
+        and asked is not None
+        and asked > 1
+        and number.layer >= kind.layer
+        and facts.is_local
+    ):
+        yield (
+            f"{number.origin} asks for {asked} processes and {kind.origin} for one ('NO'): change one of the "
+            "two."
+        )
+
+
+def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
+    launch, processes = facts.settings.launch, processes_wanted(facts)
+    if not facts.is_local or facts.is_worker:
+        return
+    if processes % launch.num_machines and not facts.reaches_hosts:
+        yield (
+            f"{processes} processes cannot be divided evenly among {launch.num_machines} machines: "
+            "--num_processes counts those of all machines."
+        )
+    if launch.machine_rank >= launch.num_machines:
+        yield (
+            f"machine rank {launch.machine_rank} is not below the number of machines, {launch.num_machines}: "
+            "ranks start at 0."
+        )
+    by_launcher = facts.reaches_hosts or facts.settings.mpi.hostfile is not None
+    if (
+        launch.num_machines > 1
+        and not (launch.main_process_ip and launch.main_process_port)
+        and not by_launcher
+    ):
+        yield (
+            f"{launch.num_machines} machines need to know where to meet: give --main_process_ip and "
+            "--main_process_port, the same on each of them."
+        )
+    ids = device_ids(launch)
+    if ids and processes // launch.num_machines > len(ids):
+        yield (
+            f"{processes // launch.num_machines} processes on this machine want a device each, but gpu_ids "
+            f"is {launch.gpu_ids!r}."
+        )
+
+
+def _elasticity_does_not_fit(facts: Facts) -> Iterator[str]:
+    launch, least = facts.settings.launch, facts.merged.who("launch.min_machines")
+    if launch.min_machines is None:
+        return
+    if launch.min_machines > launch.num_machines:
+        yield (f"{least.origin} is {launch.min_machines}, more than the {launch.num_machines} machines.")
+    if launch.rdzv_backend == "static":
+        yield (
+            f"{least.origin} lets machines come and go, which a static rendezvous does not: add "
+            "--rdzv_backend c10d."
+        )
+
+
+def _engine_is_off(facts: Facts) -> Iterator[str]:
+    for section, title in TITLES.items():
+        if value_at(facts.settings, section):
+            continue
+        names = [
+            given.origin
+            for path, given in facts.merged.given.items()
+            if path.startswith(f"{section}.") and given.layer is Layer.ARGUMENT
+        ]
+        if names:
+            is_one = "is" if len(names) == 1 else "are"
+            rival = facts.merged.who(section)
+            why = f" ({rival.origin} is overruled)" if rival.value is False else ""
+            switch = {"megatron": "megatron_lm", "parallelism": "parallelism_config"}.get(section, section)
+            yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
+
+
+def _deepspeed_says_it_twice(facts: Facts) -> Iterator[str]:
+    section = facts.settings.deepspeed
+    if section is None or section.hf_ds_config is None:
+        return
+    said = [
+        facts.merged.who(f"deepspeed.{name}")
+        for name in (
+            "zero_stage",
+            "gradient_clipping",
+            "offload_optimizer_device",
+            "offload_param_device",
+            "offload_optimizer_nvme_path",
+            "offload_param_nvme_path",
+            "zero3_save_16bit_model",
+        )
+        if getattr(section, name) is not None
+    ]
+    given = [one.origin for one in said if one.layer is facts.merged.who("deepspeed.hf_ds_config").layer]
+    if given:
+        yield (
+            f"{facts.merged.who('deepspeed.hf_ds_config').origin} names the file {section.hf_ds_config!r}, "
+            f"which decides about what {', '.join(given)} says, too: say it there."
+        )
+
+
+def _precision_has_no_recipe(facts: Facts) -> Iterator[str]:
+    given = [
+        one.origin
+        for path, one in facts.merged.given.items()
+        if path.startswith("fp8.") and one.layer is Layer.ARGUMENT
+    ]
+    if given and facts.settings.precision.mixed_precision != "fp8":
+        found = facts.merged.who("precision.mixed_precision")
+        yield (
+            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} about FP8, but the precision is "
+            f"{facts.settings.precision.mixed_precision!r} ({found.origin}): add --mixed_precision fp8."
+        )
+
+
+def _sizes_do_not_fit(facts: Facts) -> Iterator[str]:
+    sizes, launch = facts.settings.parallelism, facts.settings.launch
+    if sizes is None or launch.num_processes is None:
+        return
+    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
+    product = 1
+    for name in names:
+        product *= getattr(sizes, name) or 1
+    if launch.num_processes % product:
+        said = ", ".join(
+            f"{name} {getattr(sizes, name)}" for name in names if getattr(sizes, name) is not None
+        )
+        yield (
+            f"{said} make groups of {product} processes, into which the {launch.num_processes} of "
+            f"{facts.merged.who('launch.num_processes').origin} cannot be divided."
+        )
+
+
+def _filters_contradict(facts: Facts) -> Iterator[str]:
+    hosts, merged = facts.settings.hosts, facts.merged
+    if hosts.inclusion and hosts.exclusion:
+        yield (
+            f"{merged.who('hosts.inclusion').origin} and {merged.who('hosts.exclusion').origin} cannot be "
+            "used together: DeepSpeed takes one of the two."
+        )
+
+
+def _cloud_is_incomplete(facts: Facts) -> Iterator[str]:
+    launch, cloud = facts.settings.launch, facts.settings.sagemaker
+    if launch.compute_environment != "AMAZON_SAGEMAKER":
+        return
+    missing = [name for name in ("ec2_instance_type", "iam_role_name") if not getattr(cloud, name)]
+    if missing:
+        yield f"a job of Amazon SageMaker needs {' and '.join(missing)} in the config file."
+    if facts.settings.process.use_cpu and launch.distributed_type not in {None, "NO"}:
+        kind, switch = facts.merged.who("launch.distributed_type"), facts.merged.who("process.use_cpu")
+        yield f"{kind.origin} is {kind.value}, which SageMaker has on GPUs only, and {switch.origin} is true."
+
+
+def _pod_is_incomplete(facts: Facts) -> Iterator[str]:
+    launch, tpu = facts.settings.launch, facts.settings.tpu
+    if launch.distributed_type == "XLA" and tpu.use_cluster:
+        missing = [f"tpu_{name}" for name in ("name", "zone") if not getattr(tpu, name)]
+        if missing:
+            yield f"a pod needs {' and '.join(missing)} in the config file."
+
+
+CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
+    _device_contradicts,
+    _devices_are_missing,
+    _number_contradicts,
+    _machines_do_not_fit,
+    _elasticity_does_not_fit,
+    _engine_is_off,
+    _deepspeed_says_it_twice,
+    _precision_has_no_recipe,
+    _sizes_do_not_fit,
+    _filters_contradict,
+    _cloud_is_incomplete,
+    _pod_is_incomplete,
+)
+"""Each yields a sentence for everything that does not fit."""

@@ -1,0 +1,94 @@
+"""`accel launch --explain`: where each setting comes from, and what would be run."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING
+
+from accel_cli.output import Table, as_text
+from accel_state.settings import OPTIONS
+from accel_state.settings.environ import as_text as value_text
+from accel_state.settings.merge import TITLES
+from accel_state.settings.model import value_at
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from accel_cli.launch.job import Job
+    from accel_cli.launch.plan import LaunchPlan
+
+_SECRET = ("access_key", "secret", "token", "password", "api_key")
+HIDDEN = "(not shown)"
+"""What stands in the place of a secret."""
+
+
+def explain(plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Sequence[str] = ()) -> str:
+    """Tell what would be run, and why.
+
+    Args:
+        plan: What was decided.
+        job: What would be run.
+        environ: The environment of the command, to tell what is different.
+        notes: What else is to be said.
+
+    Returns:
+        Lines of text.
+    """
+    parts = [
+        as_text(Table(head=("setting", "value", "comes from"), rows=tuple(_settings(plan)))),
+        f"way: {WAYS[plan.runner]}",
+        f"command:\n  {shlex.join(job.command)}",
+        "\n  ".join(["environment, as far as it differs:", *_differences(environ, job.environ)]),
+        *(f"note: {note}" for note in notes),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+WAYS: Mapping[str, str] = {
+    "simple": "one process, this one",
+    "torchrun": "torch.distributed.run starts the processes of this machine",
+    "mpirun": "mpirun starts the processes of all machines",
+    "deepspeed": "DeepSpeed's launcher starts the processes of all machines",
+    "xla": "torch_xla starts a process for every chip of this machine",
+    "pod": "gcloud starts this command on the machines of the pod",
+    "sagemaker": "the SageMaker SDK starts a job",
+}
+"""By runner, what happens."""
+
+
+def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
+    """Every setting that somebody gave, and the number of processes, which is decided in any case."""
+    rows: list[tuple[str, str, str]] = []
+    for option in OPTIONS:
+        who = plan.merged.who(option.path)
+        if option.path == "launch.num_processes":
+            origin = who.origin if who.value is not None else "this machine"
+            rows.append((option.path, str(plan.launch.num_processes), origin))
+        elif who.value is not None:
+            value = value_at(plan.merged.settings, option.path)
+            off = option.section in TITLES and not value_at(plan.merged.settings, option.section)
+            text = HIDDEN if _is_secret(option.path) else value_text(who.value if value is None else value)
+            if not off:
+                rows.append((option.path, text, who.origin))
+            elif option.name and who.layer < 3:
+                rows.append(
+                    (
+                        option.path,
+                        value_text(who.value),
+                        f"{who.origin}; not used: no {TITLES[option.section]}",
+                    )
+                )
+    return rows
+
+
+def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    changed = [
+        f"{name}={HIDDEN if _is_secret(name) else shlex.quote(value)}"
+        for name, value in after.items()
+        if before.get(name) != value
+    ]
+    return [*changed, *(f"unset {name}" for name in before if name not in after)] or ["(nothing)"]
+
+
+def _is_secret(name: str) -> bool:
+    return any(part in name.lower() for part in _SECRET)

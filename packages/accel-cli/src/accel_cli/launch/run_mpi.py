@@ -1,0 +1,139 @@
+"""`mpirun` of several makes: each is told the same things by other flags."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.hostfile import first_machine
+from accel_cli.launch.job import Job
+from accel_cli.launch.run_simple import require_script, worker_line
+from accel_cli.launch.run_torchrun import choose_port
+from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.settings.options import BY_VARIABLE
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_cli.launch.plan import LaunchPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Make:
+    """A make of `mpirun`.
+
+    Args:
+        name: What it is called.
+        sign: What its `--version` says.
+        processes: The flag for the number of processes.
+        hostfile: The flag for the file that lists the machines.
+        per_machine: The words for the number of processes of a machine, with `{}` in its place.
+        variable: The words for a variable, with `{name}` and `{value}` in their places.
+    """
+
+    name: str
+    sign: str
+    processes: str
+    hostfile: str
+    per_machine: tuple[str, ...]
+    variable: tuple[str, ...]
+
+
+def _hydra(name: str, sign: str) -> Make:
+    """A make whose `mpirun` is the Hydra process manager, as most are."""
+    return Make(
+        name=name,
+        sign=sign,
+        processes="-n",
+        hostfile="-f",
+        per_machine=("-ppn", "{}"),
+        variable=("-genv", "{name}", "{value}"),
+    )
+
+
+MAKES: tuple[Make, ...] = (
+    Make(
+        name="Open MPI",
+        sign="Open MPI",
+        processes="-n",
+        hostfile="--hostfile",
+        per_machine=("--map-by", "ppr:{}:node"),
+        variable=("-x", "{name}={value}"),
+    ),
+    _hydra("Intel MPI", "Intel(R) MPI"),
+    _hydra("MVAPICH", "MVAPICH"),
+    _hydra("MPICH", "HYDRA"),
+)
+"""The makes that are known, in the order in which they are looked for."""
+
+# What processes on other machines need besides settings.
+_HANDED_ON = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CUDA_VISIBLE_DEVICES")
+
+
+def make_of(version: str) -> Make:
+    """Which make says this of itself.
+
+    Args:
+        version: What `mpirun --version` says.
+
+    Raises:
+        SettingsError: It is none that is known.
+
+    Example:
+        >>> make_of("mpirun (Open MPI) 4.1.4").name
+        'Open MPI'
+    """
+    for make in MAKES:
+        if make.sign in version:
+            return make
+    known = ", ".join(make.name for make in MAKES)
+    raise SettingsError(f"mpirun says {version.strip()[:80]!r} of itself: known are {known}.")
+
+
+def job(plan: LaunchPlan) -> Job:
+    """The program to become.
+
+    Args:
+        plan: What to run.
+
+    Raises:
+        MissingDependencyError: There is no `mpirun`.
+        SettingsError: The hostfile or the script cannot be used, or the port is taken.
+    """
+    found = shutil.which("mpirun", path=plan.environ.get("PATH"))
+    if found is None or plan.machine.mpirun is None:
+        raise MissingDependencyError(
+            "mpirun_hostfile asks for mpirun, which is not on the path: install an MPI, such as Open MPI."
+        )
+    require_script(plan)
+    hostfile = plan.merged.settings.mpi.hostfile or ""
+    meeting = {
+        "MASTER_ADDR": plan.launch.main_process_ip or first_machine(hostfile),
+        "MASTER_PORT": str(choose_port(plan.launch)),
+    }
+    environ = {**plan.environ, **meeting}
+    line = [found, *arguments(plan, make_of(plan.machine.mpirun), environ)]
+    return Job(command=tuple(line), environ=environ)
+
+
+def arguments(plan: LaunchPlan, make: Make, environ: Mapping[str, str]) -> list[str]:
+    """The arguments of `mpirun`.
+
+    Args:
+        plan: What to run.
+        make: Whose `mpirun` it is.
+        environ: The environment of the workers.
+    """
+    handed_on = [name for name in environ if name in BY_VARIABLE or name in _HANDED_ON]
+    variables = [word.format(name=name, value=environ[name]) for name in handed_on for word in make.variable]
+    python = [] if plan.launch.no_python else [sys.executable, "-m", "accel_cli.launch.worker"]
+    return [
+        *(make.processes, str(plan.launch.num_processes)),
+        *(make.hostfile, plan.merged.settings.mpi.hostfile or ""),
+        *(word.format(plan.processes_here) for word in make.per_machine),
+        *variables,
+        *python,
+        *worker_line(plan, aloud=True),
+    ]

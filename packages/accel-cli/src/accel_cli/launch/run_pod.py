@@ -1,0 +1,67 @@
+"""All machines of a TPU pod: the `gcloud` command that runs `accel launch` on each."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.job import Job
+from accel_state.errors import MissingDependencyError
+from accel_state.settings import to_environ
+
+if TYPE_CHECKING:
+    from accel_cli.launch.plan import LaunchPlan
+
+
+def job(plan: LaunchPlan) -> Job:
+    """The program to become.
+
+    Args:
+        plan: What to run.
+
+    Raises:
+        MissingDependencyError: `gcloud` is not installed.
+    """
+    found = shutil.which("gcloud", path=plan.environ.get("PATH"))
+    if found is None:
+        raise MissingDependencyError(
+            "a TPU pod is reached with gcloud, which is not on the path: install it."
+        )
+    return Job(command=(found, *arguments(plan)), environ=plan.environ)
+
+
+def arguments(plan: LaunchPlan) -> list[str]:
+    """The arguments of `gcloud`.
+
+    Args:
+        plan: What to run.
+    """
+    tpu = plan.merged.settings.tpu
+    return [
+        *("compute", "tpus", "tpu-vm", "ssh", tpu.name or "", "--zone", tpu.zone or ""),
+        *("--command", remote_command(plan)),
+        *("--worker", ",".join(tpu.vm) or "all"),
+    ]
+
+
+def remote_command(plan: LaunchPlan) -> str:
+    """What a shell of each machine runs: the commands of the configuration, then the script on its chips.
+
+    Args:
+        plan: What to run.
+    """
+    tpu, launch = plan.merged.settings.tpu, plan.launch
+    variables = [*(f"{name}={value}" for name, value in to_environ(plan.merged.settings).items()), *tpu.env]
+    line = [
+        *(["sudo"] if tpu.use_sudo else []),
+        *(["env", *variables] if variables else []),
+        *("accel", "launch", "--tpu", "--no_tpu_cluster"),
+        *("--main_training_function", tpu.main_training_function),
+        *(["--downcast_bf16"] if tpu.downcast_bf16 else []),
+        *(["-m"] if launch.module else []),
+        plan.script,
+        *plan.script_arguments,
+    ]
+    before = plan.machine.commands or tpu.commands
+    return "; ".join([*before, shlex.join(line)])

@@ -1,0 +1,31 @@
+"""The chips of one TPU machine: the command that starts a process for each."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.job import Job
+from accel_cli.launch.run_simple import require_script
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from accel_cli.launch.plan import LaunchPlan
+
+
+def job(plan: LaunchPlan) -> Job:
+    """The program to become.
+
+    Args:
+        plan: What to run.
+
+    Raises:
+        SettingsError: There is no such script, or it is no Python.
+    """
+    if plan.launch.no_python:
+        raise SettingsError("--no_python: processes on a TPU run a function of a Python script.")
+    require_script(plan)
+    module = ["-m"] if plan.launch.module else []
+    function = plan.merged.settings.tpu.main_training_function
+    line = (sys.executable, "-m", "accel_cli.launch.xla_workers", function, *module, plan.script)
+    return Job(command=(*line, *plan.script_arguments), environ=plan.environ)

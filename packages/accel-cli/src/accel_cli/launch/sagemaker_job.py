@@ -1,0 +1,37 @@
+"""Start a job of Amazon SageMaker. This is where its SDK is imported."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
+    """Make the estimator, and let it run the job.
+
+    Args:
+        arguments: One: what `accel_cli.launch.run_sagemaker.job` made, in JSON.
+        load: Imports a module.
+
+    Raises:
+        MissingDependencyError: The SDK is not installed.
+    """
+    told = json.loads(arguments[0])
+    try:
+        estimators = load("sagemaker.huggingface")
+    except ImportError:
+        raise MissingDependencyError(
+            "Amazon SageMaker is reached with its SDK: `pip install 'sagemaker<3'`."
+        ) from None
+    estimators.HuggingFace(**told["estimator"]).fit(inputs=told["inputs"])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

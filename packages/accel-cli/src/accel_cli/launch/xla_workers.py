@@ -1,0 +1,69 @@
+"""Run a function of a script in a process for every chip of a TPU. This is where torch_xla is imported."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import MissingDependencyError, SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
+    """Import the script, and let torch_xla start its function.
+
+    Args:
+        arguments: The function, `-m` or nothing, the script or module, and what it is given.
+        load: Imports a module.
+
+    Raises:
+        MissingDependencyError: torch_xla is not installed.
+        SettingsError: The script does not have the function.
+    """
+    function, *rest = arguments
+    is_module = rest[:1] == ["-m"] and bool(rest.pop(0))
+    try:
+        xla = load("torch_xla")
+    except ImportError:
+        raise MissingDependencyError(
+            "training on a TPU needs torch_xla: install the version that belongs to that of torch."
+        ) from None
+    sys.argv[:] = rest
+    module = load(rest[0]) if is_module else _import(Path(rest[0]))
+    if not hasattr(module, function):
+        raise SettingsError(
+            f"{rest[0]} has no function {function!r} for the processes to run: name another with "
+            "--main_training_function."
+        )
+    xla.launch(_Start(getattr(module, function)))
+
+
+class _Start:
+    """Calls a function without the index that torch_xla passes."""
+
+    def __init__(self, function: Callable[[], object]) -> None:
+        self._function = function
+
+    def __call__(self, index: int) -> None:
+        del index
+        self._function()
+
+
+def _import(script: Path) -> Any:
+    spec = spec_from_file_location(script.stem, script)
+    if spec is None or spec.loader is None:
+        raise SettingsError(f"{str(script)!r} is no Python script.")
+    sys.path.insert(0, str(script.resolve().parent))
+    module = module_from_spec(spec)
+    sys.modules[script.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.launch.args import FLAGS, help_text, read_arguments
+from accel_cli.launch.machine import Machine
+from accel_cli.launch.plan import make_plan
+from accel_state.errors import AccelError, SettingsError
+from accel_state.settings import OPTIONS, combine, from_environ, given_by_environ, given_by_file
+from accel_state.settings.file import to_content
+from accel_state.settings.options import BY_KEY, BY_VARIABLE
+
+
+def plan(*line, environ=None, file=None, gpus=4):
+    read = read_arguments([*line, "train.py"])
+    merged = combine(read.given, given_by_environ(environ or {}), given_by_file(file or {}, "run.yaml"))
+    return make_plan(merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8))
+
+
+@pytest.mark.parametrize(
+    ("line", "file", "parts"),
+    [
+        (["--fsdp_version", "2"], {}, ["--fsdp_version is about FSDP", "add --use_fsdp"]),
+        (["--zero_stage", "2", "--zero3_init_flag", "true"], {}, ["--zero_stage, argument --zero3"]),
+        (["--megatron_lm_tp_degree", "2"], {}, ["add --use_megatron_lm"]),
+        (["--parallelism_config_tp_size", "2"], {}, ["add --use_parallelism_config"]),
+        (["--fp8_backend", "te", "--mixed_precision", "bf16"], {}, ["--fp8_backend is about FP8", "'bf16'"]),
+        (["--use_fsdp", "--use_deepspeed"], {}, ["--use_deepspeed asks for DeepSpeed", "--use_fsdp"]),
+        (
+            ["--use_deepspeed", "--deepspeed_config_file", "ds.json", "--zero_stage", "3"],
+            {},
+            ["'ds.json'", "argument --zero_stage"],
+        ),
+        (
+            ["--use_parallelism_config", "--parallelism_config_tp_size", "3", "--num_processes", "4"],
+            {},
+            ["tp_size 3", "argument --num_processes", "4"],
+        ),
+        (["--min_machines", "2"], {}, ["more than the 1 machines", "--rdzv_backend c10d"]),
+        ([], {"compute_environment": "AMAZON_SAGEMAKER"}, ["ec2_instance_type and iam_role_name"]),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_where_it_came_from(line, file, parts):
+    with pytest.raises(SettingsError) as caught:
+        plan(*line, file=file)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_everything_that_does_not_fit_is_told_at_once():
+    with pytest.raises(SettingsError) as caught:
+        plan("--fsdp_version", "2", "--num_processes", "3", "--num_machines", "2", "--machine_rank", "5")
+    said = str(caught.value).splitlines()
+    assert said[0] == "several settings do not fit:"
+    assert len(said) == 5
+    assert all(line.startswith("- ") for line in said[1:])
+
+
+def test_a_file_keeps_settings_of_an_engine_that_is_not_used():
+    made = plan(file={"distributed_type": "MULTI_GPU", "fsdp_config": {"fsdp_version": 2}})
+    assert from_environ(made.environ).fsdp is None
+
+
+def test_workers_are_told_the_defaults_of_the_command():
+    fsdp = from_environ(plan("--use_fsdp").environ).fsdp
+    assert (fsdp.fsdp_version, fsdp.use_orig_params, fsdp.cpu_ram_efficient_loading) == (1, True, True)
+    assert from_environ(plan("--use_fsdp", "--fsdp_version", "2").environ).fsdp.fsdp_version == 2
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.path)
+def test_every_setting_is_in_the_parser_the_file_the_environment_the_questions_and_the_help(option):
+    """Derived from one row each; this proves that no derivation leaves one out."""
+    assert {*option.flags} <= {*FLAGS}
+    assert option.key is None or BY_KEY[option.key] is option
+    assert option.variable is None or BY_VARIABLE[option.variable] is option
+    assert option.question or option.unasked
+    text = help_text()
+    for flag in (*option.flags, *(name for name, _ in option.more_flags)):
+        assert f"{flag}" in text
+    if option.flags:
+        assert option.variable is None or f"[{option.variable}" in text
+    if option.key and option.name:
+        value = VALUES[option.path]
+        merged = combine(given_by_file(nested(option.key, value), "run.yaml"))
+        content = to_content(merged.settings)
+        engine = option.section in {"fsdp", "deepspeed", "megatron"}
+        assert engine or read_back(content, option.key) is not None
+
+
+def nested(key, value):
+    table, _, name = key.rpartition(".")
+    return {table: {name: value}} if table else {name: value}
+
+
+def read_back(content, key):
+    table, _, name = key.rpartition(".")
+    return (content.get(table, {}) if table else content).get(name)
+
+
+def some_value(option):
+    """A value that a file could have, other than the default."""
+    if option.shape == "table":
+        return {"a": 1}
+    for text in [*option.choices[::-1], "true", "7", "0.5", "false,true,false", "word"]:
+        with contextlib.suppress(ValueError):
+            if option.parse(text) is not None:
+                return text
+    raise AssertionError(option)
+
+
+VALUES = {option.path: some_value(option) for option in OPTIONS}
+words = (
+    st.sampled_from([*FLAGS, "2", "bf16", "no", "0,1", "-x", "--x=", "--", "-", "", "a=b", "auto", "1e9"])
+    | st.text()
+)
+contents = st.dictionaries(
+    st.sampled_from([*BY_KEY, *{key.partition(".")[0] for key in BY_KEY}, "fp16", "zzz"]) | st.text(),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text() | st.sampled_from(["FSDP", "XLA", "2"]),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+        max_leaves=3,
+    ),
+    max_size=6,
+)  # fmt: skip
+
+
+@given(
+    st.lists(words, max_size=8),
+    contents,
+    st.dictionaries(st.sampled_from([*BY_VARIABLE]), st.text(), max_size=3),
+)
+def test_any_line_file_and_environment_make_a_plan_or_a_sentence(line, file, environ):
+    with contextlib.suppress(AccelError):
+        plan(*line, file=file, environ=environ)

@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.launch.hostfile import filtered, first_machine, parse_hosts, read_hosts
+from accel_state.errors import SettingsError
+
+names = st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True)
+hosts = st.dictionaries(names, st.integers(1, 8), min_size=1, max_size=5)
+
+
+@given(hosts)
+def test_a_hostfile_is_read_as_it_was_written(machines):
+    lines = ["# machines", "", *(f"{name}  slots={slots}  # fast" for name, slots in machines.items())]
+    assert parse_hosts(lines, "hosts") == machines
+
+
+@given(hosts, st.data())
+def test_a_filter_chooses_exactly_the_slots_that_it_names(machines, data):
+    chosen = {
+        name: data.draw(st.sets(st.sampled_from(range(slots)), min_size=1))
+        for name, slots in machines.items()
+        if data.draw(st.booleans())
+    }
+    text = "@".join(f"{name}:{','.join(map(str, slots))}" for name, slots in chosen.items())
+    if chosen:
+        assert filtered(machines, inclusion=text) == {name: len(slots) for name, slots in chosen.items()}
+    left = {name: slots - len(chosen.get(name, ())) for name, slots in machines.items()}
+    left = {name: slots for name, slots in left.items() if slots}
+    if left:
+        assert filtered(machines, exclusion=text or None) == left
+    else:
+        with pytest.raises(SettingsError, match="leave no machine"):
+            filtered(machines, exclusion=text)
+
+
+def test_a_machine_without_slots_is_meant_whole():
+    assert filtered({"a": 4, "b": 2}, inclusion="a") == {"a": 4}
+    assert filtered({"a": 4, "b": 2}, exclusion="a") == {"b": 2}
+
+
+@pytest.mark.parametrize(
+    ("lines", "parts"),
+    [
+        (["worker-1 slots=four"], ["line 1", "'worker-1 slots=four'", "slots=<number>"]),
+        (["a slots=1", "worker-1"], ["line 2", "slots=<number>"]),
+        (["a slots=1", "", "a slots=2"], ["line 3", "there already"]),
+        (["# nothing"], ["names no machine"]),
+    ],
+)
+def test_a_hostfile_that_cannot_be_read_names_the_line(lines, parts):
+    with pytest.raises(SettingsError) as caught:
+        parse_hosts(lines, "hosts")
+    assert [part for part in [*parts, "'hosts'"] if part not in str(caught.value)] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("c", ["'c'", "a, b"]), ("a:x", ["'x'"]), ("a:0,7", ["[7]", "'a'"])],
+)
+def test_a_filter_that_does_not_fit_says_why(text, parts):
+    with pytest.raises(SettingsError) as caught:
+        filtered({"a": 4, "b": 2}, inclusion=text)
+    assert [part for part in parts if part not in str(caught.value)] == []
+
+
+def test_a_hostfile_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(SettingsError, match="'nowhere' cannot be read"):
+        read_hosts("nowhere")
+    (tmp_path / "empty").write_text("# none\n")
+    with pytest.raises(SettingsError, match="names no machine"):
+        first_machine(str(tmp_path / "empty"))
+
+
+def test_the_first_machine_of_an_mpi_hostfile_is_found_in_every_form(tmp_path):
+    for text in ("n1 slots=2\nn2\n", "# all\n\nn1:2\nn2:2\n", "n1\n"):
+        (tmp_path / "hosts").write_text(text)
+        assert first_machine(str(tmp_path / "hosts")) == "n1"

@@ -1,0 +1,237 @@
+from __future__ import annotations
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.config import basic, command
+from accel_cli.config.command import commands, misfits, summary
+from accel_cli.config.defaults import suggestion
+from accel_cli.config.interview import interview, question_about
+from accel_cli.config.machine import Surroundings, look_around
+from accel_cli.config_file import read_config
+from accel_cli.config_writing import text_of, write
+from accel_cli.main import main
+from accel_cli.output import as_text
+from accel_state.errors import SettingsError
+from accel_state.settings import OPTIONS, Settings, combine, given_by_file, to_content
+from accel_state.settings.model import value_at
+
+LAPTOP = Surroundings(cores=8)
+SERVER = Surroundings(gpus=8, cores=64, bf16=True, address="10.0.0.5")
+
+
+def answered(found, **answers):
+    """Settings from these answers, by path with `__` for the dot, or those suggested; and what was asked."""
+    wanted = {path.replace("__", "."): answer for path, answer in answers.items()}
+    asked = []
+
+    def ask(question):
+        asked.append(question.path)
+        answer = wanted.pop(question.path, question.default)
+        assert question.complaint(answer) is None
+        assert not question.choices or answer in dict(question.choices)
+        return answer
+
+    settings = interview(ask, found)
+    assert wanted == {}, "never asked"
+    return settings, asked
+
+
+def test_on_a_laptop_little_is_asked():
+    settings, asked = answered(LAPTOP)
+    assert asked == [
+        "launch.compute_environment", "launch.distributed_type", "process.use_cpu",
+        "precision.mixed_precision", "dynamo.backend",
+    ]  # fmt: skip
+    assert settings.launch.num_processes is None
+
+
+def test_on_a_server_its_gpus_are_suggested():
+    settings, asked = answered(SERVER)
+    assert settings.launch.distributed_type == "MULTI_GPU"
+    assert settings.launch.num_processes == 8
+    assert settings.precision.mixed_precision == "bf16"
+    assert "launch.main_process_ip" not in asked
+
+
+def test_several_machines_are_asked_where_they_meet():
+    settings, _ = answered(SERVER, launch__num_machines="3", launch__machine_rank="1")
+    assert (settings.launch.num_processes, settings.launch.main_process_ip) == (24, "10.0.0.5")
+    assert settings.launch.main_process_port == 29500
+
+
+def test_a_slurm_job_is_recognised():
+    found = look_around(
+        {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[3-6]", "CUDA_VISIBLE_DEVICES": ""}
+    )
+    assert (found.machines, found.first_machine, found.gpus) == (4, "gpu3", 0)
+
+
+def test_fsdp_is_asked_in_detail():
+    settings, asked = answered(SERVER, fsdp="true", fsdp__transformer_cls_names_to_wrap="Block, Layer")
+    assert settings.fsdp.fsdp_version == 2
+    assert settings.fsdp.transformer_cls_names_to_wrap == ("Block", "Layer")
+    assert "fsdp.sharding_strategy" not in asked, "a matter of version 1"
+    assert "fsdp.min_num_params" not in asked, "a matter of another policy"
+    first, asked = answered(
+        SERVER, fsdp="true", fsdp__fsdp_version="1", fsdp__auto_wrap_policy="SIZE_BASED_WRAP"
+    )
+    assert (first.fsdp.sharding_strategy, first.fsdp.min_num_params) == ("FULL_SHARD", 100_000_000)
+
+
+def test_deepspeed_is_asked_in_detail_or_takes_a_file():
+    settings, asked = answered(
+        SERVER, deepspeed="true", deepspeed__zero_stage="3", deepspeed__offload_param_device="nvme",
+        deepspeed__offload_param_nvme_path="/nvme", training__gradient_accumulation_steps="4",
+    )  # fmt: skip
+    assert (settings.deepspeed.zero_stage, settings.deepspeed.offload_param_nvme_path) == (3, "/nvme")
+    assert settings.training.gradient_accumulation_steps == 4
+    assert "fsdp" not in asked
+    settings, asked = answered(SERVER, deepspeed="true", deepspeed__hf_ds_config="ds.json")
+    assert settings.deepspeed.hf_ds_config == "ds.json"
+    assert "deepspeed.zero_stage" not in asked
+
+
+def test_machines_of_a_hostfile_are_asked_for():
+    settings, _ = answered(
+        SERVER, deepspeed="true", launch__num_machines="2", hosts__launcher="pdsh", hosts__hostfile="hosts",
+        hosts__inclusion="a@b",
+    )  # fmt: skip
+    assert (settings.hosts.launcher, settings.hosts.hostfile, settings.hosts.inclusion) == (
+        "pdsh",
+        "hosts",
+        "a@b",
+    )
+
+
+def test_megatron_tpu_mpi_and_fp8_are_asked_for():
+    megatron, _ = answered(SERVER, megatron="true", megatron__tp_degree="4", megatron__pp_degree="2")
+    assert (megatron.megatron.tp_degree, megatron.megatron.sequence_parallelism) == (4, True)
+    tpu, asked = answered(
+        LAPTOP, launch__distributed_type="XLA", tpu__use_cluster="true", tpu__name="pod", tpu__zone="us",
+        tpu__env="A=1, B=2", launch__num_processes="8",
+    )  # fmt: skip
+    assert (tpu.tpu.name, tpu.tpu.env) == ("pod", ("A=1", "B=2"))
+    assert tpu.tpu.main_training_function == "main"
+    mpi, _ = answered(
+        LAPTOP, launch__distributed_type="MULTI_CPU", launch__num_machines="2", mpi__hostfile="hosts",
+        launch__main_process_ip="n1",
+    )  # fmt: skip
+    assert mpi.mpi.hostfile == "hosts"
+    fp8, asked = answered(SERVER, precision__mixed_precision="fp8", fp8__backend="AO")
+    assert fp8.fp8.backend == "AO"
+    assert "fp8.margin" not in asked
+
+
+def test_parallelism_is_asked_with_fsdp2():
+    settings, _ = answered(
+        SERVER, fsdp="true", parallelism="true", parallelism__tp_size="2", parallelism__dp_shard_size="4"
+    )
+    assert (settings.parallelism.tp_size, settings.parallelism.dp_shard_size) == (2, 4)
+    assert misfits(settings, SERVER) == []
+    wrong, _ = answered(SERVER, fsdp="true", parallelism="true", parallelism__tp_size="3")
+    assert "cannot be divided" in misfits(wrong, SERVER)[0]
+
+
+def test_sagemaker_is_asked_for():
+    settings, asked = answered(LAPTOP, launch__compute_environment="AMAZON_SAGEMAKER")
+    assert settings.sagemaker.ec2_instance_type == "ml.p3.2xlarge"
+    assert "launch.num_processes" not in asked
+
+
+@given(st.data(), st.sampled_from([LAPTOP, SERVER, Surroundings(gpus=1, cores=4, machines=2)]))
+def test_any_answers_make_a_file_that_is_read_back(data, found):
+    """Answers that are offered, or suggested."""
+
+    def ask(question):
+        if question.choices:
+            return data.draw(st.sampled_from([value for value, _ in question.choices]))
+        if question.kind == "yes or no":
+            return data.draw(st.sampled_from(["true", "false"]))
+        return question.default or "1"
+
+    settings = interview(ask, found)
+    again = combine(given_by_file(yaml.safe_load(yaml.safe_dump(to_content(settings))), "run.yaml")).settings
+    assert to_content(again) == to_content(settings)
+    misfits(settings, found)
+    assert commands(settings, None)
+    assert all(as_text(table) for table in summary(settings))
+
+
+def test_every_suggestion_can_be_read():
+    settings = Settings()
+    for option in OPTIONS:
+        if option.question:
+            question = question_about(option, SERVER, lambda path: value_at(settings, path))
+            assert question.default == "" or question.complaint(question.default) is None, option.path
+            assert suggestion(option, LAPTOP, lambda path: value_at(settings, path)) is not None
+
+
+def test_what_cannot_be_used_is_complained_about():
+    by_path = {option.path: option for option in OPTIONS}
+    question = question_about(by_path["launch.num_machines"], LAPTOP, lambda path: value_at(Settings(), path))
+    assert question.complaint("zero") == "expected a whole number of at least 1"
+    question = question_about(
+        by_path["launch.main_process_ip"], LAPTOP, lambda path: value_at(Settings(), path)
+    )
+    assert question.complaint("") == "This cannot be left out."
+
+
+def test_several_machines_get_a_command_each():
+    settings, _ = answered(SERVER, launch__num_machines="2")
+    assert commands(settings, "run.yaml") == [
+        "accel launch --config_file run.yaml --machine_rank 0 train.py",
+        "accel launch --config_file run.yaml --machine_rank 1 train.py",
+    ]
+
+
+@pytest.fixture
+def environ(monkeypatch, tmp_path):
+    outside = {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    for module in (basic, command):
+        monkeypatch.setattr(module, "read", lambda: outside)
+    return outside
+
+
+def test_a_file_for_this_machine_is_written_once(environ, tmp_path, capsys):
+    path = tmp_path / "accelerate/default_config.yaml"
+    assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
+    assert str(path) in capsys.readouterr().out
+    settings = combine(read_config(None, environ).given).settings
+    assert settings.precision.mixed_precision == "bf16"
+    assert settings.process.use_cpu
+    before = path.read_text()
+    assert main(["config", "default"]) == 0
+    assert "left as it is" in capsys.readouterr().out
+    assert path.read_text() == before
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "json"])
+def test_a_file_of_an_older_format_is_rewritten(environ, tmp_path, capsys, suffix):
+    path = tmp_path / f"old.{suffix}"
+    write(path, {"fp16": True, "num_processes": 2, "distributed_type": "TPU"})
+    assert main(["config", "update", "--config_file", str(path)]) == 0
+    assert "'fp16: True' is 'mixed_precision: fp16' now" in capsys.readouterr().out
+    found = read_config(str(path), environ)
+    assert found.notes == ()
+    assert found.content["mixed_precision"] == "fp16"
+    assert found.content["distributed_type"] == "XLA"
+
+
+def test_there_must_be_a_file_to_update(environ):
+    with pytest.raises(SettingsError, match="no config file"):
+        basic.update(None)
+
+
+def test_no_precision_but_a_known_one_is_written(environ):
+    with pytest.raises(SettingsError, match=r"mixed_precision='bf61'"):
+        basic.write_basic_config("bf61")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SettingsError, match="cannot be written"):
+        write(tmp_path / "file/run.yaml", {})
+    assert text_of(tmp_path / "a.json", {"a": 1}) == '{\n  "a": 1\n}\n'

@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+
+from accel_cli.launch.as_main import ERROR_FILE
+
+
+@pytest.fixture
+def work(tmp_path):
+    """Run a script as a worker; give how it ended and what it wrote down."""
+
+    def run(source, *line, before=(), **environ):
+        (tmp_path / "script.py").write_text(source)
+        command = [
+            sys.executable,
+            "-m",
+            "accel_cli.launch.worker",
+            *before,
+            str(tmp_path / "script.py"),
+            *line,
+        ]
+        error = tmp_path / "error.json"
+        done = subprocess.run(
+            command, capture_output=True, text=True, check=False, env={ERROR_FILE: str(error), **environ}
+        )
+        return done, json.loads(error.read_text()) if error.exists() else None
+
+    return run
+
+
+def test_a_traceback_is_left_to_the_launcher_without_our_own_frames(work, tmp_path):
+    done, noted = work("def f():\n    raise ValueError('boom')\nf()\n")
+    assert (done.returncode, done.stderr) == (1, "")
+    assert noted["message"]["message"] == "ValueError: boom"
+    trace = noted["message"]["extraInfo"]["py_callstack"]
+    assert trace.count("File ") == 2
+    assert "worker.py" not in trace
+    assert trace.rstrip().endswith("ValueError: boom")
+
+
+def test_aloud_shows_the_traceback_where_it_happens(work):
+    done, noted = work("1 / 0", before=["--aloud"])
+    assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+    assert noted is None
+
+
+@pytest.mark.parametrize(
+    ("body", "code"), [("raise SystemExit(7)", 7), ("pass", 0), ("import os; os._exit(3)", 3)]
+)
+def test_the_exit_code_is_the_scripts(work, body, code):
+    done, noted = work(body)
+    assert (done.returncode, noted) == (code, None)
+
+
+def test_an_excepthook_of_the_script_is_used(work):
+    done, _ = work("import sys\nsys.excepthook = lambda *error: print('mine')\n1 / 0")
+    assert done.stdout == "mine\n"
+
+
+def test_classes_of_the_script_can_be_pickled(work):
+    source = (
+        "import pickle, multiprocessing\nclass A:\n    pass\n"
+        "def f(a):\n    return type(a).__name__\n"
+        "if __name__ == '__main__':\n"
+        "    assert type(pickle.loads(pickle.dumps(A()))) is A\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
+        "        print(pool.map(f, [A()]))\n"
+    )
+    done, _ = work(source)
+    assert (done.stdout, done.stderr) == ("['A']\n", "")
+    assert pickle.HIGHEST_PROTOCOL
+
+
+def test_a_module_is_run_as_python_would(tmp_path):
+    (tmp_path / "pkg").mkdir()
+    (tmp_path / "pkg/__init__.py").touch()
+    (tmp_path / "pkg/__main__.py").write_text("import sys\nprint(__name__, __package__, sys.argv[1:])\n")
+    command = [sys.executable, "-m", "accel_cli.launch.worker", "-m", "pkg", "--lr", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert done.stdout == "__main__ pkg ['--lr', '1']\n"
