@@ -15,6 +15,8 @@ from accel_plugins.bundle import Bundle
 from accel_plugins.choose import choose
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.settings import Settings
+from accel_state.settings.engines import ParallelismSettings
 
 
 def entry(name: str, value: str) -> EntryPoint:
@@ -50,7 +52,7 @@ def test_the_factory_of_an_entry_point_is_imported(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("world_size", "name"), [(1, "single"), (2, "ddp"), (8, "ddp")])
 def test_the_number_of_processes_chooses(world_size: int, name: str):
     topology = SimpleNamespace(world_size=world_size)
-    assert choose(cast("Any", None), cast("Any", topology), cast("Any", None)) == name
+    assert choose(Settings(), cast("Any", topology), cast("Any", None)) == name
 
 
 @given(st.permutations([*range(6)]))

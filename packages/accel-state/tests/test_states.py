@@ -232,12 +232,29 @@ def test_an_unknown_precision_lists_those_that_exist():
 def test_what_comes_later_is_refused_rather_than_ignored():
     with pytest.raises(UnsupportedError, match="fp8"):
         AcceleratorState("fp8", cpu=True)
-    with pytest.raises(UnsupportedError, match="fsdp_plugin"):
-        AcceleratorState(cpu=True, fsdp_plugin=object())
-    with pytest.raises(UnsupportedError, match="'zero3'"):
-        AcceleratorState(cpu=True).get_deepspeed_plugin("zero3")
-    with pytest.raises(UnsupportedError, match="DeepSpeed"):
-        AcceleratorState(cpu=True).select_deepspeed_plugin()
+
+
+def test_plugins_are_kept_until_another_is_given():
+    class Plugin:
+        fsdp_version = 2
+
+    one = Plugin()
+    assert AcceleratorState(cpu=True, fsdp_plugin=one).is_fsdp2
+    assert AcceleratorState().fsdp_plugin is one
+    assert AcceleratorState().distributed_type == DistributedType.FSDP
+    assert AcceleratorState(mixed_precision="bf16", _from_accelerator=True).fsdp_plugin is one
+    with pytest.raises(SettingsError, match="has .* already"):
+        AcceleratorState(fsdp_plugin=Plugin())
+
+
+def test_the_first_of_several_deepspeed_plugins_is_active_until_another_is_selected():
+    state = AcceleratorState(cpu=True, deepspeed_plugin={"train": 1, "judge": 2})
+    assert state.deepspeed_plugin == 1
+    state.select_deepspeed_plugin("judge")
+    assert AcceleratorState().deepspeed_plugin == 2
+    assert state.get_deepspeed_plugin("train") == 1
+    with pytest.raises(SettingsError, match=r"'zero3'; given were: 'train', 'judge'"):
+        state.select_deepspeed_plugin("zero3")
 
 
 def test_bf16_on_a_device_that_lacks_it_is_refused(monkeypatch):

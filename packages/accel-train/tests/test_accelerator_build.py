@@ -20,15 +20,7 @@ from accel_state.labels import DistributedType, RNGType
 from accel_train import Accelerator
 from accel_train.parts import sort_handlers
 
-LATER = [
-    "deepspeed_plugin",
-    "fsdp_plugin",
-    "torch_tp_plugin",
-    "megatron_lm_plugin",
-    "log_with",
-    "deepspeed_plugins",
-    "parallelism_config",
-]
+LATER = ["megatron_lm_plugin", "log_with"]
 
 
 def test_alone_it_is_the_main_the_local_main_and_the_last_process():
@@ -57,15 +49,18 @@ def test_what_this_version_cannot_do_is_refused(name):
         Accelerator(**{name: "something"})
 
 
-@pytest.mark.parametrize(
-    "name", ["ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM"]
-)
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_MEGATRON_LM"])
 def test_an_engine_that_the_environment_asks_for_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "true")
     with pytest.raises(UnsupportedError, match=f"{name}='true'"):
         Accelerator(cpu=True)
     monkeypatch.setenv(name, "false")
     Accelerator(cpu=True)
+
+
+def test_a_plugin_of_the_wrong_kind_is_refused():
+    with pytest.raises(SettingsError, match=r"fsdp_plugin='all of it'\): expected a FullyShardedDataParallel"):
+        Accelerator(cpu=True, fsdp_plugin="all of it")
 
 
 def test_kwargs_handlers_are_found_by_their_type():

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from accel_state.errors import UnsupportedError
 from accel_state.gradient_state import GradientState
 from accel_train.data import loader as loader_module
 from accel_train.data import placing
 from accel_train.data.loader import DataLoaderShard
+from accel_train.data.mesh import shard_of_ranks
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.data.skip import skip_first_batches
 
@@ -290,9 +291,15 @@ def test_batches_that_are_on_the_cpu_are_not_touched() -> None:
     assert all(batch is original for batch, original in zip(loader, made, strict=True))
 
 
-def test_a_mesh_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="torch_device_mesh"):
-        DataLoaderShard([0], torch_device_mesh="mesh")
+def test_ranks_that_compute_parts_of_the_same_layers_get_the_same_samples() -> None:
+    mesh = SimpleNamespace(mesh=torch.arange(4).reshape(2, 2), mesh_dim_names=("dp_shard", "tp"))
+    assert shard_of_ranks(mesh) == [0, 0, 1, 1]
+    other = SimpleNamespace(mesh=torch.arange(8).reshape(2, 2, 2), mesh_dim_names=("dp_replicate", "tp", "cp"))
+    assert shard_of_ranks(other) == [0, 0, 0, 0, 1, 1, 1, 1]
+    mixed = SimpleNamespace(mesh=torch.arange(4).reshape(2, 2), mesh_dim_names=("tp", "dp_shard"))
+    assert shard_of_ranks(mixed) == [0, 1, 0, 1]
+    with pytest.raises(ValueError, match="mesh_dim_names"):
+        shard_of_ranks(SimpleNamespace(mesh=torch.arange(2), mesh_dim_names=None))
 
 
 def test_the_sampler_can_be_looked_at_and_replaced() -> None:

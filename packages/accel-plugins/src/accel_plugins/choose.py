@@ -15,6 +15,33 @@ if TYPE_CHECKING:
 _Applies: TypeAlias = "Callable[[Settings, Topology, torch.device], bool]"
 
 
+def _has_engine(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del topology, device
+    return settings.deepspeed is not None
+
+
+def _shards_flat_parameters(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del topology, device
+    return settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
+
+
+def _shards_models(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del device
+    sizes = settings.parallelism
+    if settings.fsdp is not None:
+        return True
+    if sizes is None:
+        return False
+    tensor = sizes.tp_size or 1
+    copies = tensor > 1 and topology.world_size > tensor  # gradients of divided layers are averaged by FSDP
+    return (sizes.dp_shard_size or 1) > 1 or (sizes.cp_size or 1) > 1 or copies
+
+
+def _divides_layers(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del topology, device
+    return settings.parallelism is not None and (settings.parallelism.tp_size or 1) > 1
+
+
 def _several_processes(settings: Settings, topology: Topology, device: torch.device) -> bool:
     del settings, device
     return topology.world_size > 1
@@ -26,7 +53,14 @@ def _always(settings: Settings, topology: Topology, device: torch.device) -> boo
 
 
 # In order: the first row that applies is chosen.
-_RULES: tuple[tuple[str, _Applies], ...] = (("ddp", _several_processes), ("single", _always))
+_RULES: tuple[tuple[str, _Applies], ...] = (
+    ("deepspeed", _has_engine),
+    ("fsdp1", _shards_flat_parameters),
+    ("fsdp2", _shards_models),
+    ("tp", _divides_layers),
+    ("ddp", _several_processes),
+    ("single", _always),
+)
 
 
 def choose(settings: Settings, topology: Topology, device: torch.device) -> str:

@@ -19,8 +19,15 @@ ENTRY_POINT_GROUP = "accel.strategies"
 STRATEGIES: Mapping[str, str] = {
     "single": "accel_plugins.strategies.single:build",
     "ddp": "accel_plugins.strategies.ddp:build",
+    "deepspeed": "accel_plugins.strategies.deepspeed:build",
+    "fsdp1": "accel_plugins.strategies.fsdp1:build",
+    "fsdp2": "accel_plugins.strategies.fsdp2:build",
+    "tp": "accel_plugins.strategies.tp:build",
 }
 """Name to `"module:build"` of the strategies that come with accel."""
+
+DIVIDES_GRADIENTS: frozenset[str] = frozenset({"fsdp1", "fsdp2", "tp"})
+"""Strategies under which a rank has parts of gradients, so that one alone cannot tell whether all are finite."""
 
 
 def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -140,8 +140,42 @@ class Persister(Protocol):
         """Read it back."""
         ...
 
-    def full_state_dict(self, model: nn.Module) -> StateDict:
-        """The whole state dict under the unwrapped model's names; on the CPU where models are sharded."""
+    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
+        """The whole state dict under the unwrapped model's names; on the CPU where models are sharded.
+
+        Args:
+            model: Prepared or not.
+            keep: Whether this rank needs it. Otherwise it takes part in bringing it together, and what is
+                returned may be empty.
+        """
+        ...
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load such a state dict, which every rank has, into the wrapped model.
+
+        Args:
+            model: Prepared or not.
+            state: Name to tensor; tensors may be read from a file when they are needed.
+            **options: As of `Module.load_state_dict`, whose result is returned.
+        """
+        ...
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        """The state dict that the optimizer would have in a run of one process.
+
+        Args:
+            optimizer: Prepared, without any wrapper of ours.
+            models: All prepared models, of which some own its parameters.
+            keep: As in `full_state_dict`.
+        """
+        ...
+
+    def load_full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """Load such a state dict, which every rank has."""
         ...
 
 

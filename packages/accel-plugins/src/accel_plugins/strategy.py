@@ -10,7 +10,11 @@ from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
 
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.dcp.role import ShardedStates
     from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
@@ -31,6 +35,8 @@ class Feature(Enum):
     """Several models can be prepared and trained in one run."""
     NO_SYNC = auto()
     """Gradients can stay local for some backward passes."""
+    OPTIMIZER_FROM_CONFIGURATION = auto()
+    """What stands for an optimizer or a schedule is replaced by what a configuration describes."""
     UNEVEN_INPUTS = auto()
     """Ranks can run out of batches at different times, within `join`."""
 
@@ -46,11 +52,14 @@ class BatchSharding:
         num_shards: Number of parts of a global batch.
         shard_index: Which part this rank gets.
         place_on_device: Whether the loader moves batches to the device.
+        repeats: Whether another rank has the same batches and computes the same with them, so that what this
+            one has is left out where results of samples are gathered.
     """
 
     num_shards: int
     shard_index: int
     place_on_device: bool = True
+    repeats: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.shard_index < self.num_shards:
@@ -71,6 +80,14 @@ class Strategy:
         persister: Saves and loads.
         sharding: Who gets which batches.
         features: What is offered; ask with `require`.
+        mesh: The ranks by the axes along which they divide the work, where there are several.
+        split_sequences: Makes a context in which every rank has a part of each sequence: called as
+            `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
+        precision: The policy to use instead of the one that the strategy was made with, where an engine has its
+            own.
+        release: Gives up what the strategy keeps of prepared objects.
+        shards: Gives what this rank holds, for checkpoints to which every rank writes its part; `None` where one
+            rank writes everything.
     """
 
     name: str
@@ -79,6 +96,11 @@ class Strategy:
     persister: Persister
     sharding: BatchSharding
     features: frozenset[Feature]
+    mesh: DeviceMesh | None = None
+    split_sequences: Callable[..., AbstractContextManager[None]] | None = None
+    precision: PrecisionPolicy | None = None
+    release: Callable[[], None] | None = None
+    shards: ShardedStates | None = None
 
     def require(self, feature: Feature, what: str) -> None:
         """Raise unless a feature is offered.

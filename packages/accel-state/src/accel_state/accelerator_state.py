@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, Any, ClassVar, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from accel_state import environ
 from accel_state.devices.probes import is_bf16_available
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
 from accel_state.settings.model import Precision
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from contextlib import AbstractContextManager
 
     import torch
 
     from accel_state.labels import DistributedType
     from accel_state.runtime import Runtime
+
+# The label of a run with each of these plugins; the first that was given counts.
+_ENGINE_LABELS = {"deepspeed_plugins": "deepspeed", "megatron_lm_plugin": "megatron", "fsdp_plugin": "fsdp"}
 
 
 class AcceleratorState:
@@ -30,18 +35,18 @@ class AcceleratorState:
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`; `None` for what the environment says.
         cpu: Compute on the CPU, whatever else there is.
         dynamo_plugin: How `torch.compile` is used.
-        deepspeed_plugin: Not available yet.
-        fsdp_plugin: Not available yet.
-        torch_tp_plugin: Not available yet.
-        megatron_lm_plugin: Not available yet.
-        parallelism_config: Not available yet.
+        deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As with all that
+            follow, what was said before holds if `None`.
+        fsdp_plugin: How models are sharded.
+        torch_tp_plugin: How layers are divided.
+        megatron_lm_plugin: How Megatron-LM trains.
+        parallelism_config: The sizes of the axes of parallelism.
         _from_accelerator: Whether an `Accelerator` asks, which may choose a precision of its own.
         **kwargs: As of `PartialState`.
 
     Raises:
         SettingsError: The precision is none of these or the device does not offer it, or another
-            precision is in use.
-        UnsupportedError: A plugin is not available yet.
+            precision or plugin is in use.
 
     Example:
         >>> AcceleratorState(mixed_precision="bf16", cpu=True).mixed_precision
@@ -59,6 +64,11 @@ class AcceleratorState:
     backend: str | None
     debug: bool
     runtime: Runtime
+    deepspeed_plugins: Mapping[str, Any] | None
+    fsdp_plugin: Any
+    torch_tp_plugin: Any
+    megatron_lm_plugin: Any
+    parallelism_config: Any
 
     def __init__(
         self,
@@ -74,16 +84,17 @@ class AcceleratorState:
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        _refuse(
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            parallelism_config=parallelism_config,
-        )
+        given = {
+            "deepspeed_plugins": _by_name(deepspeed_plugin),
+            "fsdp_plugin": fsdp_plugin,
+            "torch_tp_plugin": torch_tp_plugin,
+            "megatron_lm_plugin": megatron_lm_plugin,
+            "parallelism_config": parallelism_config,
+        }
+        plugins = {name: value for name, value in given.items() if value is not None}
         partial = PartialState(cpu, **kwargs)
         known = self.__dict__.get("_mixed_precision")
-        if known is not None and mixed_precision is None and dynamo_plugin is None:
+        if known is not None and mixed_precision is None and dynamo_plugin is None and not plugins:
             return
         wanted = known if known and mixed_precision is None else _precision(mixed_precision, partial)
         if known is not None and not _from_accelerator:
@@ -92,18 +103,18 @@ class AcceleratorState:
                     f"mixed_precision={mixed_precision!r} was asked for, but this process uses {known!r} "
                     "already. Pass it to `Accelerator(mixed_precision=...)`, which may change it."
                 )
+            _refuse_others(self.__dict__, plugins)
             return
+        kept = {name: self.__dict__.get(name) for name in given} | plugins
         self.__dict__.update(partial.__dict__)
-        self.__dict__.update(
-            _mixed_precision=wanted,
-            dynamo_plugin=dynamo_plugin,
-            deepspeed_plugins=None,
-            fsdp_plugin=None,
-            torch_tp_plugin=None,
-            megatron_lm_plugin=None,
-            parallelism_config=None,
-            device_mesh=None,
-        )
+        self.__dict__.update(_mixed_precision=wanted, dynamo_plugin=dynamo_plugin, device_mesh=None, **kept)
+        if "deepspeed_plugins" in plugins:
+            self.select_deepspeed_plugin()
+        for plugin in (kept["deepspeed_plugins"] or {}).values():
+            plugin.set_mixed_precision(wanted)
+        engine = next((label for name, label in _ENGINE_LABELS.items() if kept[name] is not None), None)
+        if engine is not None:
+            self.distributed_type = distributed_type_of(engine, self.distributed_type, self.num_processes)
 
     def __repr__(self) -> str:
         return f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
@@ -137,7 +148,8 @@ class AcceleratorState:
     @property
     def mixed_precision(self) -> str:
         """`"no"`, `"fp16"` or `"bf16"`."""
-        return self._mixed_precision
+        plugin = self.deepspeed_plugin
+        return self._mixed_precision if plugin is None else plugin.mixed_precision
 
     @property
     def fork_launched(self) -> bool:
@@ -145,14 +157,15 @@ class AcceleratorState:
         return self.runtime.fork_launched
 
     @property
-    def deepspeed_plugin(self) -> None:
-        """The active DeepSpeed plugin; there is none yet."""
-        return
+    def deepspeed_plugin(self) -> Any:
+        """The active DeepSpeed plugin, `None` where DeepSpeed is not used."""
+        plugins = self.deepspeed_plugins
+        return None if plugins is None else plugins[self._active_deepspeed]
 
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by FSDP2."""
-        return False
+        return self.fsdp_plugin is not None and self.fsdp_plugin.fsdp_version == 2
 
     @property
     def use_distributed(self) -> bool:
@@ -178,17 +191,33 @@ class AcceleratorState:
         """The DeepSpeed plugin of a name.
 
         Raises:
-            UnsupportedError: There are none yet.
+            SettingsError: There is no such plugin.
         """
-        raise UnsupportedError(f"There is no DeepSpeed plugin {name!r}: DeepSpeed is not available yet.")
+        return self._deepspeed_plugins_with(name)[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
         """Make the DeepSpeed plugin of a name the active one.
 
+        Args:
+            name: The key under which it was given; the first if `None`.
+
         Raises:
-            UnsupportedError: There are none yet.
+            SettingsError: There is no such plugin.
         """
-        raise UnsupportedError(f"There is no DeepSpeed plugin {name!r}: DeepSpeed is not available yet.")
+        if name is None:
+            name = next(iter(self.deepspeed_plugins or ()), "")
+        for other, plugin in self._deepspeed_plugins_with(name).items():
+            if other != name:
+                plugin.unselect()
+        self._shared_state["_active_deepspeed"] = name
+        self.deepspeed_plugin.select(_from_accelerator_state=True)
+
+    def _deepspeed_plugins_with(self, name: str) -> Mapping[str, Any]:
+        plugins: Mapping[str, Any] = self.deepspeed_plugins or {}
+        if name not in plugins:
+            given = ", ".join(map(repr, plugins)) or "none"
+            raise SettingsError(f"There is no DeepSpeed plugin {name!r}; given were: {given}.")
+        return plugins
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here."""
@@ -275,7 +304,17 @@ def _precision(asked: str | None, state: PartialState) -> str:
     return wanted
 
 
-def _refuse(**plugins: Any) -> None:
-    given = [name for name, value in plugins.items() if value is not None]
-    if given:
-        raise UnsupportedError(f"{', '.join(given)}: this way of training is not available yet.")
+def _by_name(plugin: Any) -> Mapping[str, Any] | None:
+    """DeepSpeed plugins by name; one alone is called `default`."""
+    if plugin is None or isinstance(plugin, dict):
+        return cast("Mapping[str, Any] | None", plugin) or None
+    return {"default": plugin}
+
+
+def _refuse_others(known: Mapping[str, Any], plugins: Mapping[str, Any]) -> None:
+    for name, value in plugins.items():
+        if known.get(name) != value:
+            raise SettingsError(
+                f"AcceleratorState({name}={value!r}): this process has {known.get(name)!r} already. Pass it to "
+                "`Accelerator`, which may change it."
+            )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from accel_ops.dtensors import local_part
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -145,7 +146,7 @@ class ItemWindow:
                 "backward(num_items=…) divides the gradients of prepared models and optimizers, and nothing "
                 "was prepared; pass them through accelerator.prepare() first."
             )
-        return [one.grad for one in known.values() if one.grad is not None]
+        return [local_part(one.grad) for one in known.values() if one.grad is not None]
 
 
 def _divide(gradients: list[torch.Tensor], divisor: torch.Tensor) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def gather_real(data: Any, loader: Any, *, as_objects: bool = False) -> Any:
+def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
     """Gather what belongs to the real samples of the batch that a loader yielded last.
 
     Every rank cuts off its own padding, and what is left is gathered, of whatever lengths.
@@ -24,6 +24,8 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False) -> Any:
         data: Nested tensors with one row per sample, or a list of one object per sample.
         loader: The active prepared loader, `None` outside of all: then nothing is cut off.
         as_objects: Gather as objects even if there are only tensors.
+        repeats: Where ranks share batches, whether this one has only what another has, too, and is left out;
+            `None` where each has batches of its own.
 
     Raises:
         ValueError: There is padding in the batch and no telling what of the data belongs to it.
@@ -31,11 +33,11 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False) -> Any:
     """
     rows, real = (None, None) if loader is None else (loader.batch_size_seen, loader.real_in_batch)
     if as_objects or not all_tensors(data):
-        return _gather_objects(data, rows, real)
-    return _gather_tensors(data, rows, real)
+        return _gather_objects(data, rows, real, counts=not repeats)
+    return _gather_tensors(data, rows, real, repeats)
 
 
-def _gather_tensors(data: Any, rows: int | None, real: int | None) -> Any:
+def _gather_tensors(data: Any, rows: int | None, real: int | None, repeats: bool | None) -> Any:
     try:
         trimmed = data if real is None else trim_tensors(data, rows=rows, real=real)
     except ValueError as error:
@@ -43,25 +45,33 @@ def _gather_tensors(data: Any, rows: int | None, real: int | None) -> Any:
         with suppress(DistributedOperationException):
             collect.gather({str(error): torch.empty(0)})
         raise
+    if repeats is not None:
+        trimmed = recursively_apply(lambda tensor: _rows_of_one(tensor, repeats=repeats), trimmed)
     return collect.gather(trimmed)
 
 
-def _gather_objects(data: Any, rows: int | None, real: int | None) -> Any:
+def _gather_objects(data: Any, rows: int | None, real: int | None, *, counts: bool) -> Any:
     problem: ValueError | None = None
     try:
         data = data if real is None else trim_objects(data, rows=rows, real=real)
     except ValueError as error:
         problem = error
-    everyone: list[tuple[str | None, Any]] = collect.gather_object([(problem and str(problem), data)])
+    mine = (problem and str(problem), data if counts else None, counts)
+    everyone: list[tuple[str | None, Any, bool]] = collect.gather_object([mine])
     if problem is not None:
         raise problem
-    for rank, (told, _) in enumerate(everyone):
+    for rank, (told, _, _) in enumerate(everyone):
         if told is not None:
             raise DistributedOperationException(f"Rank {rank}: {told}")
-    shares = [share for _, share in everyone]
+    shares = [share for _, share, counted in everyone if counted]
     if all(isinstance(share, list | tuple) for share in shares):
         return [one for share in shares for one in share]
     return shares if len(shares) > 1 else shares[0]
+
+
+def _rows_of_one(tensor: torch.Tensor, *, repeats: bool) -> torch.Tensor:
+    rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
+    return rows[:0] if repeats else rows
 
 
 def all_tensors(data: object) -> bool:

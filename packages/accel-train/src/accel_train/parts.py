@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.choose import choose
+from accel_plugins.engines import as_handlers, described, find_plugins
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
@@ -15,15 +16,16 @@ from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_plugins.precision import build_precision
-from accel_plugins.registry import load
+from accel_plugins.registry import DIVIDES_GRADIENTS, load
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.gradient_state import GradientState
 from accel_state.labels import DynamoBackend, RNGType
 from accel_state.partial_state import PartialState
-from accel_state.settings import from_environ
+from accel_state.settings.environ import from_environ
 from accel_train.checkpoint.run import Run
+from accel_train.given import known_plugins, refuse_unavailable_engines
 from accel_train.items import ItemWindow
 from accel_train.scheduler import check_clock
 from accel_train.sync import Synchronizer
@@ -52,14 +54,6 @@ HANDLERS: tuple[type[Any], ...] = (
     ProfileKwargs,
 )
 """What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
-
-# What launchers set for engines that are not part of this version.
-_ENGINE_SWITCHES = (
-    "ACCELERATE_USE_DEEPSPEED",
-    "ACCELERATE_USE_FSDP",
-    "ACCELERATE_USE_MEGATRON_LM",
-    "ACCELERATE_USE_PARALLELISM_CONFIG",
-)
 
 
 class _Unset:
@@ -91,6 +85,7 @@ class Arguments:
     kwargs_handlers: Sequence[KwargsHandler] | None = None
     dynamo_backend: DynamoBackend | str | None = None
     dynamo_plugin: TorchDynamoPlugin | None = None
+    plugins: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass(slots=True)
@@ -134,7 +129,7 @@ class Parts:
         synchronizer: Counts micro-batches.
         items: Counts items, where losses are sums.
         trigger: The flag that processes share.
-        handlers: Every given kwargs handler by its type.
+        handlers: Every given kwargs handler, and every plugin, by its type.
         dataloading: How loaders are prepared.
         rng_types: Which sources of randomness loaders synchronise at their beginning.
         project: Directories.
@@ -173,7 +168,7 @@ def build_parts(arguments: Arguments) -> Parts:
         UnsupportedError: What was asked for is not there on this device.
     """
     environment = environ.read()
-    _refuse_unavailable_engines(environment)
+    refuse_unavailable_engines(environment)
     settings = from_environ(environment)
     handlers = sort_handlers(arguments.kwargs_handlers or ())
     accumulation = _accumulation(arguments, settings)
@@ -181,15 +176,26 @@ def build_parts(arguments: Arguments) -> Parts:
     rng_types = _rng_types(arguments.rng_types)
     project = _project(arguments)
     compiler = _dynamo(arguments)
-    state = _state(arguments, handlers, compiler)
+    plugins = find_plugins(arguments.plugins, known_plugins(), settings)
+    settings = described(settings, plugins)
+    accumulation = _accumulation(arguments, settings)
+    state = _state(arguments, handlers, compiler, plugins)
     process = PartialState()
     runtime = process.runtime
+    handlers |= as_handlers(plugins)
     autocast = handlers.get(AutocastKwargs)
-    precision = build_precision(
-        state.mixed_precision, runtime.device, autocast, handlers.get(GradScalerKwargs)
-    )
     name = choose(settings, runtime.topology, runtime.device)
-    strategy = load(name)(settings, runtime, precision, handlers)
+    precision = build_precision(
+        state.mixed_precision,
+        runtime.device,
+        autocast,
+        handlers.get(GradScalerKwargs),
+        shared=name in DIVIDES_GRADIENTS,
+    )
+    more = {GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
+    strategy = load(name)(settings, runtime, precision, {**handlers, **more})
+    precision = strategy.precision or precision
+    state.device_mesh = strategy.mesh
     gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
     several = runtime.topology.world_size > 1
     prepared = Prepared()
@@ -218,6 +224,7 @@ def build_parts(arguments: Arguments) -> Parts:
             prepared=prepared,
             synchronizer=synchronizer,
             persister=strategy.persister,
+            shards=strategy.shards,
             precision=precision,
         ),
     )
@@ -245,32 +252,6 @@ def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
             )
         found[kind] = handler
     return found
-
-
-def refuse_unavailable(**given: object) -> None:
-    """Raise if an argument was given whose feature is not part of this version.
-
-    Args:
-        **given: The arguments of `Accelerator` by name.
-
-    Raises:
-        UnsupportedError: One of them is not `None`.
-    """
-    for name, value in given.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"Accelerator({name}={value!r}): this version of accel trains on one process or with data "
-                f"parallelism, and has no use for {name}; leave it out."
-            )
-
-
-def _refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
-    for name in _ENGINE_SWITCHES:
-        if environ.str_to_bool(environment.get(name, "false")):
-            raise UnsupportedError(
-                f"{name}={environment[name]!r} is set in the environment, but this version of accel trains "
-                "on one process or with data parallelism only; unset it, or choose another configuration."
-            )
 
 
 def _accumulation(arguments: Arguments, settings: Settings) -> GradientAccumulationPlugin:
@@ -343,13 +324,17 @@ def _clock(arguments: Arguments) -> StepPer | None:
 
 
 def _state(
-    arguments: Arguments, handlers: Mapping[type, Any], compiler: TorchDynamoPlugin
+    arguments: Arguments,
+    handlers: Mapping[type, Any],
+    compiler: TorchDynamoPlugin,
+    plugins: Mapping[str, Any],
 ) -> AcceleratorState:
     return AcceleratorState(
         mixed_precision=arguments.mixed_precision,
         cpu=arguments.cpu,
         dynamo_plugin=compiler,
         _from_accelerator=True,
+        **plugins,
         **_process_group(handlers),
     )
 

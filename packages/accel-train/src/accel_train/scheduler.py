@@ -45,6 +45,7 @@ class AcceleratedScheduler:
         split_batches: Whether a batch of the data loader is divided among the processes.
         step_per: What one step of the schedule stands for. `None` is `"process"`, and says so in the log
             where that is more than one step.
+        num_shards: How many processes have batches of their own; all if `None`.
 
     Raises:
         SettingsError: There is no such clock, or it is given along with `step_with_optimizer=False`.
@@ -67,6 +68,7 @@ class AcceleratedScheduler:
         split_batches: bool = False,
         *,
         step_per: StepPer | None = None,
+        num_shards: int | None = None,
     ) -> None:
         check_clock(step_per, "step_per")
         if step_per is not None and not step_with_optimizer:
@@ -81,7 +83,8 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state = GradientState()
-        processes = 1 if split_batches else current_or_single().topology.world_size
+        everyone = current_or_single().topology.world_size if num_shards is None else num_shards
+        processes = 1 if split_batches else everyone
         self._steps_per_update = processes if step_per in {None, "process"} else 1
         self._counts_samples = step_per == "sample"
         self._samples = 0

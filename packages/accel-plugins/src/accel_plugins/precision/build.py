@@ -11,6 +11,7 @@ from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.precision.amp import MixedPrecision
 from accel_plugins.precision.none import FullPrecision
 from accel_plugins.precision.scaling import LossScaling
+from accel_plugins.precision.sharded_scaler import ShardedGradScaler
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,6 +26,8 @@ def build_precision(
     device: torch.device,
     autocast_kwargs: AutocastKwargs | None = None,
     scaler_kwargs: GradScalerKwargs | None = None,
+    *,
+    shared: bool = False,
 ) -> PrecisionPolicy:
     """Make the policy of a run.
 
@@ -33,6 +36,7 @@ def build_precision(
         device: Where models compute.
         autocast_kwargs: Options of autocast; not used by `"no"`.
         scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
+        shared: Whether ranks have parts of the gradients, and so have to look together whether all are finite.
 
     Raises:
         SettingsError: There is no such precision.
@@ -56,7 +60,8 @@ def build_precision(
         )
     scaling = None
     if name in _SCALED:
-        scaling = LossScaling(GradScaler(device.type, **(scaler_kwargs or GradScalerKwargs()).to_kwargs()))
+        kind = ShardedGradScaler if shared else GradScaler
+        scaling = LossScaling(kind(device.type, **(scaler_kwargs or GradScalerKwargs()).to_kwargs()))
     return MixedPrecision(
         name=name,
         dtype=_DTYPES[name],

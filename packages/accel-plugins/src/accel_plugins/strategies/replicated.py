@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -12,6 +12,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -84,9 +85,28 @@ class ReplicatedPersister:
         state = torch.load(directory / _file("optimizer", index), map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state)
 
-    def full_state_dict(self, model: nn.Module) -> StateDict:
+    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """The state dict of the model itself."""
+        del keep
         return _core(model).state_dict()
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load it."""
+        return _core(model).load_state_dict(state, **options)
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        """The state dict of the optimizer."""
+        del models, keep
+        return optimizer.state_dict()
+
+    def load_full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """Load it."""
+        del models
+        optimizer.load_state_dict(dict(state))
 
 
 def _core(model: nn.Module) -> nn.Module:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,15 +22,30 @@ def sync_in_backward(model: nn.Module) -> Generator[None]:
     """Let the backward pass within synchronise, although the forward pass ran in `no_sync`.
 
     Args:
-        model: The model; only `DistributedDataParallel` has anything to be told.
+        model: The model; only `DistributedDataParallel` and sharded models have anything to be told.
 
     Raises:
         UnsupportedError: It looks for unused parameters, which it does in the forward pass.
     """
     inner = without_compiler(model)
-    if not isinstance(inner, DistributedDataParallel):
+    if isinstance(inner, DistributedDataParallel):
+        with _of_ddp(inner):
+            yield
+    elif _is_sharded(inner):
+        sharded: Any = inner
+        sharded.set_requires_gradient_sync(True)
         yield
-        return
+    else:
+        yield
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has sharded a model without importing this
+    return fsdp is not None and isinstance(model, fsdp.FSDPModule)
+
+
+@contextmanager
+def _of_ddp(inner: DistributedDataParallel) -> Generator[None]:
     if inner.find_unused_parameters:
         raise UnsupportedError(
             "trigger_sync_in_backward() with find_unused_parameters=True: which parameters are unused is "

@@ -69,7 +69,7 @@ class TorchStepper:
     ) -> Tensor:
         """Scale the gradients down to a norm of at most `max_norm`; return the norm before that."""
         return torch.nn.utils.clip_grad_norm_(
-            self._unscaled(parameters, optimizers), max_norm, norm_type=norm_type
+            unscaled(self.precision, parameters, optimizers), max_norm, norm_type=norm_type
         )
 
     def clip_grad_value(
@@ -80,21 +80,22 @@ class TorchStepper:
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
-        torch.nn.utils.clip_grad_value_(self._unscaled(parameters, optimizers), clip_value)
+        torch.nn.utils.clip_grad_value_(unscaled(self.precision, parameters, optimizers), clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         """Step the optimizer; return False if gradients were not finite and nothing was done."""
         return self.precision.step(optimizer, closure)
 
-    def _unscaled(
-        self, parameters: Tensor | Iterable[Tensor], optimizers: Iterable[Optimizer]
-    ) -> Tensor | list[Tensor]:
-        """Unscale the gradients of those optimizers that own any of the parameters."""
-        given = parameters if isinstance(parameters, torch.Tensor) else [*parameters]
-        if self.precision.scaler is not None:
-            ids = {id(given)} if isinstance(given, torch.Tensor) else {id(one) for one in given}
-            self.precision.unscale(one for one in optimizers if _owns(one, ids))
-        return given
+
+def unscaled(
+    precision: PrecisionPolicy, parameters: Tensor | Iterable[Tensor], optimizers: Iterable[Optimizer]
+) -> Tensor | list[Tensor]:
+    """Unscale the gradients of those optimizers that own any of the parameters, which are returned."""
+    given = parameters if isinstance(parameters, torch.Tensor) else [*parameters]
+    if precision.scaler is not None:
+        ids = {id(given)} if isinstance(given, torch.Tensor) else {id(one) for one in given}
+        precision.unscale(one for one in optimizers if _owns(one, ids))
+    return given
 
 
 def _owns(optimizer: Optimizer, ids: set[int]) -> bool:

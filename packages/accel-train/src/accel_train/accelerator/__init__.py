@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING, Any, final
 
 from accel_train.accelerator.collect import CollectFacet
 from accel_train.accelerator.observe import ObserveFacet
+from accel_train.accelerator.parallel import ParallelFacet
 from accel_train.accelerator.prepare import PrepareFacet
 from accel_train.accelerator.process import ProcessFacet
 from accel_train.accelerator.project import ProjectFacet
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
-from accel_train.parts import UNSET, Arguments, build_parts, refuse_unavailable
+from accel_train.given import refuse_unavailable, sort_plugins
+from accel_train.parts import UNSET, Arguments, build_parts
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +32,14 @@ __all__ = ["Accelerator"]
 
 @final
 class Accelerator(
-    ProcessFacet, PrepareFacet, SteppingFacet, CollectFacet, StateIoFacet, ProjectFacet, ObserveFacet
+    ProcessFacet,
+    PrepareFacet,
+    SteppingFacet,
+    CollectFacet,
+    StateIoFacet,
+    ProjectFacet,
+    ObserveFacet,
+    ParallelFacet,
 ):
     """Everything that a training script needs to run on one device or many.
 
@@ -43,8 +52,10 @@ class Accelerator(
         cpu: Whether to stay on the CPU although there is an accelerator.
         dataloader_config: How loaders are prepared.
         deepspeed_plugin: Not available in this version.
-        fsdp_plugin: Not available in this version.
-        torch_tp_plugin: Not available in this version.
+        fsdp_plugin: Train with parameters, gradients and optimizer states divided among the processes. As with
+            the other plugins, an earlier `Accelerator` of this process, and else the environment, decides if
+            it is `None`.
+        torch_tp_plugin: Train with the layers divided; `parallelism_config` says the same and more.
         megatron_lm_plugin: Not available in this version.
         rng_types: Which sources of randomness loaders synchronise between processes at their beginning;
             `["generator"]` if `None`: that of the sampler.
@@ -59,7 +70,7 @@ class Accelerator(
         dynamo_backend: With which compiler `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
         dynamo_plugin: The compiler and its options.
         deepspeed_plugins: Not available in this version.
-        parallelism_config: Not available in this version.
+        parallelism_config: Along which axes the processes divide the work.
         step_scheduler_per: What one step of a learning rate schedule stands for: `"process"` advances it once
             for every process when the optimizer steps, `"update"` once, `"sample"` by the samples that were
             read; `"process"` if `None`, with a line in the log.
@@ -108,12 +119,12 @@ class Accelerator(
         *,
         step_scheduler_per: StepPer | None = None,
     ) -> None:
-        refuse_unavailable(
+        refuse_unavailable(log_with=log_with)
+        plugins = sort_plugins(
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
             torch_tp_plugin=torch_tp_plugin,
             megatron_lm_plugin=megatron_lm_plugin,
-            log_with=log_with,
             deepspeed_plugins=deepspeed_plugins,
             parallelism_config=parallelism_config,
         )
@@ -133,5 +144,6 @@ class Accelerator(
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             step_scheduler_per=step_scheduler_per,
+            plugins=plugins,
         )
         self._parts = build_parts(arguments)

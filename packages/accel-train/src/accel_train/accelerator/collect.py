@@ -37,7 +37,8 @@ class CollectFacet(Facet):
         """Gather what the processes computed for the batch that a prepared loader yielded last.
 
         Loaders fill up the last batches so that all processes have equally many samples; these repeated
-        samples are cut off, so that over an epoch every sample of the data set comes exactly once.
+        samples are cut off, so that over an epoch every sample of the data set comes exactly once. Processes
+        that compute parts of the same layers have the same samples, and one of them counts.
 
         Args:
             input_data: Tensors as for `gather`, with one row per sample of the batch; 0-d ones are gathered
@@ -59,8 +60,13 @@ class CollectFacet(Facet):
             >>> torch.cat([accelerator.gather_for_metrics(batch) for batch in loader])
             tensor([0, 1, 2, 3, 4])
         """
+        parts = self._parts
+        sharding = parts.strategy.sharding
         return gather_real(
-            input_data, self._parts.gradient_state.active_dataloader, as_objects=use_gather_object
+            input_data,
+            parts.gradient_state.active_dataloader,
+            as_objects=use_gather_object,
+            repeats=sharding.repeats if sharding.num_shards < parts.process.num_processes else None,
         )
 
     def reduce(

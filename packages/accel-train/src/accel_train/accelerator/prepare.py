@@ -197,6 +197,9 @@ class PrepareFacet(Facet):
             >>> model is optimizer is None
             True
         """
+        release = self._parts.strategy.release
+        if release is not None:
+            release()
         self._parts.prepared.clear()
         self._parts.synchronizer.step = 0
         self._parts.items.close()

@@ -229,13 +229,18 @@ class StateIoFacet(Facet):
             )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of a model.
+        """The whole state dict of a model. Call it on every process.
+
+        Where models are divided among processes it is brought together on the CPU of the main process (with
+        `save_on_each_node`, of the first one of every host), and is empty on the others.
 
         Args:
             model: Prepared or not.
             unwrap: Whether names are those of the model itself, without what `prepare` has put around it.
         """
-        return self._parts.strategy.persister.full_state_dict(model) if unwrap else model.state_dict()
+        if not unwrap:
+            return model.state_dict()
+        return self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on one of every host with `save_on_each_node`.

@@ -24,15 +24,15 @@ class Contents:
 
     Args:
         weights: The state dict of every model.
-        optimizers: In the order of preparation; each with `state_dict`, as all that follow.
-        schedulers: In the order of preparation.
+        optimizers: The state dict of every optimizer.
+        schedulers: In the order of preparation; each with `state_dict`, as all that follow.
         dataloaders: In the order of preparation.
         custom: Registered objects.
         scaler: The state of the loss scaler; empty without one.
     """
 
     weights: Sequence[Mapping[str, Any]] = ()
-    optimizers: Sequence[Any] = ()
+    optimizers: Sequence[Mapping[str, Any]] = ()
     schedulers: Sequence[Any] = ()
     dataloaders: Sequence[Any] = ()
     custom: Sequence[Any] = ()
@@ -50,8 +50,11 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
         Part(name=layout.weights_name(index, safe=safe), write=partial(_weights, state, safe))
         for index, state in enumerate(contents.weights)
     ]
+    parts += [
+        Part(name=layout.optimizer_name(index), write=partial(_object, partial(dict, state)))
+        for index, state in enumerate(contents.optimizers)
+    ]
     for name_of, objects in (
-        (layout.optimizer_name, contents.optimizers),
         (layout.scheduler_name, contents.schedulers),
         (layout.custom_name, contents.custom),
     ):
@@ -59,7 +62,7 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
             Part(name=name_of(index), write=partial(_state_of, one)) for index, one in enumerate(objects)
         ]
     if contents.scaler:
-        parts.append(Part(name=layout.SCALER_NAME, write=partial(_object, lambda: dict(contents.scaler))))
+        parts.append(Part(name=layout.SCALER_NAME, write=partial(_object, partial(dict, contents.scaler))))
     return parts
 
 

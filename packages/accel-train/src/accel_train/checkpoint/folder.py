@@ -200,6 +200,9 @@ def _is_leftover(entry: Path, target: Path) -> bool:
 def _checkpoint_files(folder: Path) -> set[str]:
     """What belongs to the checkpoint in a folder: by its manifest, or by name."""
     named = {entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name)}
+    for entry in folder.iterdir():
+        if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name):
+            named |= {f"{entry.name}/{name}" for name in sizes_in(entry)}
     try:
         manifest = read_manifest(folder)
     except CheckpointError:

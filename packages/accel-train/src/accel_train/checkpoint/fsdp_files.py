@@ -58,8 +58,8 @@ def save_fsdp_model(
         output_dir: The folder; made if absent.
         model_index: Number of the model, part of the name.
         adapter_only: Whether only the adapter of a PEFT model is saved.
-        use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a file
-            for itself.
+        use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a
+            file for itself.
     """
     access = _Access(accelerator)
     folder = _made(output_dir)
@@ -168,8 +168,8 @@ def load_fsdp_optimizer(
         model: The prepared model that it trains.
         input_dir: The folder; of shards also the one that they are in.
         optimizer_index: Number of the optimizer.
-        adapter_only: An optimizer has the state of the parameters that it trains, an adapter's or others: nothing
-            is different.
+        adapter_only: An optimizer has the state of the parameters that it trains, an adapter's or others:
+            nothing is different.
         use_dcp: As it was when the optimizer was saved.
 
     Raises:
@@ -200,7 +200,8 @@ class _Access:
         self.topology: Topology = parts.process.runtime.topology
         if parts.strategy.shards is None:
             raise SettingsError(
-                f"The strategy {parts.strategy.name!r} shards nothing; use save_state() and load_state(), which work "
+                f"The strategy {parts.strategy.name!r} shards nothing; use save_state() and load_state(), "
+                "which work "
                 "under every strategy."
             )
         self.shards: ShardedStates = parts.strategy.shards

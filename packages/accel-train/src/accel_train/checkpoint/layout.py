@@ -7,6 +7,7 @@ from pathlib import Path
 
 from accel_ops.weights.names import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
 
+FSDP_MODEL_NAME = f"{MODEL_NAME}_fsdp"
 OPTIMIZER_NAME = "optimizer"
 RNG_STATE_NAME = "random_states"
 SAMPLER_NAME = "sampler"
@@ -26,13 +27,14 @@ _LEFTOVER = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OURS = re.compile(
     rf"""({SAFE_MODEL_NAME}(_\d+)?\{SAFETENSORS_SUFFIX}
-    |({MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{LOADER_STATE_NAME})(_\d+)?\.bin
+    |({MODEL_NAME}|{FSDP_MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{LOADER_STATE_NAME})(_\d+)?\.bin
     |{re.escape(SCALER_NAME)}
     |{POSITION_NAME}_\d+\.bin
     |({RNG_STATE_NAME}|{CUSTOM_NAME})_\d+\.pkl
     |{re.escape(MANIFEST_NAME)})""",
     re.VERBOSE,
 )
+_OUR_FOLDERS = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+")
 
 
 def weights_name(index: int, *, safe: bool) -> str:
@@ -48,6 +50,26 @@ def weights_name(index: int, *, safe: bool) -> str:
 def optimizer_name(index: int) -> str:
     """The state of an optimizer by the order of preparation: `optimizer.bin`, `optimizer_1.bin`."""
     return _indexed(OPTIMIZER_NAME, index)
+
+
+def sharded_model_name(index: int) -> str:
+    """The folder with the shards of a model, by the order of preparation.
+
+    Example:
+        >>> sharded_model_name(0)
+        'pytorch_model_fsdp_0'
+    """
+    return f"{FSDP_MODEL_NAME}_{index}"
+
+
+def sharded_optimizer_name(index: int) -> str:
+    """The folder with the shards of an optimizer: `optimizer_0`, `optimizer_1` and so on."""
+    return f"{OPTIMIZER_NAME}_{index}"
+
+
+def fsdp_weights_name(index: int) -> str:
+    """The weights of a whole model that was sharded, as other libraries write them: `pytorch_model_fsdp.bin`."""
+    return _indexed(FSDP_MODEL_NAME, index)
 
 
 def scheduler_name(index: int) -> str:
@@ -88,6 +110,16 @@ def is_of_checkpoint(name: str) -> bool:
         (True, False)
     """
     return _OURS.fullmatch(name) is not None
+
+
+def is_folder_of_checkpoint(name: str) -> bool:
+    """Whether a folder of this name in a checkpoint belongs to it.
+
+    Example:
+        >>> is_folder_of_checkpoint("optimizer_0"), is_folder_of_checkpoint("logs")
+        (True, False)
+    """
+    return _OUR_FOLDERS.fullmatch(name) is not None
 
 
 def numbered_folders(project_dir: str | Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ from accel_train.checkpoint.restore import (
     warn_about_more_models,
 )
 from accel_train.checkpoint.rotation import newest_of_all
+from accel_train.checkpoint.sharded import restore_divided_model, restore_divided_optimizer
 
 if TYPE_CHECKING:
     import os
@@ -190,11 +192,15 @@ def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
     for hook in tuple(run.load_hooks.values()):
         hook(models, str(source.folder))
     for index, model in enumerate(models):
-        restore_model(source, index, extract_model_from_parallel(model, keep_torch_compile=False), **to_model)
+        if restore_divided_model(run, source, index, model, **to_model):
+            continue
+        core = extract_model_from_parallel(model, keep_torch_compile=False)
+        load = partial(run.persister.load_full_state_dict, model)
+        restore_model(source, index, core, load=load, **to_model)
     if not run.load_hooks:
         warn_about_more_models(source, len(models))
-    restore_states(source, layout.optimizer_name, prepared.optimizers)
-    restore_states(source, layout.scheduler_name, prepared.schedulers)
+    _restore_optimizers(run, source)
+    restore_states(source, layout.scheduler_name, [one.load_state_dict for one in prepared.schedulers])
     scaler = run.precision.state_dict()
     if scaler and source.has(layout.SCALER_NAME):
         run.precision.load_state_dict(source.read(layout.SCALER_NAME))
@@ -205,9 +211,21 @@ def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
             *(("without", "with") if scaler else ("with", "without")),
         )
     restore_positions(source, prepared.dataloaders)
-    restore_states(source, layout.custom_name, run.custom)
+    restore_states(source, layout.custom_name, [one.load_state_dict for one in run.custom])
     run.synchronizer.step = step_of(source)
     restore_rng(source)  # last: whatever drew random numbers until here
+
+
+def _restore_optimizers(run: Run, source: Source) -> None:
+    load = run.persister.load_full_optimizer_state
+    models, optimizers = run.prepared.models, run.prepared.optimizers
+    divided = [
+        restore_divided_optimizer(run, source, index, one.optimizer) for index, one in enumerate(optimizers)
+    ]
+    if not any(divided):
+        restore_states(
+            source, layout.optimizer_name, [partial(load, one.optimizer, models) for one in optimizers]
+        )
 
 
 def _raise_first(problems: Iterable[str]) -> None:

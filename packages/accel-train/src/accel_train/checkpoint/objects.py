@@ -66,7 +66,7 @@ def save_accelerator_state(
     make_folder(target)
     contents = Contents(
         weights=model_states,
-        optimizers=optimizers,
+        optimizers=[one.state_dict() for one in optimizers],
         schedulers=schedulers,
         dataloaders=dataloaders,
         scaler={} if scaler is None else scaler.state_dict(),
@@ -128,8 +128,8 @@ def load_accelerator_state(
     )
     for index, model in enumerate(models):
         restore_model(source, index, model, **load_model_func_kwargs)
-    restore_states(source, layout.optimizer_name, optimizers)
-    restore_states(source, layout.scheduler_name, schedulers)
+    restore_states(source, layout.optimizer_name, [one.load_state_dict for one in optimizers])
+    restore_states(source, layout.scheduler_name, [one.load_state_dict for one in schedulers])
     if scaler is not None:
         scaler.load_state_dict(source.read(layout.SCALER_NAME))
     restore_positions(source, dataloaders)

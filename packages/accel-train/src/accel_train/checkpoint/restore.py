@@ -6,9 +6,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
+from accel_ops.dtensors import is_dtensor
 from accel_ops.weights.read import load_state_dict
+from accel_plugins.dcp.names import plain_name
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import read_object
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-    from torch import nn
+    from torch import Tensor, nn
 
     from accel_train.checkpoint.manifest import Manifest
 
@@ -72,21 +72,31 @@ class Source:
         return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
 
 
-def restore_model(source: Source, index: int, model: nn.Module, **options: Any) -> None:
+def restore_model(
+    source: Source,
+    index: int,
+    model: nn.Module,
+    *,
+    load: Callable[..., Any] | None = None,
+    **options: Any,
+) -> None:
     """Load the weights of a model.
 
     Args:
         source: The checkpoint.
         index: The model's place in the order of preparation.
         model: Not wrapped.
+        load: What loads a state dict; the model itself if `None`.
         **options: As for `Module.load_state_dict`.
     """
     safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
     if source.has(safe):
         state: Mapping[str, Any] = load_state_dict(source.folder / safe)
     else:
-        state = source.read(plain if source.has(plain) else safe)
-    model.load_state_dict(with_second_names(state, model.state_dict()), **options)
+        sharded = layout.fsdp_weights_name(index)  # what other libraries write of a model that was sharded
+        state = source.read(next((name for name in (plain, sharded) if source.has(name)), safe))
+    complete = with_second_names(state, own_tensors(model))
+    (load or model.load_state_dict)(complete, **options)
 
 
 def warn_about_more_models(source: Source, count: int) -> None:
@@ -104,12 +114,32 @@ def warn_about_more_models(source: Source, count: int) -> None:
             )
 
 
-def with_second_names(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def own_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under every name that they have in a state dict; no hooks are run.
+
+    Args:
+        model: Not wrapped, though parts of it may be.
+
+    Example:
+        >>> import torch
+        >>> sorted(own_tensors(torch.nn.Linear(1, 1)))
+        ['bias', 'weight']
+    """
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - has no other name
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in transient:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return {name if "_orig_mod" in name else plain_name(name): tensor for name, tensor in found.items()}
+
+
+def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Any]:
     """Give tied weights, which are saved under one name, all their names again.
 
     Args:
         state: Name to tensor, as it was saved.
-        like: The state dict of the model that it will be loaded into.
+        like: The tensors of the model that it will be loaded into, as `own_tensors` gives them.
 
     Example:
         >>> import torch
@@ -119,9 +149,10 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict
     """
     names: dict[object, list[str]] = {}
     for name, value in like.items():
-        if isinstance(value, Tensor) and value.numel() and not value.is_meta:
+        same: object = id(value)  # where it is divided, this rank may have nothing of its memory
+        if not is_dtensor(value) and value.numel() and not value.is_meta:
             same = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
-            names.setdefault(same, []).append(name)
+        names.setdefault(same, []).append(name)
     complete = dict(state)
     for group in names.values():
         known = next((name for name in group if name in state), None)
@@ -130,20 +161,22 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Any]) -> dict
     return complete
 
 
-def restore_states(source: Source, name_of: Callable[[int], str], objects: Sequence[Any]) -> None:
+def restore_states(
+    source: Source, name_of: Callable[[int], str], loads: Sequence[Callable[[Any], Any]]
+) -> None:
     """Load the state of optimizers, schedulers or registered objects.
 
     Args:
         source: The checkpoint.
         name_of: The file of the object at an index.
-        objects: Each with `load_state_dict`.
+        loads: The `load_state_dict` of each.
     """
-    for index, one in enumerate(objects):
-        one.load_state_dict(source.read(name_of(index), map_location=source.map_location))
-    if source.has(name_of(len(objects))):
+    for index, load in enumerate(loads):
+        load(source.read(name_of(index), map_location=source.map_location))
+    if source.has(name_of(len(loads))):
         logger.warning(
             "%s is in the checkpoint %s, but no object was prepared or registered for it here.",
-            name_of(len(objects)),
+            name_of(len(loads)),
             source.folder,
         )
 

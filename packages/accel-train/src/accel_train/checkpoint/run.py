@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
+    from accel_plugins.dcp.role import ShardedStates
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_plugins.roles import Persister, PrecisionPolicy
     from accel_state.runtime import Runtime
@@ -35,6 +36,7 @@ class Run:
         prepared: What is saved.
         synchronizer: Counts micro-batches.
         persister: The strategy's; gives state dicts.
+        shards: The strategy's; gives what this rank holds, `None` where one rank writes everything.
         precision: With the loss scaler.
         custom: Registered objects.
         save_hooks: Called as `hook(models, weights, folder)` before anything is written.
@@ -48,6 +50,7 @@ class Run:
     synchronizer: Synchronizer
     persister: Persister
     precision: PrecisionPolicy
+    shards: ShardedStates | None = None
     custom: list[Any] = field(default_factory=list[Any])
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)

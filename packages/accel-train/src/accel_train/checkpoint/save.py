@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.dcp.role import StateForm
 from accel_state.errors import CheckpointWriteError, DistributedOperationException, SettingsError
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.contents import Contents, own_parts, shared_parts
@@ -23,6 +24,7 @@ from accel_train.checkpoint.saving import (
     write_parts,
     write_recorded,
 )
+from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, save_own, sharded_parts
 
 if TYPE_CHECKING:
     import os
@@ -104,6 +106,7 @@ def save(
         DistributedOperationException: Another rank does something else.
     """
     run.settle()
+    check_shared(run)
     target = target_of(run, output_dir)
     request = Request(
         folder=str(target),
@@ -222,24 +225,34 @@ def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
         limit=run.project.total_limit,
         to_disk=request.to_disk,
         manifest=Manifest(world_size=world_size, step=step, iteration=request.iteration),
+        folders=tuple(folders_of(run)),
     )
 
 
 def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     """Run the hooks; return what this rank writes."""
-    prepared = run.prepared
-    weights = [run.persister.full_state_dict(model) for model in prepared.models]
+    prepared, form = run.prepared, form_of(run)
+    whole = form is StateForm.WHOLE
+    weights = [run.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if whole]
     for hook in tuple(run.save_hooks.values()):
         hook(prepared.models, weights, str(job.staging))
     contents = Contents(
         weights=weights,
-        optimizers=prepared.optimizers,
+        optimizers=[
+            run.persister.full_optimizer_state(one.optimizer, prepared.models, keep=run.commits)
+            for one in prepared.optimizers
+            if whole
+        ],
         schedulers=prepared.schedulers,
         dataloaders=prepared.dataloaders,
         custom=run.custom,
         scaler=run.precision.state_dict(),
     )
     shared = shared_parts(contents, safe=safe) if run.commits else []
+    if form is StateForm.SHARDED:
+        shared += sharded_parts(run)
+    elif form is StateForm.OWN:
+        save_own(run, job.staging)
     return [*shared, *own_parts(contents, rank=job.rank, device=run.runtime.device)]
 
 

@@ -8,16 +8,17 @@ import threading
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel_state.errors import CheckpointWriteError
+from accel_plugins import dcp
+from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.files import FileWriter, record_of, remove, sizes_in
+from accel_train.checkpoint.files import FileWriter, make_folder, record_of, remove, sizes_in
 from accel_train.checkpoint.folder import complete_ones, delete, publish
 from accel_train.checkpoint.manifest import FileRecord, Manifest
 from accel_train.checkpoint.rotation import outdated
 from accel_train.checkpoint.staging import HostArena, Recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
@@ -53,6 +54,7 @@ class Job:
         limit: How many numbered checkpoints are kept; all if `None`.
         to_disk: Whether everything is to be on disk before the checkpoint counts.
         manifest: Without files.
+        folders: Those to which all ranks write, and that need an index.
     """
 
     target: Path
@@ -62,6 +64,7 @@ class Job:
     limit: int | None
     to_disk: bool
     manifest: Manifest
+    folders: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -150,7 +153,8 @@ def complete(job: Job, report: Report, agreement: Agreement) -> None:
     commits = job.rank == job.committer
     problem = ""
     if commits and not errors:
-        problem = _commit(job, [other for other in reports if other.committer == job.rank])
+        own = {rank: other for rank, other in enumerate(reports) if other.committer == job.rank}
+        problem = _commit(job, own)
     if commits and (errors or problem):
         remove(job.staging)
     errors += filter(None, agreement.exchange(what, problem, last=True))
@@ -160,10 +164,10 @@ def complete(job: Job, report: Report, agreement: Agreement) -> None:
         )
 
 
-def _commit(job: Job, reports: Sequence[Report]) -> str:
+def _commit(job: Job, reports: Mapping[int, Report]) -> str:
     """Put the checkpoint in its place; return what went wrong."""
     try:
-        files = {name: record for report in reports for name, record in report.files.items()}
+        files = {name: record for report in reports.values() for name, record in report.files.items()}
         there = sizes_in(job.staging)
         absent = sorted(set(files) - set(there))
         if absent:
@@ -172,7 +176,11 @@ def _commit(job: Job, reports: Sequence[Report]) -> str:
                 f"{str(job.staging)!r}: hosts do not share this folder. Choose a folder that they share, or "
                 "pass ProjectConfiguration(save_on_each_node=True)"
             )
-        for name in sorted(set(there) - set(files)):  # hooks have written these
+        for folder in job.folders:
+            for note in dcp.write_index(job.staging / folder, reports):
+                del files[f"{folder}/{note}"]
+        there = sizes_in(job.staging)
+        for name in sorted(set(there) - set(files)):  # hooks have written these, or the lines above
             files[name] = record_of(job.staging / name, to_disk=job.to_disk)
         manifest = Manifest(
             world_size=job.manifest.world_size,
@@ -181,8 +189,8 @@ def _commit(job: Job, reports: Sequence[Report]) -> str:
             files=files,
         )
         publish(job.staging, job.target, manifest, to_disk=job.to_disk)
-    except OSError as error:
-        return _story(job.rank, str(error.filename or job.target), error)
+    except (OSError, CheckpointError) as error:
+        return _story(job.rank, str(getattr(error, "filename", None) or job.target), error)
     _prune(job)
     return ""
 
@@ -200,7 +208,9 @@ def _prune(job: Job) -> None:
 
 
 def _write(job: Job, name: str, write: Callable[[Any], None]) -> FileRecord:
-    writer = FileWriter(job.staging / name, to_disk=job.to_disk)
+    path = job.staging / name
+    make_folder(path.parent)
+    writer = FileWriter(path, to_disk=job.to_disk)
     try:
         write(writer)
     except BaseException:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from accel_ops.weights.names import SAFETENSORS_SUFFIX
 from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 
@@ -26,7 +27,10 @@ def check_unmarked(folder: Path) -> None:
         CheckpointError: It has no file that a checkpoint consists of, or one is not whole.
     """
     names = sorted(entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name))
-    if not names:
+    folders = [
+        entry for entry in folder.iterdir() if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name)
+    ]
+    if not names and not folders:
         raise CheckpointError(
             f"{str(folder)!r} is no checkpoint: it has neither {layout.MANIFEST_NAME!r} nor any file that a "
             "checkpoint consists of."
@@ -36,6 +40,11 @@ def check_unmarked(folder: Path) -> None:
             SafetensorsFile(folder / name)
         else:
             _check_saved(folder / name)
+    for one in folders:
+        if not is_sharded_folder(one):
+            raise CheckpointError(
+                f"{str(one)!r} is not whole: it has no {INDEX_NAME!r}, which is written when all ranks are done."
+            )
 
 
 def _check_saved(path: Path) -> None:

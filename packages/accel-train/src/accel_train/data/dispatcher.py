@@ -9,6 +9,7 @@ import torch
 
 from accel_state.runtime import current_or_single
 from accel_train.data.iterable_shard import Delivery
+from accel_train.data.mesh import shard_of_ranks
 from accel_train.data.placing import placing
 from accel_train.data.post import Receiver, Sender
 from accel_train.data.prepared import PreparedLoader
@@ -16,7 +17,7 @@ from accel_train.data.reading import Launch, Position, launched, look_ahead
 from accel_train.data.rounds import Division, SliceFn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from accel_state.backends.base import Collectives
     from accel_train.data.reading import Reading
@@ -29,12 +30,17 @@ class MainReading:
         open_inner: Opens the pass over the data.
         division: How it is divided.
         collectives: Of all ranks.
+        shard_of: Which part every rank gets.
     """
 
     remainder = -1
 
     def __init__(
-        self, open_inner: Callable[[], Reading], division: Division, collectives: Collectives
+        self,
+        open_inner: Callable[[], Reading],
+        division: Division,
+        collectives: Collectives,
+        shard_of: Sequence[int],
     ) -> None:
         self.batches: Iterator[Any] = iter(())
         self.taken = 0
@@ -42,6 +48,7 @@ class MainReading:
         self._inner: Reading | None = None
         self._division = division
         self._collectives = collectives
+        self._shard_of = shard_of
         self._read: deque[list[Any]] = deque()
 
     def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
@@ -56,7 +63,8 @@ class MainReading:
             if not self._read and not self.taken:
                 inner.opened()
             self._read.append(turn)
-            yield self._division.parts([item.batch if type(item) is Delivery else item for item in turn])
+            parts = self._division.parts([item.batch if type(item) is Delivery else item for item in turn])
+            yield [parts[shard] for shard in self._shard_of]
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
@@ -123,7 +131,8 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: Called on the main process as `slice_fn(batch, rows, process_index=..., num_processes=...)`
             with the batches of a round joined into one, and the rows that are due to a process. If `None`,
             the rows are cut out of every tensor, and of every list with one object per sample.
-        torch_device_mesh: Not available yet.
+        torch_device_mesh: The ranks by the axes along which they divide the work, of which some have the same
+            batches.
         iteration: The epoch that comes first.
         device: Where batches are moved to; the device of this process if `None`.
         even_batches: Whether the last round is completed with its first samples, so that all processes get
@@ -167,6 +176,8 @@ class DataLoaderDispatcher(PreparedLoader):
         self._non_blocking = _non_blocking
         self._collectives = runtime.collectives
         self._reads = self._collectives.rank == 0
+        everyone = [*range(self._collectives.world_size)]
+        self._shard_of = everyone if torch_device_mesh is None else shard_of_ranks(torch_device_mesh)
         self._batches_per_step = self._division.batches_per_round
 
     @property
@@ -177,7 +188,7 @@ class DataLoaderDispatcher(PreparedLoader):
     @property
     def _division(self) -> Division:
         return Division(
-            num_processes=self._collectives.world_size,
+            num_processes=len(set(self._shard_of)),
             split=self.split_batches,
             even=self.even_batches,
             drop_last=self._drop_last,
@@ -190,7 +201,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _open(self) -> Reading:
         if self._reads:
-            reading: Reading = MainReading(super()._open, self._division, self._collectives)
+            reading: Reading = MainReading(super()._open, self._division, self._collectives, self._shard_of)
         else:
             if self._resume is None:
                 # The main process's torch loader draws a seed here; all go on with the same random numbers.

@@ -30,7 +30,8 @@ class DataLoaderShard(PreparedLoader):
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         _drop_last: Whether a last batch that is not complete is left out.
         _non_blocking: Whether batches are copied to the device while the one before is computed with.
-        torch_device_mesh: Not available yet.
+        torch_device_mesh: The ranks by the axes along which they divide the work, of which some have the same
+            batches.
         iteration: The epoch that comes first.
         **kwargs: As for `torch.utils.data.DataLoader`.
 

@@ -14,6 +14,7 @@ from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.indices import INDEXING, index_source, loader_options
 from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
+from accel_train.data.mesh import shard_of_ranks
 from accel_train.data.samplers import innermost_sampler
 from accel_train.data.sharing import SharedOrder, share_order
 from accel_train.data.skip import SkipDataLoader
@@ -71,12 +72,13 @@ def prepare_data_loader(
         data_seed: The seed of that; the one of torch on the main process if `None`.
         non_blocking: Whether batches are copied to the device while the one before is computed with.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: Not available yet.
+        torch_device_mesh: The ranks by the axes along which they divide the work. If `num_processes` and
+            `process_index` are `None` it says who has the same batches; and all its ranks share the order of
+            samples.
 
     Raises:
         TypeError: It is no torch loader.
         ValueError: The arguments do not fit together, or to the loader.
-        UnsupportedError: A device mesh is given.
 
     Example:
         >>> loader = DataLoader(list(range(10)), batch_size=2)
@@ -90,20 +92,31 @@ def prepare_data_loader(
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
     runtime = current_or_single()
-    world = runtime.topology.world_size if num_processes is None else num_processes
+    shard_of = (
+        [*range(runtime.topology.world_size)]
+        if torch_device_mesh is None
+        else shard_of_ranks(torch_device_mesh)
+    )
+    world = len(set(shard_of)) if num_processes is None else num_processes
     shards: dict[str, Any] = {
         "num_processes": world,
-        "process_index": runtime.topology.rank if process_index is None else process_index,
+        "process_index": shard_of[runtime.topology.rank] if process_index is None else process_index,
         "split_batches": split_batches and world > 1,
         "even_batches": even_batches,
     }
-    dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=world > 1)
+    together = len(shard_of) if torch_device_mesh is not None else world
+    dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
     if data_seed is not None and not use_seedable_sampler:
         _warn("data_seed", "use_seedable_sampler=True is not given")
     if slice_fn_for_dispatch is not None and not dispatch and world > 1:
         _warn("slice_fn_for_dispatch", "every process reads its own batches")
     order = _order(
-        dataloader, shards, rng_types=rng_types or (), seedable=use_seedable_sampler, seed=data_seed
+        dataloader,
+        shards,
+        together=together,
+        rng_types=rng_types or (),
+        seedable=use_seedable_sampler,
+        seed=data_seed,
     )
     options = loader_options(dataloader) | order.options() | _kept(dataloader)
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
@@ -172,6 +185,7 @@ def _order(
     dataloader: DataLoader[Any],
     shards: dict[str, Any],
     *,
+    together: int,
     rng_types: Sequence[str | RNGType],
     seedable: bool,
     seed: int | None,
@@ -185,7 +199,7 @@ def _order(
     return share_order(
         _indices_of(dataloader),
         batched=dataloader.batch_sampler is not None,
-        num_processes=shards["num_processes"],
+        num_processes=together,
         rng_types=rng_types,
         seedable=seedable,
         seed=seed,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 from accel_ops.tree import ignorant_find_batch_size
-from accel_state.errors import UnsupportedError
 from accel_state.gradient_state import GradientState
 from accel_train.data.adapter import DataLoaderAdapter
 from accel_train.data.iterable_shard import Delivery, IterableDatasetShard
@@ -76,13 +75,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         dataset: The dataset to load.
         skip_batches: How many batches the first pass leaves out; later ones are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: Not available yet.
+        torch_device_mesh: The ranks by the axes along which they divide the work, of which some have the same
+            batches.
         iteration: The epoch that comes first.
         _drop_last: Whether a last batch that is not complete is left out.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
-    Raises:
-        UnsupportedError: A device mesh is given.
     """
 
     def __init__(
@@ -96,11 +94,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         _drop_last: bool = False,
         **kwargs: Any,
     ) -> None:
-        if torch_device_mesh is not None:
-            raise UnsupportedError(
-                f"torch_device_mesh={torch_device_mesh!r}: data loaders know no device meshes yet. "
-                "Leave it out, and give num_processes and process_index of the data-parallel dimension."
-            )
         super().__init__(dataset, use_stateful_dataloader=use_stateful_dataloader, **kwargs)
         self.skip_batches = skip_batches
         self.torch_device_mesh = torch_device_mesh

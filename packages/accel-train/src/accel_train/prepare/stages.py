@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
+from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
+from accel_plugins.strategy import Feature
 from accel_state.errors import UnsupportedError
 from accel_train.data.prepare import prepare_data_loader
+from accel_train.deepspeed import wrap_optimizer, wrap_scheduler
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.prepare.compiled import compile_model
 from accel_train.prepare.order import STAGE_NAMES
@@ -67,6 +71,9 @@ def _check(bundle: Bundle, request: Request) -> Bundle:
                     f"{type(model).__qualname__} is spread over several devices by a device map, and cannot "
                     "be trained by several processes; load it without device_map, or start one process."
                 )
+    for one in (*bundle.optimizers, *bundle.schedulers):
+        if isinstance(one, (DummyOptim, DummyScheduler)):
+            request.parts.strategy.require(Feature.OPTIMIZER_FROM_CONFIGURATION, type(one).__name__)
     request.parts.strategy.wrapper.check(bundle)
     return bundle
 
@@ -84,7 +91,9 @@ def _compile(bundle: Bundle, request: Request) -> Bundle:
 
 
 def _optimizers(bundle: Bundle, request: Request) -> Bundle:
-    parts = request.parts
+    parts, stepper = request.parts, request.parts.strategy.stepper
+    if isinstance(stepper, DeepSpeedStepper):
+        return replace(bundle, optimizers=tuple(wrap_optimizer(one, stepper) for one in bundle.optimizers))
     wrapped = tuple(
         AcceleratedOptimizer(
             optimizer, place, parts.precision.scaler, step=parts.strategy.stepper.step, window=parts.items
@@ -113,6 +122,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
             data_seed=config.data_seed,
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
+            torch_device_mesh=parts.strategy.mesh,
         )
         for loader, place in zip(bundle.dataloaders, request.placements.dataloaders, strict=True)
     )
@@ -122,17 +132,27 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
 def _schedulers(bundle: Bundle, request: Request) -> Bundle:
     parts = request.parts
     known = [*parts.prepared.optimizers, *bundle.optimizers]
+    stepper = parts.strategy.stepper
+    driven = stepper.drives if isinstance(stepper, DeepSpeedStepper) else _never
     wrapped = tuple(
-        AcceleratedScheduler(
+        wrap_scheduler(scheduler, known)
+        if driven(scheduler)
+        else AcceleratedScheduler(
             scheduler,
             _optimizers_of(scheduler, known),
             step_with_optimizer=parts.step_scheduler_with_optimizer,
             split_batches=parts.dataloading.split_batches,
             step_per=request.step_per or parts.step_scheduler_per,
+            num_shards=parts.strategy.sharding.num_shards,
         )
         for scheduler in bundle.schedulers
     )
     return replace(bundle, schedulers=wrapped)
+
+
+def _never(scheduler: Any) -> bool:
+    del scheduler
+    return False
 
 
 def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:

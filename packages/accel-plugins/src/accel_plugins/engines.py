@@ -1,0 +1,126 @@
+"""The table of plugins that `Accelerator` takes, and how arguments, state and settings become one set of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from typing import TYPE_CHECKING, Any, cast
+
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_state.settings.model import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A plugin that `Accelerator` takes.
+
+    Its class has a method `to_settings(settings)`, which returns settings that say as much of what the plugin
+    says as `accel_plugins.choose.choose` needs, and refuses what contradicts them.
+
+    Args:
+        argument: The argument of `Accelerator`.
+        section: The field of `Settings` that, if it is not `None`, stands for a plugin made without arguments.
+        plugin: The class, as `"module:class"`.
+        several: Whether the argument may also be a dictionary of plugins by name.
+    """
+
+    argument: str
+    section: str | None
+    plugin: str
+    several: bool = False
+
+    def plugin_type(self) -> type[Any]:
+        """Import the class."""
+        return cast("type[Any]", EntryPoint(self.argument, self.plugin, "accel.plugins").load())
+
+
+ENGINES: tuple[Engine, ...] = (
+    Engine(
+        argument="deepspeed_plugin",
+        section="deepspeed",
+        plugin="accel_plugins.deepspeed.plugin:DeepSpeedPlugin",
+        several=True,
+    ),
+    Engine(
+        argument="fsdp_plugin",
+        section="fsdp",
+        plugin="accel_plugins.fsdp.plugin:FullyShardedDataParallelPlugin",
+    ),
+    Engine(
+        argument="torch_tp_plugin",
+        section=None,
+        plugin="accel_plugins.parallelism.handlers:TorchTensorParallelPlugin",
+    ),
+    Engine(
+        argument="parallelism_config",
+        section="parallelism",
+        plugin="accel_plugins.parallelism.config:ParallelismConfig",
+    ),
+)
+"""Every plugin that there is. In this order each changes the settings from which the strategy is chosen."""
+
+
+def find_plugins(given: Mapping[str, Any], known: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+    """Find the plugins of a run: argument before what an earlier `Accelerator` has before the settings.
+
+    Args:
+        given: Argument of `Accelerator` to its value; `None` for those that were not given.
+        known: The same, of an earlier one.
+        settings: What was asked for from outside.
+
+    Returns:
+        Argument to plugin, or to plugins by name where an engine has `several`; in the order of `ENGINES`.
+
+    Raises:
+        UnsupportedError: An argument was given for which there is no engine.
+        SettingsError: An argument is no such plugin.
+    """
+    for name in given.keys() - {engine.argument for engine in ENGINES}:
+        if given[name] is not None:
+            raise UnsupportedError(
+                f"Accelerator({name}={given[name]!r}): this version of accel has no use for {name}; leave it out."
+            )
+    found: dict[str, Any] = {}
+    for engine in ENGINES:
+        value = given.get(engine.argument)
+        if value is None:
+            value = known.get(engine.argument)
+        if value is None and engine.section is not None and getattr(settings, engine.section) is not None:
+            value = engine.plugin_type()()
+        if value is not None:
+            found[engine.argument] = _checked(engine, value)
+    return found
+
+
+def described(settings: Settings, plugins: Mapping[str, Any]) -> Settings:
+    """Settings that say what plugins say, for the choice of a strategy.
+
+    Args:
+        settings: What was asked for from outside.
+        plugins: What `find_plugins` has found.
+    """
+    for value in plugins.values():
+        first = next(iter(cast("Mapping[str, Any]", value).values())) if isinstance(value, dict) else value
+        settings = first.to_settings(settings)
+    return settings
+
+
+def as_handlers(plugins: Mapping[str, Any]) -> dict[type, Any]:
+    """Plugins as `build` of a strategy finds them: by type; several plugins as the dictionary that they are."""
+    return {
+        engine.plugin_type(): plugins[engine.argument] for engine in ENGINES if engine.argument in plugins
+    }
+
+
+def _checked(engine: Engine, value: Any) -> Any:
+    kind = engine.plugin_type()
+    several = cast("Mapping[str, Any]", value) if engine.several and isinstance(value, dict) else None
+    each = [value] if several is None else [*several.values()]
+    if not each or any(not isinstance(one, kind) for one in each):
+        more = f", or a dictionary of several by name, {kind.__name__}s" if engine.several else ""
+        raise SettingsError(f"Accelerator({engine.argument}={value!r}): expected a {kind.__name__}{more}.")
+    return value

@@ -1,0 +1,116 @@
+"""`fully_shard` for every block of a model, as the plugin says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+
+from accel_plugins.fsdp.activations import checkpoint_activations
+from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullSharding:
+    """Shards models along a mesh.
+
+    Args:
+        plugin: How; of version 2.
+        mesh: Of one axis for shards, or of one for copies and one for shards.
+    """
+
+    plugin: FullyShardedDataParallelPlugin
+    mesh: DeviceMesh
+
+    def __call__(self, model: nn.Module) -> None:
+        """Shard a model in place."""
+        plugin = self.plugin
+        ignored = _ignored(model, plugin)
+        policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
+        units = blocks(model, policy, {id(one) for part in ignored for one in part.modules()})
+        inner = units[:-1]
+        if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
+            for unit in inner or units:
+                checkpoint_activations(
+                    unit,
+                    recompute=bool(plugin.activation_checkpointing),
+                    offload=bool(plugin.activation_checkpointing_offload),
+                )
+        options: dict[str, Any] = {
+            "mesh": self.mesh,
+            "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
+            "offload_policy": self.offload_policy,
+            "ignored_params": {one for part in ignored for one in part.parameters()},
+        }
+        reshard = cast("bool | int", plugin.reshard_after_forward)
+        for unit in inner:
+            fully_shard(unit, reshard_after_forward=reshard, **options)
+        # What is around the blocks is needed again at once when the backward pass begins; torch then keeps it.
+        fully_shard(model, reshard_after_forward=None if inner and reshard is True else reshard, **options)
+        if plugin.forward_prefetch:
+            _prefetch_forward(model)
+
+    def examine(self, model: nn.Module) -> None:
+        """Refuse what torch cannot shard.
+
+        Raises:
+            SettingsError: There is such a thing; or a module to be wrapped or ignored is not there.
+        """
+        ignored = {id(one) for part in _ignored(model, self.plugin) for one in part.parameters()}
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 0 and id(parameter) not in ignored:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} has no dim along which it could be sharded; "
+                    "give it the shape (1,), or its module to ignored_modules."
+                )
+        fsdp2_prepare_auto_wrap_policy(self.plugin, model)
+
+    @property
+    def offload_policy(self) -> OffloadPolicy:
+        """What the plugin says, without page-locked memory where no device would read it."""
+        policy = cast("OffloadPolicy", self.plugin.cpu_offload)
+        if isinstance(policy, CPUOffloadPolicy) and self.mesh.device_type == "cpu":
+            return replace(policy, pin_memory=False)
+        return policy
+
+    def parameters_on(self, device: torch.device) -> torch.device:
+        """Where parameters stay."""
+        return torch.device("cpu") if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) else device
+
+
+def _ignored(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
+    wanted = plugin.ignored_modules
+    if wanted is None:
+        return []
+    if isinstance(wanted, str):
+        pattern = re.compile(wanted)
+        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+        if not found:
+            raise SettingsError(
+                f"FullyShardedDataParallelPlugin(ignored_modules={wanted!r}): no module of "
+                f"{type(model).__name__} has a name that matches."
+            )
+        return found
+    return [*wanted]
+
+
+def _prefetch_forward(model: nn.Module) -> None:
+    units = [cast("Any", module) for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit, following in zip(units, units[1:], strict=False):
+        unit.set_modules_to_forward_prefetch([following])

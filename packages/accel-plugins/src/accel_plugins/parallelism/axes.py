@@ -1,0 +1,116 @@
+"""The axes of a run, as a strategy uses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
+from accel_plugins.parallelism.mesh import mesh_of
+from accel_plugins.strategy import BatchSharding
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_state.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The meshes of a run.
+
+    Args:
+        config: The sizes.
+        mesh: Of all axes.
+        sharding: Who gets which batches.
+    """
+
+    config: ParallelismConfig
+    mesh: DeviceMesh
+    sharding: BatchSharding
+
+    @property
+    def tensor(self) -> DeviceMesh | None:
+        """Along which layers are divided."""
+        return self.mesh["tp"] if self.config.tp_enabled else None
+
+    @property
+    def context(self) -> DeviceMesh | None:
+        """Along which sequences are divided."""
+        return self.mesh["cp"] if self.config.cp_enabled else None
+
+    def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
+        """Along which parameters are sharded, and copied."""
+        names: Any = self.mesh.mesh_dim_names
+        shards = [name for name in ("dp_shard", "cp") if name in names]
+        if not shards:  # copies only: each is one shard
+            copies = self.config.sizes["dp_replicate"]
+            return mesh_of(runtime.device.type, {"dp_replicate": copies, "dp_shard": 1})
+        if len(shards) == 1:
+            wanted = ["dp_replicate", *shards] if self.config.dp_replicate_enabled else shards
+            return self.mesh[tuple(wanted)]
+        flat = self.mesh[tuple(shards)]._flatten("dp_shard_cp")  # pyright: ignore[reportPrivateUsage] - no other way
+        if not self.config.dp_replicate_enabled:
+            return flat
+        return DeviceMesh._concatenate([self.mesh["dp_replicate"], flat])  # pyright: ignore[reportPrivateUsage] - no other way
+
+
+def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:
+    """Make the meshes of a run.
+
+    Args:
+        runtime: Of this process; the process group is there.
+        handlers: A `ParallelismConfig` or a `TorchTensorParallelPlugin` among them says what there is.
+        sharded: Whether processes that nothing is said about shard the model; else each has a copy.
+
+    Raises:
+        SettingsError: The product of all sizes is not the number of processes.
+    """
+    world = runtime.topology.world_size
+    ensure_group(runtime)
+    config = _config(handlers, world, sharded=sharded)
+    config.check_world(world)
+    mesh = config.get_device_mesh(runtime.device.type)
+    if mesh is None:  # one process
+        mesh = mesh_of(runtime.device.type, {"dp_shard": 1})
+    shared = config.non_data_parallel_size
+    tensor_rank = runtime.topology.rank % config.sizes["tp"]
+    return Axes(
+        config=config,
+        mesh=mesh,
+        sharding=BatchSharding(
+            num_shards=config.data_parallel_size,
+            shard_index=runtime.topology.rank // shared,
+            repeats=tensor_rank != 0,
+        ),
+    )
+
+
+def ensure_group(runtime: Runtime) -> None:
+    """Let also a process that is alone have a process group, which meshes are made of."""
+    if not dist.is_initialized():
+        backend = runtime.kind.group_backend or "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> ParallelismConfig:
+    given: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
+    if given is not None:
+        return given
+    tensor = 1 if plugin is None else plugin.tp_size
+    if world % tensor:
+        raise SettingsError(
+            f"TorchTensorParallelPlugin(tp_size={tensor}): {world} processes cannot be divided into groups of "
+            f"{tensor}."
+        )
+    rest = {("dp_shard_size" if sharded else "dp_replicate_size"): world // tensor}
+    config = ParallelismConfig(tp_size=tensor, **rest)
+    if plugin is not None and plugin.torch_device_mesh is not None:
+        config.device_mesh = plugin.torch_device_mesh
+    return config

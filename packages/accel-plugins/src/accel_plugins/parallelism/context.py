@@ -1,0 +1,179 @@
+"""Context parallelism: every rank has a part of each sequence, and attention sees all of it."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import _attention as ring
+from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
+
+from accel_state import watch
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+_SEQUENCE = 2  # the dim of sequences in queries, keys and values
+_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextParallel:
+    """Divides sequences along a mesh.
+
+    Args:
+        mesh: Of one axis.
+        rotation: `"allgather"` or `"alltoall"`.
+    """
+
+    mesh: DeviceMesh
+    rotation: str
+
+    @contextmanager
+    def __call__(
+        self,
+        buffers: list[Tensor],
+        buffer_seq_dims: list[int],
+        no_restore_buffers: set[Tensor],
+    ) -> Generator[None]:
+        """A context in which tensors are cut to this rank's part, for forward and backward pass.
+
+        Args:
+            buffers: Tensors with a sequence dim; whole again afterwards.
+            buffer_seq_dims: The sequence dim of each.
+            no_restore_buffers: Those that stay cut.
+
+        Raises:
+            SettingsError: The lists do not fit together, a sequence cannot be divided, or a tensor is a
+                parameter.
+        """
+        self._check(buffers, buffer_seq_dims, no_restore_buffers)
+        set_rotate_method(self.rotation)
+        learn_attention_of_the_cpu()
+        with (
+            watch.region("maybe_context_parallel"),
+            context_parallel(
+                self.mesh,
+                buffers=buffers,
+                buffer_seq_dims=buffer_seq_dims,
+                no_restore_buffers=no_restore_buffers,
+            ),
+        ):
+            yield
+
+    def prepare(self, model: nn.Module) -> None:
+        """Let the attention of transformers compute causally without a mask, which no rank has the whole of."""
+        for name, module in model.named_modules():
+            if name.endswith("self_attn"):
+                module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+
+    def examine(self, model: nn.Module) -> None:
+        """Accept every model."""
+
+    def _check(self, buffers: list[Tensor], dims: list[int], kept: set[Tensor]) -> None:
+        ranks = self.mesh.size()
+        if not buffers or len(buffers) != len(dims):
+            raise SettingsError(
+                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give every "
+                "tensor that has a sequence dim (inputs, labels, positions), and for each which dim that is."
+            )
+        for buffer, dim in zip(buffers, dims, strict=True):
+            if buffer.requires_grad:
+                raise SettingsError(
+                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)} that requires grad; it "
+                    "cuts tensors in place. Give the inputs of the model instead."
+                )
+            if buffer.shape[dim] % ranks:
+                raise SettingsError(
+                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim {dim} cannot "
+                    f"be divided among cp_size={ranks} processes; pad the sequences."
+                )
+        if any(not any(one is buffer for buffer in buffers) for one in kept):
+            raise SettingsError(
+                "maybe_context_parallel() got no_restore_buffers that are not among its buffers."
+            )
+
+
+def learn_attention_of_the_cpu() -> None:
+    """Let torch's ring attention compute with the CPU's flash attention, for which torch itself has no rule."""
+    rules = cast("dict[Any, Any]", _dispatching().custom_ops)
+    rules.setdefault(_CPU, _forward)
+    rules.setdefault(_CPU_BACKWARD, _backward)
+
+
+def _dispatching() -> Any:
+    # The module in which torch looks its rules up; newer versions have moved it.
+    return sys.modules[ring._templated_ring_attention.__module__]  # pyright: ignore[reportPrivateUsage] - no public way
+
+
+def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    query, key, value, *rest = args
+    dropout, causal = [*rest, *(0.0, False)[len(rest) :]][:2]
+    group = _group(query)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, **more: Any) -> Any:
+        return op(q, k, v, dropout, is_causal, **more)
+
+    out, logsumexp = ring._templated_ring_attention(  # pyright: ignore[reportPrivateUsage]
+        group,
+        _SEQUENCE,
+        cast("Any", attention),
+        query.to_local(),
+        key.to_local(),
+        value.to_local(),
+        is_causal=causal,
+        scale=kwargs.get("scale"),
+    )
+    return _divided(out, query), _divided(logsumexp, query)
+
+
+def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    grad, query, key, value, out, logsumexp, dropout, causal = args
+
+    def attention(**given: Any) -> Any:
+        return op(
+            *(given.pop(name) for name in ("grad_out", "query", "key", "value", "out", "logsumexp")),
+            dropout,
+            given.pop("is_causal"),
+            **given,
+        )
+
+    gradients = _dispatching()._templated_ring_attention_backward(
+        _group(query),
+        _SEQUENCE,
+        attention,
+        grad_out=grad.to_local(),
+        grad_out_name="grad_out",
+        query=query.to_local(),
+        key=key.to_local(),
+        value=value.to_local(),
+        out=out.to_local(),
+        logsumexp=logsumexp.to_local(),
+        is_causal=causal,
+        scale=kwargs.get("scale"),
+    )
+    return tuple(_divided(gradient, query) for gradient in gradients[:3])
+
+
+def _group(query: DTensor) -> Any:
+    return query.device_mesh.get_group()
+
+
+def _divided(part: Tensor, like: DTensor) -> DTensor:
+    return DTensor.from_local(part, like.device_mesh, [Shard(_SEQUENCE)], run_check=False)
+
+
+def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    del module
+    if kwargs.get("attention_mask") is not None:
+        kwargs = {**kwargs, "attention_mask": None}
+    return args, kwargs

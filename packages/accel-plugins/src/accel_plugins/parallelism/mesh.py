@@ -1,0 +1,38 @@
+"""Device meshes, made once: every mesh has process groups of its own, which nobody else would destroy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_made: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
+
+
+def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """The mesh of all ranks with some axes. Call it on every rank.
+
+    Args:
+        device_type: Such as `"cuda"`.
+        sizes: Axis to number of ranks, the one whose neighbours are farthest apart first.
+
+    Returns:
+        The same for the same arguments, as long as the process group lives for which it was made.
+    """
+    key = (device_type, tuple(sizes.items()))
+    known = _made.get(key)
+    if known is None or not _is_alive(known):
+        known = _made[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return known
+
+
+def _is_alive(mesh: DeviceMesh) -> bool:
+    living = c10d._world.pg_map  # pyright: ignore[reportPrivateUsage] - no public list
+    try:
+        return all(group in living for group in mesh.get_all_groups())
+    except (RuntimeError, ValueError):  # torch no longer knows one by its name
+        return False

@@ -1,0 +1,1 @@
+"""Models of which every rank holds a part: giving them values, stepping and saving them."""

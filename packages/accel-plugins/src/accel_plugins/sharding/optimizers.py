@@ -1,0 +1,159 @@
+"""Optimizers that were made for the parameters that a model had before it was divided."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accel_plugins.sharding.parts import part_like
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    optimizer: Optimizer
+    parameters: list[Tensor]
+    index: int
+    name: str
+    state: Any
+
+
+class ParameterBook:
+    """Knows which parameter has taken the place of which, also for optimizers that are prepared later."""
+
+    def __init__(self) -> None:
+        self._successors: Any = WeakIdKeyDictionary()
+        self._models: WeakSet[nn.Module] = WeakSet()
+
+    def has(self, model: nn.Module) -> bool:
+        """Whether a model was divided already."""
+        return model in self._models
+
+    def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
+        """Refuse optimizers of parameters that are in no model.
+
+        Args:
+            optimizers: That are about to be prepared.
+            models: That are about to be prepared with them.
+
+        Raises:
+            SettingsError: One has such a parameter.
+        """
+        owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
+        for optimizer in optimizers:
+            everything = [one for group in optimizer.param_groups for one in group["params"]]
+            strange = [one for one in everything if id(one) not in owned and one not in self._successors]
+            if strange:
+                raise SettingsError(
+                    f"{type(optimizer).__qualname__} has {len(strange)} of {len(everything)} parameters, the "
+                    f"first of shape {tuple(strange[0].shape)}, that belong to no model that is prepared with it "
+                    "or was before: they would not be trained. Make the optimizer of model.parameters() of "
+                    "that very model, and pass both to prepare()."
+                )
+
+    def add(self, model: nn.Module, before: Any) -> None:
+        """Remember a model that was divided.
+
+        Args:
+            model: With its new parameters.
+            before: Weakly, every parameter that it had, to its name.
+        """
+        self._models.add(model)
+        now = dict(model.named_parameters(remove_duplicate=False))
+        for parameter, name in before.items():
+            self._successors[parameter] = now[name]
+
+    def switch(self, optimizer: Optimizer) -> None:
+        """Let an optimizer go on with the parameters that took the place of its own; its state goes along."""
+        mapping = {
+            parameter: self._successors[parameter]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter in self._successors
+        }
+        if mapping:
+            switch_parameters(optimizer, mapping)
+
+
+def let_go(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_Held]:
+    """Take the parameters of a model out of optimizers, so that their memory can be used for other things.
+
+    Args:
+        optimizers: Are not to be used until `take_up`.
+        names: Id to name of the model's parameters.
+    """
+    held: list[_Held] = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            parameters = group["params"]
+            for index, parameter in enumerate(parameters):
+                name = names.get(id(parameter))
+                if name is not None:
+                    held.append(
+                        _Held(optimizer, parameters, index, name, optimizer.state.pop(parameter, None))
+                    )
+                    parameters[index] = torch.empty(0)
+    return held
+
+
+def take_up(held: Iterable[_Held], model: nn.Module) -> None:
+    """Put the parameters that a model has now in place of those that were let go; states are divided alike."""
+    now = dict(model.named_parameters(remove_duplicate=False))
+    for one in held:
+        new = now[one.name]
+        one.parameters[one.index] = new
+        if one.state is not None:
+            one.optimizer.state[new] = _divided(one.state, new)
+    for optimizer in {id(one.optimizer): one.optimizer for one in held}.values():
+        settle_mixed(optimizer)
+
+
+def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
+    """Replace parameters of an optimizer, in place.
+
+    Args:
+        optimizer: Its groups keep their lists, its state is divided as the new parameters are.
+        mapping: A parameter to the one that takes its place; others stay.
+    """
+    by_id = {id(old): new for old, new in mapping.items()}
+    for group in optimizer.param_groups:
+        parameters = group["params"]
+        for index, parameter in enumerate(parameters):
+            new = by_id.get(id(parameter))
+            if new is None:
+                continue
+            parameters[index] = new
+            if parameter in optimizer.state:
+                optimizer.state[new] = _divided(optimizer.state.pop(parameter), new)
+    settle_mixed(optimizer)
+
+
+def settle_mixed(optimizer: Optimizer) -> None:
+    """Let an optimizer compute parameter by parameter where they are of several kinds, which torch cannot mix."""
+    for group in optimizer.param_groups:
+        kinds = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
+        if len(kinds) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
+            group["foreach"] = False
+
+
+def _divided(state: Any, like: Tensor) -> Any:
+    if not isinstance(state, dict):
+        return state
+    items: dict[str, Any] = state
+    return {
+        name: part_like(value, like)
+        if isinstance(value, Tensor) and value.shape == like.shape and not isinstance(value, DTensor)
+        else value
+        for name, value in items.items()
+    }

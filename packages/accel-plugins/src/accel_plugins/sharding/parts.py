@@ -1,0 +1,56 @@
+"""Which part of a tensor a rank holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def part_like(whole: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
+    """This rank's part of a tensor, divided as another one is; no communication.
+
+    Args:
+        whole: The whole tensor, on any device.
+        like: Of the same shape; what is not divided gets a copy of the whole.
+        device: Where to; where `like` is if `None`.
+
+    Returns:
+        A new tensor of the dtype of `whole`, a `DTensor` if `like` is one.
+
+    Example:
+        >>> part_like(torch.ones(2), torch.zeros(2))
+        tensor([1., 1.])
+    """
+    target = like.device if device is None else device
+    if not isinstance(like, DTensor):
+        return torch.empty_like(whole, device=target).copy_(whole)
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    where = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    part = torch.empty(shape, dtype=whole.dtype, device=target).copy_(whole[where])
+    meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), whole.dtype)
+    # `from_local` would move a part that is kept on the CPU to the device of the mesh.
+    return DTensor(
+        part, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
+    )  # pyright: ignore[reportCallIssue] - what FSDP does itself
+
+
+def whole_of(part: Tensor, device: torch.device) -> Tensor:
+    """The whole of a tensor, detached; a collective of the ranks that hold it where it is divided.
+
+    Args:
+        part: A `DTensor`, or a tensor that is whole.
+        device: Where the ranks communicate; a part may be kept elsewhere.
+    """
+    detached: Any = part.detach()
+    if not isinstance(detached, DTensor):
+        return detached
+    if detached.device.type != device.type:
+        detached = detached.to(device)
+    return detached.full_tensor()

@@ -1,0 +1,128 @@
+"""State dicts of models and optimizers of which every rank holds a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_ops.modules import extract_model_from_parallel
+from accel_plugins.sharding.parts import part_like, whole_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+
+    from accel_plugins.roles import StateDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedPersister:
+    """Brings states together on the CPU, one tensor after the other, and divides what is loaded.
+
+    Args:
+        is_main: Whether this process writes files.
+        device: Where ranks communicate.
+    """
+
+    is_main: bool
+    device: torch.device
+
+    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Write `pytorch_model.bin`, with `_<index>` before the ending from the second model on."""
+        state = self.full_state_dict(model, keep=self.is_main)
+        if self.is_main:
+            torch.save(state, directory / _file("pytorch_model", index))
+
+    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
+        self.load_full_state_dict(model, _load(directory / _file("pytorch_model", index)))
+
+    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Write `optimizer.bin`, with `_<index>` before the ending from the second optimizer on."""
+        state = self.full_optimizer_state(optimizer, [model], keep=self.is_main)
+        if self.is_main:
+            torch.save(state, directory / _file("optimizer", index))
+
+    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
+        self.load_full_optimizer_state(optimizer, [model], _load(directory / _file("optimizer", index)))
+
+    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
+        """The whole state dict on the CPU; tied tensors share memory."""
+        state = _core(model).state_dict(keep_vars=True)
+        found: dict[int, Any] = {}
+        for value in state.values():
+            if id(value) not in found:
+                whole = whole_of(value, self.device) if isinstance(value, Tensor) else value
+                found[id(value)] = (
+                    whole.cpu() if keep and isinstance(whole, Tensor) else whole if keep else None
+                )
+        return {name: found[id(value)] for name, value in state.items()} if keep else {}
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load this rank's parts of it."""
+        core = _core(model)
+        now = core.state_dict(keep_vars=True)
+        mine = {
+            name: part_like(value, now[name])
+            if isinstance(value, Tensor)
+            and isinstance(now.get(name), Tensor)
+            and value.shape == now[name].shape
+            else value
+            for name, value in state.items()
+        }
+        return core.load_state_dict(mine, **options)
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        """The state dict that the optimizer of one process has, on the CPU."""
+        del models
+        state = optimizer.state_dict()
+        whole: dict[Any, Any] = {}
+        for key, items in state["state"].items():
+            whole[key] = {name: self._whole(value, keep=keep) for name, value in items.items()}
+        return {**state, "state": whole} if keep else {}
+
+    def load_full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """Load this rank's parts of it."""
+        del models
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        keys = [key for group in state["param_groups"] for key in group["params"]]
+        owners = dict(zip(keys, parameters, strict=False))
+        mine = {
+            key: {name: _part(value, owners.get(key)) for name, value in items.items()}
+            for key, items in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": mine})
+
+    def _whole(self, value: Any, *, keep: bool) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        whole = whole_of(value, self.device)
+        return whole.cpu() if keep else None
+
+
+def _part(value: Any, owner: Tensor | None) -> Any:
+    if owner is None or not isinstance(value, Tensor) or value.shape != owner.shape:
+        return value
+    return part_like(value, owner)
+
+
+def _core(model: nn.Module) -> nn.Module:
+    return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def _file(stem: str, index: int) -> str:
+    return f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin"
+
+
+def _load(path: Path) -> Any:
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)

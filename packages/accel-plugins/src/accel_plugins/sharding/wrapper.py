@@ -1,0 +1,121 @@
+"""Dividing models in place: emptied, divided without values, and given those of rank 0 part by part."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from accel_ops.modules import without_compiler
+from accel_plugins.sharding.optimizers import ParameterBook, let_go, take_up
+from accel_plugins.sharding.values import give_values, take_values
+from accel_plugins.strategies.replicated import place
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from accel_plugins.bundle import Bundle
+    from accel_state.runtime import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedWrapper:
+    """Divides models among ranks; they stay the same objects, with the same names.
+
+    Args:
+        runtime: Of this process.
+        divide: Divides a model without values, in place.
+        examine: Raises `ValueError` for a model that cannot be divided; knows nothing of other ranks.
+        parameters_on: Where parameters stay.
+        only_main_has_values: Whether models of other ranks than 0 may be on the meta device.
+        book: Of parameters that were replaced.
+    """
+
+    runtime: Runtime
+    divide: Callable[[nn.Module], None]
+    examine: Callable[[nn.Module], None]
+    parameters_on: torch.device
+    only_main_has_values: bool = False
+    book: ParameterBook = field(default_factory=ParameterBook)
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what cannot be divided, on every rank as soon as one finds it; ranks compare their models.
+
+        Raises:
+            SettingsError: A model cannot be divided, is another one on another rank, or an optimizer has
+                parameters of none.
+        """
+        problem = ""
+        models = [model for model in map(without_compiler, bundle.models) if not self.book.has(model)]
+        try:
+            for model in models:
+                self._examine(model)
+            self.book.check(bundle.optimizers, map(without_compiler, bundle.models))
+        except ValueError as error:
+            problem = str(error)
+        told = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)]))
+        for rank, (text, _) in enumerate(told):
+            if text:
+                raise SettingsError(text if text == problem else f"rank {rank}: {text}")
+        for rank, (_, digests) in enumerate(told):
+            if digests != told[0][1]:
+                raise SettingsError(
+                    f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes of their "
+                    "parameters differ. Make the same models on every process."
+                )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Divide the models that are not divided yet, and let optimizers follow."""
+        models = [*bundle.models]
+        for index, model in enumerate(models):
+            core = without_compiler(model)
+            if self.book.has(core):
+                continue
+            if evaluation and not self.only_main_has_values:
+                models[index] = place(replace(bundle, models=[model], placements=()), self.runtime.device)[0]
+            else:
+                self._wrap(core, bundle)
+        for optimizer in bundle.optimizers:
+            self.book.switch(optimizer)
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model: nothing is around it."""
+        return without_compiler(model)
+
+    def _wrap(self, model: nn.Module, bundle: Bundle) -> None:
+        names = {id(one): name for name, one in model.named_parameters()}
+        values = take_values(model, keep=self.runtime.topology.is_main, device=self.runtime.device)
+        held = let_go(bundle.optimizers, names)
+        self.divide(model)
+        give_values(model, values, self.runtime, parameters_on=self.parameters_on)
+        take_up(held, model)
+        self.book.add(model, values.before)
+
+    def _examine(self, model: nn.Module) -> None:
+        may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
+        for name, parameter in model.named_parameters():
+            if is_lazy(parameter):
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} of a lazy module has no shape yet; "
+                    "run one batch through the model before prepare()."
+                )
+            if parameter.is_meta and not may_be_empty:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} is on the meta device, without values, on "
+                    f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
+                    "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
+                )
+        self.examine(model)
+
+
+def _digest(model: nn.Module) -> str:
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,90 @@
+"""FSDP2: parameters, gradients and optimizer states are divided among the ranks, alone or beside other axes."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.dcp.tensors import TensorShards
+from accel_plugins.fsdp.apply import FullSharding
+from accel_plugins.fsdp.forms import form_of
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.parallelism.axes import axes_of
+from accel_plugins.parallelism.context import ContextParallel
+from accel_plugins.parallelism.tensor import TensorParallel
+from accel_plugins.sharding.states import ShardedPersister
+from accel_plugins.sharding.step import ShardedStepper
+from accel_plugins.sharding.wrapper import ShardedWrapper
+from accel_plugins.strategy import Feature, Strategy
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+FEATURES = frozenset(Feature) - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
+"""What can be done with models of which every rank holds a part."""
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run whose models are sharded.
+
+    Args:
+        settings: Nothing in them concerns this strategy that the plugins do not say.
+        runtime: Device and topology.
+        precision: Scales losses and steps optimizers.
+        handlers: A `FullyShardedDataParallelPlugin` says how, a `ParallelismConfig` along which axes.
+
+    Raises:
+        SettingsError: The plugin is of version 1, or the sizes do not fit the number of processes.
+    """
+    del settings
+    plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=2)
+    if plugin.version != 2:
+        raise SettingsError(
+            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: its axes "
+            "go with fsdp_version=2 only."
+        )
+    plugin.set_mixed_precision(precision.name)
+    axes = axes_of(runtime, handlers, sharded=FullyShardedDataParallelPlugin in handlers)
+    full = FullSharding(plugin=plugin, mesh=axes.fully_sharded(runtime))
+    tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
+    context = None
+    if axes.context is not None:
+        context = ContextParallel(mesh=axes.context, rotation=axes.config.cp_handler.cp_comm_strategy)
+    stages = [*(() if tensor is None else (tensor,)), full]
+    divide = [*stages, *(() if context is None else (context.prepare,))]
+    return Strategy(
+        name="fsdp2",
+        wrapper=ShardedWrapper(
+            runtime=runtime,
+            divide=in_turn(divide),
+            examine=in_turn([stage.examine for stage in stages]),
+            parameters_on=full.parameters_on(runtime.device),
+            only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
+        ),
+        stepper=ShardedStepper(precision=precision, name="fsdp2"),
+        persister=ShardedPersister(is_main=runtime.topology.is_main, device=runtime.device),
+        sharding=axes.sharding,
+        features=FEATURES,
+        mesh=axes.mesh,
+        split_sequences=context,
+        shards=TensorShards(form_now=partial(form_of, plugin)),
+    )
+
+
+def in_turn(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
+    """One function of a model for several."""
+
+    def each(model: nn.Module) -> None:
+        for function in functions:
+            function(model)
+
+    return each

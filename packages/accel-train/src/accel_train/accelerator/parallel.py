@@ -1,0 +1,118 @@
+"""The axes along which processes divide the work."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import UnsupportedError
+from accel_train.accelerator.facet import Facet
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.parallelism.config import ParallelismConfig
+
+
+class ParallelFacet(Facet):
+    """The mesh of processes, and the place of this one on it."""
+
+    __slots__ = ()
+
+    @property
+    def parallelism_config(self) -> ParallelismConfig | None:
+        """The sizes of the axes that were asked for."""
+        return self._parts.state.parallelism_config
+
+    @property
+    def torch_device_mesh(self) -> DeviceMesh | None:
+        """The processes by the axes along which they divide the work; `None` where there is one axis of copies."""
+        return self._parts.strategy.mesh
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """Whether models are sharded by `fully_shard`."""
+        return self._parts.strategy.name == "fsdp2"
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """Whether parameters are `DTensor`s, so that several kinds of parallelism combine."""
+        return self._parts.strategy.mesh is not None
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """Which part of each layer this process has; 0 where layers are whole."""
+        return self._rank_along("tp")
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """Which part of each sequence this process has; 0 where sequences are whole."""
+        return self._rank_along("cp")
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which copy of the model this process belongs to; 0 where there is one."""
+        parts = self._parts
+        if parts.strategy.mesh is None:
+            return parts.strategy.sharding.shard_index
+        return self._rank_along("dp_replicate")
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """Which shard of its copy of the model this process has, as far as shards have batches of their own."""
+        return self._rank_along("dp_shard")
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """Which stage of a pipeline this process has.
+
+        Raises:
+            UnsupportedError: Always: no model is trained in stages.
+        """
+        raise UnsupportedError("pipeline_parallel_rank: models are not trained in pipeline stages.")
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process belongs to the copy of the model that is saved: the first one."""
+        parts = self._parts
+        if parts.strategy.mesh is None:
+            return parts.process.is_main_process
+        return self._rank_along("dp_replicate") == 0
+
+    def maybe_context_parallel(
+        self,
+        buffers: list[torch.Tensor] | None = None,
+        buffer_seq_dims: list[int] | None = None,
+        no_restore_buffers: set[torch.Tensor] | None = None,
+    ) -> AbstractContextManager[None]:
+        """A context in which sequences are divided, if there is context parallelism; else one that does nothing.
+
+        Within it, scaled-dot-product attention sees whole sequences although every process has a part of them.
+
+        Args:
+            buffers: Tensors with a sequence dim, such as the inputs, labels and positions of a batch. They are
+                cut to this process's part in place.
+            buffer_seq_dims: The sequence dim of each.
+            no_restore_buffers: Those that nobody needs afterwards; others are whole again.
+
+        Example:
+            >>> import torch
+            >>> from accel_train import Accelerator
+            >>> tokens = torch.arange(8).reshape(1, 8)
+            >>> with Accelerator(cpu=True).maybe_context_parallel([tokens], [1], {tokens}):
+            ...     tokens.shape
+            torch.Size([1, 8])
+        """
+        split = self._parts.strategy.split_sequences
+        if split is None:
+            return nullcontext()
+        return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+
+    def _rank_along(self, axis: str) -> int:
+        mesh: Any = self._parts.strategy.mesh
+        names: Sequence[str] = () if mesh is None else mesh.mesh_dim_names or ()
+        return mesh.get_local_rank(axis) if axis in names else 0

@@ -1,0 +1,117 @@
+"""The documented functions around FSDP2 that take an `Accelerator`; `prepare` does all of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from accel_ops.dtensors import local_part
+from accel_plugins.bundle import Bundle
+from accel_plugins.fsdp.activations import checkpoint_activations
+from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.sharding.optimizers import switch_parameters
+from accel_plugins.sharding.values import load_from_main
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from torch.optim import Optimizer
+
+    from accel_train.accelerator import Accelerator
+
+# What wrappers of torch put into names.
+_IN_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module.")
+
+
+def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Shard a model in place, as `prepare` does; its optimizers have to be made afterwards.
+
+    Args:
+        accelerator: With an FSDP plugin of version 2.
+        model: The same on every process.
+
+    Raises:
+        UnsupportedError: The accelerator trains in another way.
+    """
+    strategy = accelerator._parts.strategy  # pyright: ignore[reportPrivateUsage] - a function of it
+    if not accelerator.is_fsdp2:
+        raise UnsupportedError(f"fsdp2_prepare_model(): the strategy is {strategy.name!r}, not 'fsdp2'.")
+    bundle = Bundle(models=[model])
+    strategy.wrapper.check(bundle)
+    return strategy.wrapper.wrap(bundle).models[0]
+
+
+def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Let the blocks of a model keep only their inputs for the backward pass, before it is sharded.
+
+    Args:
+        accelerator: Its FSDP plugin says what blocks are.
+        model: Changed in place.
+
+    Returns:
+        The model.
+    """
+    policy = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)
+    for block in blocks(model, policy, set())[:-1]:
+        checkpoint_activations(block)
+    return model
+
+
+def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """Names of parameters as the model itself has them, without those of wrappers.
+
+    Example:
+        >>> fsdp2_canonicalize_names({"layer._checkpoint_wrapped_module.weight": 1})
+        {'layer.weight': 1}
+    """
+    found: dict[str, Any] = {}
+    for name, value in dict(named_params).items():
+        plain = name
+        for part in _IN_NAMES[:-1]:
+            plain = plain.replace(part, "")
+        found[plain.removeprefix(_IN_NAMES[-1])] = value
+    return found
+
+
+def fsdp2_load_full_state_dict(
+    accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Tensor], cpu_offload: bool = False
+) -> None:
+    """Load a whole state dict that only the main process has into a sharded model, tensor by tensor.
+
+    Args:
+        accelerator: Whose processes have shards of the model.
+        model: Sharded, with values or without.
+        full_sd: Name to tensor; not looked at on other processes.
+        cpu_offload: Whether parameters stay on the CPU.
+    """
+    runtime = accelerator.state.runtime
+    load_from_main(model, full_sd, runtime, on_cpu=cpu_offload)
+
+
+def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any, Tensor]) -> None:
+    """Replace the parameters of an optimizer by those of a sharded model, in place.
+
+    Args:
+        optimizer: Made for the parameters before.
+        mapping: An old parameter, or its `data_ptr()`, to the new one.
+
+    Raises:
+        SettingsError: A parameter of the optimizer is not there.
+    """
+    by_address = {key: value for key, value in mapping.items() if isinstance(key, int)}
+    by_identity = {id(key): value for key, value in mapping.items() if isinstance(key, Tensor)}
+    found: dict[Tensor, Tensor] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            new = by_identity.get(id(parameter))
+            if new is None:
+                new = by_address.get(local_part(parameter).data_ptr())
+            if new is None:
+                raise SettingsError(
+                    f"fsdp2_switch_optimizer_parameters(): the optimizer has a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not in the mapping; it would not be trained."
+                )
+            found[parameter] = new
+    switch_parameters(optimizer, found)

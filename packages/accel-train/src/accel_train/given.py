@@ -1,0 +1,83 @@
+"""The arguments of `Accelerator` that are plugins, and what launchers and earlier ones say instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.engines import ENGINES
+from accel_state import environ
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+# What launchers set, by the argument that it stands for.
+_SWITCHES = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+# What `AcceleratorState` calls otherwise.
+_STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
+
+
+def sort_plugins(**given: Any) -> dict[str, Any]:
+    """The arguments of `Accelerator` that are plugins, by name; the two that DeepSpeed has as one.
+
+    Raises:
+        SettingsError: Both were given.
+
+    Example:
+        >>> sort_plugins(fsdp_plugin=None, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3})
+        {'fsdp_plugin': None, 'deepspeed_plugin': {'zero3': 3}}
+    """
+    several = given.pop("deepspeed_plugins")
+    if several is not None:
+        if given["deepspeed_plugin"] is not None:
+            raise SettingsError(
+                f"Accelerator(deepspeed_plugin={given['deepspeed_plugin']!r}, deepspeed_plugins={several!r}): "
+                "give one of the two."
+            )
+        given["deepspeed_plugin"] = several
+    return given
+
+
+def known_plugins() -> dict[str, Any]:
+    """The plugins of an earlier `Accelerator` of this process, by the arguments that they were."""
+    known = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - asks without making one
+    return {
+        engine.argument: known.get(_STATE_NAMES.get(engine.argument, engine.argument)) for engine in ENGINES
+    }
+
+
+def refuse_unavailable(**given: object) -> None:
+    """Raise if an argument was given whose feature is not part of this version.
+
+    Args:
+        **given: The arguments of `Accelerator` by name.
+
+    Raises:
+        UnsupportedError: One of them is not `None`.
+    """
+    for name, value in given.items():
+        if value is not None:
+            raise UnsupportedError(
+                f"Accelerator({name}={value!r}): this version of accel has no use for {name}; leave it out."
+            )
+
+
+def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
+    """Raise if a launcher has switched on an engine that is not part of this version.
+
+    Raises:
+        UnsupportedError: It has.
+    """
+    available = {engine.argument for engine in ENGINES}
+    for name, argument in _SWITCHES.items():
+        if argument not in available and environ.str_to_bool(environment.get(name, "false")):
+            raise UnsupportedError(
+                f"{name}={environment[name]!r} is set in the environment, but this version of accel has no use "
+                f"for a {argument}; unset it, or choose another configuration."
+            )
