@@ -180,3 +180,31 @@ def distributed_type_of(
     if own is not None:
         return own
     return DistributedType.NO if world_size == 1 else DistributedType(device_kind_label)
+
+
+# What runs are called whose processes `torch.distributed` connects.
+TORCH_DISTRIBUTED_OPERATION_TYPES = [
+    "DEEPSPEED",
+    "MULTI_GPU",
+    "FSDP",
+    "MEGATRON_LM",
+    "TP",
+    "MULTI_NPU",
+    "MULTI_MLU",
+    "MULTI_SDAA",
+    "MULTI_MUSA",
+    "MULTI_XPU",
+    "MULTI_CPU",
+    "MULTI_HPU",
+    "MULTI_NEURON",
+]
+
+
+def shares_gradients(distributed_type: DistributedType | str | None) -> bool:
+    """Whether each rank of such a run holds a part of the gradients.
+
+    Example:
+        >>> shares_gradients(DistributedType.FSDP), shares_gradients("MULTI_GPU"), shares_gradients(None)
+        (True, False, False)
+    """
+    return distributed_type == DistributedType.FSDP

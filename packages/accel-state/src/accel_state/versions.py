@@ -24,6 +24,10 @@ STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Version, Version], bool]] = {
 }
 """What the texts of comparisons mean."""
 
+# The versions of torch since which its profiler records what these kinds of devices do.
+MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
+XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
+
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare a version with another.
