@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-from pathlib import Path
+from pathlib import Path  # noqa: TC003 - ranks read the fixtures
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -76,11 +78,11 @@ def build(strategy: str, **options: object) -> tuple:
     data = torch.randn(60, 3, generator=torch.Generator().manual_seed(1))
     loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
     prepared = accelerator.prepare(model, optimizer, loader, schedule)
-    accelerator.step_scheduler_with_optimizer  # noqa: B018 - touch: the schedule follows the optimizer
     return (accelerator, *prepared)
 
 
-def train(run: tuple, steps: int = STEPS) -> None:
+def train(run: tuple, steps: int = STEPS, save_to: Path | None = None) -> None:
+    """Train some batches of an epoch; save after the last, while the loader knows where it is."""
     accelerator, model, optimizer, loader, schedule = run
     for batch in loader:
         accelerator.backward(model(batch).square().mean())
@@ -89,6 +91,8 @@ def train(run: tuple, steps: int = STEPS) -> None:
         optimizer.zero_grad()
         steps -= 1
         if not steps:
+            if save_to is not None:
+                accelerator.save_state(save_to)
             break
 
 
@@ -102,8 +106,7 @@ def one_leg(strategy: str, folder: Path, leg: int) -> None:
     run = build(strategy)
     if leg:
         run[0].load_state(folder / f"leg{leg - 1}")
-    train(run)
-    run[0].save_state(folder / f"leg{leg}")
+    train(run, save_to=folder / f"leg{leg}")
     state = whole(run)
     if run[0].is_main_process:
         torch.save(state, folder / "state.pt")
@@ -234,8 +237,6 @@ def test_shards_are_merged_into_one_file(safe: bool, tmp_path: Path) -> None:
     model = Net()
     right = whole(run)
     if safe:
-        from safetensors.torch import load_file  # noqa: PLC0415 - only here
-
         model.load_state_dict(load_file(tmp_path / "merged" / "model.safetensors"))
     else:
         model.load_state_dict(torch.load(tmp_path / "merged" / "pytorch_model.bin"))
@@ -268,6 +269,7 @@ def test_an_index_that_would_run_code_is_refused(tmp_path: Path) -> None:
 @distributed(world_size=2)
 def test_a_shard_that_was_cut_off_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     run = build("fsdp2")
+    train(run)
     run[0].save_state(tmp_path / "here")
     shard = tmp_path / "here" / "optimizer_0" / "__1_0.distcp"
     dist.barrier()
@@ -292,8 +294,6 @@ def test_another_model_is_refused_by_the_name_of_what_differs(tmp_path: Path) ->
 
 class FullDisk:
     def __getattr__(self, name: str) -> object:
-        import os  # noqa: PLC0415 - stands for it
-
         return getattr(os, name)
 
     def write(self, descriptor: int, data: memoryview) -> int:

@@ -58,8 +58,8 @@ def prepare_pippy(
         The model; its attribute `hf_split_points` says where it was cut. A process alone runs it as it was.
 
     Raises:
-        SettingsError: There is no example input, there are fewer layers than processes, or a split point is no
-            module of the model.
+        SettingsError: There is no example input, there are fewer layers than processes, or a split point is
+            no module of the model.
         RuntimeError: The model cannot be traced.
     """
     state = PartialState()
@@ -68,8 +68,8 @@ def prepare_pippy(
     rows = find_pippy_batch_size(example_args, kwargs)
     if rows is None:
         raise SettingsError(
-            "prepare_pippy() traces the model with example inputs: give example_args or example_kwargs with at "
-            "least one tensor whose first dimension is the batch."
+            "prepare_pippy() traces the model with example inputs: give example_args or example_kwargs with "
+            "at least one tensor whose first dimension is the batch."
         )
     if split_points == "auto":
         split_points = split_points_of(generate_device_map(model, stages, no_split_module_classes), stages)
@@ -234,8 +234,8 @@ def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) ->
             raise SettingsError(f"split_points has {name!r}, which is no module of {type(model).__name__}.")
     if len(split_points) != stages - 1:
         raise SettingsError(
-            f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, and there are {stages} "
-            "processes: give one point fewer than processes."
+            f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, and there are "
+            f"{stages} processes: give one point fewer than processes."
         )
 
 

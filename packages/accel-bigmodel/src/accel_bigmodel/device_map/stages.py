@@ -62,7 +62,7 @@ def generate_device_map(
     bound = smallest_bound(units, rooms)
     if bound is None:
         raise SettingsError(
-            f"max_memory={max_memory!r} cannot hold {type(model).__name__}, which takes {units.sums[-1]} bytes."
+            f"max_memory={max_memory!r} cannot hold {type(model).__name__}, of {units.sums[-1]} bytes."
         )
     ends = fill(units, [min(bound, room) for room in rooms])
     # Whoever comes last has a layer too; giving one away makes no share larger.

@@ -27,8 +27,8 @@ def create_safetensors(
 ) -> dict[str, Tensor]:
     """Make a safetensors file with room for some tensors.
 
-    The system writes out what is filled in when it needs the memory; the file is complete when the tensors are
-    filled and no longer used.
+    The system writes out what is filled in when it needs the memory; the file is complete when the tensors
+    are filled and no longer used.
 
     Args:
         path: Of a file that does not exist.

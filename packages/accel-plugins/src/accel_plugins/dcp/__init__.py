@@ -1,4 +1,4 @@
-"""What ranks hold of models and optimizers by name; folders of it, as PyTorch Distributed Checkpoint has them."""
+"""What ranks hold of models and optimizers, by name; folders that PyTorch Distributed Checkpoint reads."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from accel_plugins.dcp.layout import INDEX_NAME, note_file
@@ -78,7 +78,8 @@ def read_index(folder: Path) -> Metadata:
     path = folder / INDEX_NAME
     if not path.is_file():
         raise CheckpointError(
-            f"{str(folder)!r} has no {INDEX_NAME!r}: it is no folder of a sharded state, or was not completed."
+            f"{str(folder)!r} has no {INDEX_NAME!r}: it is no folder of a sharded state, or was not "
+            "completed."
         )
     index = unpickle(path)
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):

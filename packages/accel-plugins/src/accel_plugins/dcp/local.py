@@ -43,8 +43,8 @@ def load_local(
     Args:
         path: The file of this rank.
         world_size: Number of ranks now.
-        room: Makes a tensor that is divided as those here, from the keys that lead to it, and the shape and the
-            dtype of the whole.
+        room: Makes a tensor that is divided as those here, from the keys that lead to it, and the shape and
+            the dtype of the whole.
 
     Raises:
         CheckpointError: It was written by another number of ranks, or divided in another way.
@@ -54,7 +54,8 @@ def load_local(
     found = torch.load(path, map_location="cpu", weights_only=True)
     if found["world_size"] != world_size:
         raise CheckpointError(
-            f"{str(path)!r} is of a run with {found['world_size']} processes, and there are {world_size}: local "
+            f"{str(path)!r} is of a run with {found['world_size']} processes, and there are {world_size}: "
+            "local "
             "state dicts can only be read by as many. Save with SHARDED_STATE_DICT instead."
         )
     return _unpacked(found["state"], (), room, path)
@@ -85,7 +86,8 @@ def _unpacked(
     local: Tensor = target.to_local() if isinstance(target, DTensor) else target
     if local.shape != part.shape:
         raise CheckpointError(
-            f"{str(path)!r}: this rank holds {tuple(local.shape)} of {'.'.join(map(str, keys))!r}, and the file "
+            f"{str(path)!r}: this rank holds {tuple(local.shape)} of {'.'.join(map(str, keys))!r}, and the "
+            "file "
             f"has {tuple(part.shape)}. Wrap the model as in the run that was saved."
         )
     local.copy_(part)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import io
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from accel_plugins.dcp.index import entries, read_index
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import io
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
@@ -98,7 +100,7 @@ def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, stri
 def _put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Set a value in nested dictionaries and lists, making those that are not there yet."""
     place = state
-    for key, following in zip(path, path[1:], strict=False):
+    for key, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(key, int):
             place.extend([None] * (key + 1 - len(place)))

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_plugins.roles import StateDict
     from accel_plugins.dcp.role import Room
+    from accel_plugins.roles import StateDict
 
 
 def always_whole() -> StateForm:
@@ -115,7 +115,8 @@ def numbered_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> 
         CheckpointError: The state is of other parameters.
 
     Example:
-        >>> numbered_state({"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"]}]}, [["a", "b"]])
+        >>> state = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"]}]}
+        >>> numbered_state(state, [["a", "b"]])
         {'state': {1: {'step': 1}}, 'param_groups': [{'params': [0, 1]}]}
     """
     check_groups([group["params"] for group in state["param_groups"]], names)
@@ -145,7 +146,8 @@ def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]])
     """
     if len(saved) != len(names):
         raise CheckpointError(
-            f"The saved optimizer has {len(saved)} parameter group(s), this one has {len(names)}: build it as in "
+            f"The saved optimizer has {len(saved)} parameter group(s), this one has {len(names)}: build it "
+            "as in "
             "the run that was saved."
         )
     for place, (then, now) in enumerate(zip(saved, names, strict=True)):
@@ -153,7 +155,8 @@ def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]])
         if gone or new:
             only = f"only in the checkpoint {gone[:3]}" if gone else f"only in this optimizer {new[:3]}"
             raise CheckpointError(
-                f"Group {place} of the saved optimizer is of other parameters than here: {only}. Build model and "
+                f"Group {place} of the saved optimizer is of other parameters than here: {only}. Build model "
+                "and "
                 "optimizer as in the run that was saved."
             )
 

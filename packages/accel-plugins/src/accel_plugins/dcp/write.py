@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage] - what the format's index consists of
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
@@ -54,7 +54,7 @@ class ShardWriter:
             sink: Gets the bytes.
             to_host: What copies a tensor from a device to the CPU; `Tensor.cpu` if `None`.
         """
-        counted = _Counted(sink)
+        counted: Any = _Counted(sink)
         self._results = []
         for item in self._plan.items:
             begin = counted.size
@@ -74,16 +74,14 @@ class ShardWriter:
 
     def _is_ours(self, item: WriteItem, rank: int) -> bool:
         value = self._planner.state_dict[item.index.fqn]
-        if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor):
+        if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
             return rank == 0
-        coordinate = value.device_mesh.get_coordinate()
-        assert coordinate is not None  # or there would be no item
+        coordinate = value.device_mesh.get_coordinate() or ()  # a rank outside of the mesh has no item
         copies = [
             place
             for place, placement in zip(coordinate, value.placements, strict=True)
             if not placement.is_shard()
         ]
-        assert item.tensor_data is not None
         has_any = math.prod(item.tensor_data.chunk.sizes) > 0
         return not any(copies) and (has_any or (not value.numel() and not any(coordinate)))
 

@@ -67,7 +67,9 @@ def ensure_weights_retied(
         >>> with torch.device("meta"):
         ...     model = torch.nn.ModuleList([torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)])
         >>> model[1].weight = model[0].weight
-        >>> init = ensure_weights_retied(lambda module: module.to_empty(device="cpu", recurse=False), model, "cpu")
+        >>> def fill(module):
+        ...     return module.to_empty(device="cpu", recurse=False)
+        >>> init = ensure_weights_retied(fill, model, "cpu")
         >>> for module in model.modules():
         ...     _ = init(module)
         >>> model[0].weight is model[1].weight

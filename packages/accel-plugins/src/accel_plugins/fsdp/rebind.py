@@ -71,8 +71,9 @@ def _visible(root: FullyShardedDataParallel) -> dict[str, Tensor]:
 def _flattened(root: FullyShardedDataParallel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, module in root.named_modules():
-        if isinstance(module, FullyShardedDataParallel) and module._handle is not None:
-            flat: Any = module._handle.flat_param
+        handle: Any = getattr(module, "_handle", None)  # of FSDP alone
+        if isinstance(module, FullyShardedDataParallel) and handle is not None:
+            flat: Any = handle.flat_param
             prefix = plain_name(f"{name}.") if name else ""
             if any(flat is one for one in module.parameters(recurse=False)):
                 found |= dict.fromkeys((prefix + inner for inner in flat._fqns), flat)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -90,4 +90,4 @@ class Fsdp1Shards:
             check_groups(*[[group["params"] for group in one["param_groups"]] for one in (state, now)])
             with quiet():
                 loaded = FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, state)
-        optimizer.load_state_dict(cast("dict[str, Any]", loaded))
+        optimizer.load_state_dict(loaded)

@@ -69,8 +69,10 @@ class Fsdp1Stepper:
         absent = {id(one) for one in root.parameters() if one.requires_grad} - {id(one) for one in given}
         if absent:
             raise SettingsError(
-                f"clip_grad_norm_() was given {len(given)} parameters, and {len(absent)} more of the same model are "
-                "missing. FSDP1 computes the norm over all of them: pass model.parameters() of the prepared model."
+                f"clip_grad_norm_() was given {len(given)} parameters, and {len(absent)} more of the same "
+                "model are "
+                "missing. FSDP1 computes the norm over all of them: pass model.parameters() of the prepared "
+                "model."
             )
         unscaled(self.inner.precision, given, optimizers)
         with watch.region("clip_grad_norm_"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -65,7 +66,7 @@ class Fsdp1Wrapper:
     book: OptimizerBook
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models without values, classes that do not occur, and optimizers that have stepped before."""
+        """Refuse models without values, classes that do not occur, and optimizers that have stepped."""
         plugin = self.plugin
         if not plugin.cpu_ram_efficient_loading and plugin.param_init_fn is None:
             check_materialised(bundle)
@@ -74,7 +75,8 @@ class Fsdp1Wrapper:
         for optimizer in bundle.optimizers:
             if optimizer.state and not self.book.knows(optimizer):
                 raise SettingsError(
-                    f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot divide its "
+                    f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot divide "
+                    "its "
                     "state; prepare it first, or load the state afterwards. fsdp_version=2 can."
                 )
 
@@ -205,7 +207,8 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, *, offload: bool) -> None
     blocks = {id(one.module) for one in FullyShardedDataParallel.fsdp_modules(root) if one is not root}
     if not blocks:
         raise SettingsError(
-            "FullyShardedDataParallelPlugin(activation_checkpointing=True): no block of the model is wrapped on its "
+            "FullyShardedDataParallelPlugin(activation_checkpointing=True): no block of the model is wrapped "
+            "on its "
             "own, so that there is nothing to compute again; choose an auto_wrap_policy."
         )
     around = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
@@ -218,5 +221,4 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, *, offload: bool) -> None
 
 def _no_sync(roots: Roots, model: nn.Module) -> Any:
     root = roots.of_model(model)
-    assert root is not None  # `no_sync` is asked of prepared models
-    return root.no_sync()
+    return nullcontext() if root is None else root.no_sync()

@@ -1,4 +1,4 @@
-"""The documented functions that save and load one sharded model or optimizer, without `save_state`'s guarantees."""
+"""The documented functions that save and load one sharded model or optimizer, file by file."""
 
 from __future__ import annotations
 

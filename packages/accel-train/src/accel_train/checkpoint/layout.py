@@ -68,7 +68,7 @@ def sharded_optimizer_name(index: int) -> str:
 
 
 def fsdp_weights_name(index: int) -> str:
-    """The weights of a whole model that was sharded, as other libraries write them: `pytorch_model_fsdp.bin`."""
+    """The weights of a sharded model in one file, as others write them: `pytorch_model_fsdp.bin`."""
     return _indexed(FSDP_MODEL_NAME, index)
 
 

@@ -34,8 +34,8 @@ def merge_fsdp_weights(
 ) -> None:
     """Make one weight file out of a folder with the shards of a model.
 
-    Tensors go from file to file one after the other: the model need not fit into memory. With several processes,
-    the main one does it, and all wait.
+    Tensors go from file to file one after the other: the model need not fit into memory. With several
+    processes, the main one does it, and all wait.
 
     Args:
         checkpoint_dir: The folder `pytorch_model_fsdp_0`, or the checkpoint that it is in.
@@ -92,8 +92,8 @@ def _folder_of_model(given: Path) -> Path:
         return inside[0]
     if not inside:
         raise CheckpointError(
-            f"{str(given)!r} holds no shards of a model: give the folder {layout.FSDP_MODEL_NAME + '_0'!r} of a "
-            "checkpoint that was saved with SHARDED_STATE_DICT."
+            f"{str(given)!r} holds no shards of a model: give the folder {layout.sharded_model_name(0)!r} of "
+            "a checkpoint that was saved with SHARDED_STATE_DICT."
         )
     raise CheckpointError(
         f"{str(given)!r} holds the shards of {len(inside)} models: give one of "

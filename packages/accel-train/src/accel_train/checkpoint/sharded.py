@@ -84,8 +84,8 @@ def check_shared(run: Run) -> None:
     several_hosts = topology.world_size > topology.local_world_size
     if run.project.save_on_each_node and several_hosts and form_of(run) is not StateForm.WHOLE:
         raise SettingsError(
-            "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; use "
-            "state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
+            "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; "
+            "use state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
         )
 
 

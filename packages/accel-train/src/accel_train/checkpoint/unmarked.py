@@ -43,7 +43,7 @@ def check_unmarked(folder: Path) -> None:
     for one in folders:
         if not is_sharded_folder(one):
             raise CheckpointError(
-                f"{str(one)!r} is not whole: it has no {INDEX_NAME!r}, which is written when all ranks are done."
+                f"{str(one)!r} is not whole: it has no {INDEX_NAME!r}, which comes when all ranks are done."
             )
 
 
