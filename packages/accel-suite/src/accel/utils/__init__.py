@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel.utils import deepspeed as deepspeed
     from accel.utils import environment as environment
     from accel.utils import fsdp_utils as fsdp_utils
     from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
@@ -24,12 +25,16 @@ if TYPE_CHECKING:
     )
     from accel_bigmodel.placement import set_module_tensor_to_device
     from accel_bigmodel.sizes import calculate_maximum_sizes, compute_module_sizes, get_max_layer_size
+    from accel_cli.config.basic import write_basic_config
     from accel_ops.collect import broadcast, broadcast_object_list, gather, gather_object, reduce
     from accel_ops.compile import compile_regions, compile_regions_deepspeed
     from accel_ops.modules import (
         extract_model_from_parallel, has_compiled_regions, is_compiled_module, model_has_dtensor,
     )
     from accel_ops.move import copy_tensor_to_devices, send_to_device
+    from accel_ops.names import (
+        get_module_children_bottom_up, get_pretty_name, is_peft_model, merge_dicts, recursive_getattr,
+    )
     from accel_ops.pad import CannotPadNestedTensorWarning, pad_across_processes, pad_input_tensors
     from accel_ops.precision import convert_outputs_to_fp32, convert_to_fp32
     from accel_ops.tree import (
@@ -49,6 +54,13 @@ if TYPE_CHECKING:
         check_tied_parameters_in_config, find_tied_parameters, retie_parameters,
     )
     from accel_ops.weights.write import save
+    from accel_plugins.deepspeed.gathered import GatheredParameters
+    from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+    from accel_plugins.fsdp.loading import ensure_weights_retied
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+    from accel_plugins.fsdp.ram import (
+        disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading,
+    )
     from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
     from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
     from accel_plugins.kwargs.base import KwargsHandler
@@ -58,6 +70,13 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.parallelism.config import ParallelismConfig
+    from accel_plugins.parallelism.handlers import (
+        DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig,
+        TorchTensorParallelPlugin,
+    )
+    from accel_plugins.precision.contexts import get_grad_scaler, get_mixed_precision_context_manager
+    from accel_plugins.precision.sharded_scaler import get_fsdp2_grad_scaler
     from accel_quant.bnb.config import BnbQuantizationConfig
     from accel_quant.bnb.convert import has_4bit_bnb_layers
     from accel_quant.bnb.load import load_and_quantize_model
@@ -90,7 +109,7 @@ if TYPE_CHECKING:
     )
     from accel_state.labels import (
         ComputeEnvironment, CustomDtype, DDPCommunicationHookType, DistributedType, DynamoBackend,
-        LoggerType, PrecisionType, RNGType, SageMakerDistributedType,
+        LoggerType, PrecisionType, RNGType, SageMakerDistributedType, TORCH_DISTRIBUTED_OPERATION_TYPES,
     )
     from accel_state.memory import release_memory
     from accel_state.partial_state import wait_for_everyone
@@ -98,62 +117,83 @@ if TYPE_CHECKING:
     from accel_state.progress import tqdm
     from accel_state.rng import set_seed, synchronize_rng_state, synchronize_rng_states
     from accel_state.topology import get_cpu_distributed_information
-    from accel_state.versions import compare_versions, is_torch_version
+    from accel_state.versions import (
+        MITA_PROFILING_AVAILABLE_PYTORCH_VERSION, XPU_PROFILING_AVAILABLE_PYTORCH_VERSION, compare_versions,
+        is_torch_version,
+    )
+    from accel_train.checkpoint.fsdp_files import (
+        load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer,
+    )
     from accel_train.checkpoint.layout import (
         OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME,
+    )
+    from accel_train.checkpoint.merge import merge_fsdp_weights
+    from accel_train.fsdp import (
+        fsdp2_apply_ac, fsdp2_canonicalize_names, fsdp2_load_full_state_dict, fsdp2_prepare_model,
+        fsdp2_switch_optimizer_parameters,
     )
     from accel_train.launchers import PrepareForLaunch
     from accel_train.profiling import PROFILE_PATTERN_NAME
 
 __all__ = [
     "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning", "ComputeEnvironment",
-    "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration", "DistributedDataParallelKwargs",
-    "DistributedType", "DynamoBackend", "GradScalerKwargs", "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MODEL_NAME", "OPTIMIZER_NAME",
-    "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "PrecisionType", "PrefixedDataset",
-    "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration", "RNGType", "RNG_STATE_NAME",
-    "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME",
-    "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME", "SageMakerDistributedType", "TensorInformation",
-    "TorchDynamoPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
-    "align_module_device", "are_libraries_initialized", "broadcast", "broadcast_object_list",
-    "calculate_maximum_sizes", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_device_map",
-    "check_os_kernel", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
-    "clean_state_dict_for_safetensors", "clear_environment", "compare_versions", "compile_regions",
-    "compile_regions_deepspeed", "compute_module_sizes", "concatenate", "convert_bytes",
-    "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_outputs_to_fp32",
-    "convert_to_fp32", "copy_tensor_to_devices", "dtype_byte_size", "extract_model_from_parallel",
-    "extract_submodules_state_dict", "find_batch_size", "find_device", "find_executable_batch_size",
-    "find_tied_parameters", "gather", "gather_object", "get_balanced_memory",
-    "get_cpu_distributed_information", "get_current_device_type", "get_data_structure", "get_gpu_info",
-    "get_int_from_env", "get_max_layer_size", "get_max_memory", "has_4bit_bnb_layers",
-    "has_compiled_regions", "has_offloaded_params", "honor_type", "id_tensor_storage",
-    "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available",
-    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
-    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
-    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available",
-    "is_fp8_available", "is_habana_gaudi1", "is_hpu_available", "is_import_timer_available",
-    "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
-    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
-    "is_neuron_available", "is_npu_available", "is_pandas_available", "is_peft_available",
-    "is_pippy_available", "is_port_in_use", "is_pynvml_available", "is_pytest_available",
-    "is_rich_available", "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available",
-    "is_sdaa_available", "is_swanlab_available", "is_tensor_information", "is_tensorboard_available",
-    "is_timm_available", "is_torch_tensor", "is_torch_version", "is_torch_xla_available",
-    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available", "is_trackio_available", "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
-    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify",
-    "load", "load_and_quantize_model", "load_checkpoint_in_model", "load_offloaded_weight",
-    "load_offloaded_weights", "load_state_dict", "model_has_dtensor", "named_module_tensors",
+    "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin",
+    "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedType", "DynamoBackend",
+    "FullyShardedDataParallelPlugin", "GatheredParameters", "GradScalerKwargs",
+    "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "LoggerType",
+    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME", "OPTIMIZER_NAME", "OffloadedWeightsLoader",
+    "PROFILE_PATTERN_NAME", "ParallelismConfig", "PrecisionType", "PrefixedDataset", "PrepareForLaunch",
+    "ProfileKwargs", "ProjectConfiguration", "RNGType", "RNG_STATE_NAME", "SAFE_MODEL_NAME",
+    "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME",
+    "SCALER_NAME", "SCHEDULER_NAME", "SageMakerDistributedType", "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "align_module_device", "are_libraries_initialized",
+    "broadcast", "broadcast_object_list", "calculate_maximum_sizes", "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_environment",
+    "compare_versions", "compile_regions", "compile_regions_deepspeed", "compute_module_sizes",
+    "concatenate", "convert_bytes", "convert_dict_to_env_variables", "convert_file_size_to_int",
+    "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
+    "disable_fsdp_ram_efficient_loading", "dtype_byte_size", "enable_fsdp_ram_efficient_loading",
+    "ensure_weights_retied", "extract_model_from_parallel", "extract_submodules_state_dict",
+    "find_batch_size", "find_device", "find_executable_batch_size", "find_tied_parameters",
+    "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict", "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters", "gather", "gather_object", "get_balanced_memory",
+    "get_cpu_distributed_information", "get_current_device_type", "get_data_structure",
+    "get_fsdp2_grad_scaler", "get_gpu_info", "get_grad_scaler", "get_int_from_env", "get_max_layer_size",
+    "get_max_memory", "get_mixed_precision_context_manager", "get_module_children_bottom_up",
+    "get_pretty_name", "has_4bit_bnb_layers", "has_compiled_regions", "has_offloaded_params", "honor_type",
+    "id_tensor_storage", "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors",
+    "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
+    "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
+    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module",
+    "is_cuda_available", "is_datasets_available", "is_deepspeed_available", "is_dvclive_available",
+    "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
+    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
+    "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available",
+    "is_musa_available", "is_namedtuple", "is_neuron_available", "is_npu_available", "is_pandas_available",
+    "is_peft_available", "is_peft_model", "is_pippy_available", "is_port_in_use", "is_pynvml_available",
+    "is_pytest_available", "is_rich_available", "is_rocm_available", "is_sagemaker_available",
+    "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information",
+    "is_tensorboard_available", "is_timm_available", "is_torch_tensor", "is_torch_version",
+    "is_torch_xla_available", "is_torchao_available", "is_torchdata_available",
+    "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_trackio_available",
+    "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available",
+    "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
+    "is_xpu_available", "listify", "load", "load_and_quantize_model", "load_checkpoint_in_model",
+    "load_fsdp_model", "load_fsdp_optimizer", "load_offloaded_weight", "load_offloaded_weights",
+    "load_state_dict", "merge_dicts", "merge_fsdp_weights", "model_has_dtensor", "named_module_tensors",
     "offload_state_dict", "offload_weight", "pad_across_processes", "pad_input_tensors",
     "parse_choice_from_env", "parse_flag_from_env", "patch_environment", "purge_accelerate_environment",
-    "recursively_apply", "reduce", "release_memory", "retie_parameters", "save", "save_offload_index",
-    "send_to_device", "set_module_tensor_to_device", "set_numa_affinity", "set_seed", "slice_tensors",
-    "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "tqdm", "wait_for_everyone",
+    "recursive_getattr", "recursively_apply", "reduce", "release_memory", "retie_parameters", "save",
+    "save_fsdp_model", "save_fsdp_optimizer", "save_offload_index", "send_to_device",
+    "set_module_tensor_to_device", "set_numa_affinity", "set_seed", "slice_tensors", "str_to_bool",
+    "synchronize_rng_state", "synchronize_rng_states", "tqdm", "wait_for_everyone", "write_basic_config",
 ]
 
 _EXPORTS = {
+    "deepspeed": "accel.utils.deepspeed:",
     "environment": "accel.utils.environment:",
     "fsdp_utils": "accel.utils.fsdp_utils:",
     **dict.fromkeys(("get_balanced_memory", "get_max_memory"), "accel_bigmodel.device_map.budget"),
@@ -172,6 +212,7 @@ _EXPORTS = {
     **dict.fromkeys((
         "calculate_maximum_sizes", "compute_module_sizes", "get_max_layer_size",
     ), "accel_bigmodel.sizes"),
+    **dict.fromkeys(("write_basic_config",), "accel_cli.config.basic"),
     **dict.fromkeys((
         "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce",
     ), "accel_ops.collect"),
@@ -180,6 +221,10 @@ _EXPORTS = {
         "extract_model_from_parallel", "has_compiled_regions", "is_compiled_module", "model_has_dtensor",
     ), "accel_ops.modules"),
     **dict.fromkeys(("copy_tensor_to_devices", "send_to_device"), "accel_ops.move"),
+    **dict.fromkeys((
+        "get_module_children_bottom_up", "get_pretty_name", "is_peft_model", "merge_dicts",
+        "recursive_getattr",
+    ), "accel_ops.names"),
     **dict.fromkeys((
         "CannotPadNestedTensorWarning", "pad_across_processes", "pad_input_tensors",
     ), "accel_ops.pad"),
@@ -203,6 +248,13 @@ _EXPORTS = {
         "check_tied_parameters_in_config", "find_tied_parameters", "retie_parameters",
     ), "accel_ops.weights.tied"),
     **dict.fromkeys(("save",), "accel_ops.weights.write"),
+    **dict.fromkeys(("GatheredParameters",), "accel_plugins.deepspeed.gathered"),
+    **dict.fromkeys(("DeepSpeedPlugin",), "accel_plugins.deepspeed.plugin"),
+    **dict.fromkeys(("ensure_weights_retied",), "accel_plugins.fsdp.loading"),
+    **dict.fromkeys(("FullyShardedDataParallelPlugin",), "accel_plugins.fsdp.plugin"),
+    **dict.fromkeys((
+        "disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_loading",
+    ), "accel_plugins.fsdp.ram"),
     **dict.fromkeys(("GradientAccumulationPlugin",), "accel_plugins.kwargs.accumulation"),
     **dict.fromkeys(("AutocastKwargs", "GradScalerKwargs"), "accel_plugins.kwargs.amp"),
     **dict.fromkeys(("KwargsHandler",), "accel_plugins.kwargs.base"),
@@ -212,6 +264,15 @@ _EXPORTS = {
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
+    **dict.fromkeys(("ParallelismConfig",), "accel_plugins.parallelism.config"),
+    **dict.fromkeys((
+        "DeepSpeedSequenceParallelConfig", "TorchContextParallelConfig", "TorchTensorParallelConfig",
+        "TorchTensorParallelPlugin",
+    ), "accel_plugins.parallelism.handlers"),
+    **dict.fromkeys((
+        "get_grad_scaler", "get_mixed_precision_context_manager",
+    ), "accel_plugins.precision.contexts"),
+    **dict.fromkeys(("get_fsdp2_grad_scaler",), "accel_plugins.precision.sharded_scaler"),
     **dict.fromkeys(("BnbQuantizationConfig",), "accel_quant.bnb.config"),
     **dict.fromkeys(("has_4bit_bnb_layers",), "accel_quant.bnb.convert"),
     **dict.fromkeys(("load_and_quantize_model",), "accel_quant.bnb.load"),
@@ -248,6 +309,7 @@ _EXPORTS = {
     **dict.fromkeys((
         "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DistributedType", "DynamoBackend",
         "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
+        "TORCH_DISTRIBUTED_OPERATION_TYPES",
     ), "accel_state.labels"),
     **dict.fromkeys(("release_memory",), "accel_state.memory"),
     **dict.fromkeys(("wait_for_everyone",), "accel_state.partial_state"),
@@ -255,10 +317,21 @@ _EXPORTS = {
     **dict.fromkeys(("tqdm",), "accel_state.progress"),
     **dict.fromkeys(("set_seed", "synchronize_rng_state", "synchronize_rng_states"), "accel_state.rng"),
     **dict.fromkeys(("get_cpu_distributed_information",), "accel_state.topology"),
-    **dict.fromkeys(("compare_versions", "is_torch_version"), "accel_state.versions"),
+    **dict.fromkeys((
+        "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
+        "compare_versions", "is_torch_version",
+    ), "accel_state.versions"),
+    **dict.fromkeys((
+        "load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer",
+    ), "accel_train.checkpoint.fsdp_files"),
     **dict.fromkeys((
         "OPTIMIZER_NAME", "RNG_STATE_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
     ), "accel_train.checkpoint.layout"),
+    **dict.fromkeys(("merge_fsdp_weights",), "accel_train.checkpoint.merge"),
+    **dict.fromkeys((
+        "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict", "fsdp2_prepare_model",
+        "fsdp2_switch_optimizer_parameters",
+    ), "accel_train.fsdp"),
     **dict.fromkeys(("PrepareForLaunch",), "accel_train.launchers"),
     **dict.fromkeys(("PROFILE_PATTERN_NAME",), "accel_train.profiling"),
 }
