@@ -37,6 +37,7 @@ class DeepSpeedEngineWrapper:
         self._holds = 0
         self._limit: float | None = None
         self._known: dict[str, Any] = {}
+        self._carried: dict[int, list[Tensor]] = {}
 
     @property
     def optimizer(self) -> Any:
@@ -61,10 +62,14 @@ class DeepSpeedEngineWrapper:
                 f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine computes the gradients of a "
                 "0-d loss, with retain_graph as its only option."
             )
+        if self._is_complete:
+            self._carried = self._complete_gradients()
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with watch.region("backward"):
             self.engine.backward(loss, **kwargs)
         self._has_gradients = True
+        if self._carried and self._is_complete:
+            self._add_carried()
         self._known.clear()
 
     @contextmanager
@@ -164,10 +169,30 @@ class DeepSpeedEngineWrapper:
     def _is_complete(self) -> bool:
         return self._has_gradients and self.engine.is_gradient_accumulation_boundary()
 
+    def _complete_gradients(self) -> dict[int, list[Tensor]]:
+        """The gradients of a complete step, which stages 1 and 2 replace where another pass completes it again."""
+        optimizer = self.optimizer
+        if not hasattr(optimizer, "bit16_groups") or optimizer.cpu_offload:
+            return {}
+        kept: dict[int, list[Tensor] | None] = optimizer.averaged_gradients
+        return {
+            index: [gradient.clone() for gradient in gradients]
+            for index, gradients in kept.items()
+            if gradients is not None and not optimizer._use_compact_grad_partition_buffer(index)
+        }
+
+    def _add_carried(self) -> None:
+        """Add them to what the other pass has found."""
+        for index, gradients in self._carried.items():
+            for now, before in zip(self.optimizer.averaged_gradients[index], gradients, strict=True):
+                now.add_(before)
+        self._carried = {}
+
     def _forget(self) -> None:
         self._has_gradients = False
         self._limit = None
         self._known.clear()
+        self._carried = {}
 
     @contextmanager
     def _clipping(self) -> Generator[None]:

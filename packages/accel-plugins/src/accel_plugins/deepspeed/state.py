@@ -164,6 +164,17 @@ class EngineState:
                 if tensor.requires_grad and isinstance(value, torch.Tensor) and value.dim() > 0:
                     _set(tensor, name, value)
 
+    def named(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Let names stand for parameters in a state dict of the optimizer."""
+        names = {id(value): name for name, value in self._module.named_parameters()}
+        order = [names[id(one)] for one in self._tensors()]
+        groups = [
+            {**group, "params": [order[index] for index in group["params"]]}
+            for group in state.get("param_groups", ())
+        ]
+        states = {order[index]: value for index, value in state.get("state", {}).items()}
+        return {"state": states, "param_groups": groups}
+
     def load_named_optimizer(self, state: Mapping[str, Any]) -> None:
         """Load a state dict in which names stand for parameters.
 

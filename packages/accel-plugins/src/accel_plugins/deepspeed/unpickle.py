@@ -16,6 +16,13 @@ from accel_state.errors import CheckpointError
 if TYPE_CHECKING:
     from pathlib import Path
 
+
+def _without_attributes(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
+    """Make a tensor that was pickled with attributes, which only an engine gives it."""
+    del kind, state
+    return make(*arguments)
+
+
 _TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("torch", "Size"): torch.Size,
@@ -23,6 +30,9 @@ _TENSORS: dict[tuple[str, str], Any] = {
     ("torch._utils", "_rebuild_tensor"): torch_utils._rebuild_tensor,  # pyright: ignore[reportPrivateUsage] - how tensors are pickled
     ("torch._utils", "_rebuild_tensor_v2"): torch_utils._rebuild_tensor_v2,  # pyright: ignore[reportPrivateUsage]
     ("torch._utils", "_rebuild_parameter"): torch_utils._rebuild_parameter,  # pyright: ignore[reportPrivateUsage]
+    ("torch._tensor", "_rebuild_from_type_v2"): _without_attributes,
+    ("torch", "Tensor"): torch.Tensor,
+    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
     ("builtins", "set"): set,
 }
 

@@ -20,7 +20,7 @@ from accel_plugins.deepspeed.values import Facts, batch_size_of, complete, hidde
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.precision.engine import EnginePrecision
-from accel_plugins.strategies.deepspeed_save import DeepSpeedPersister
+from accel_plugins.strategies.deepspeed_save import DeepSpeedPersister, DeepSpeedShards
 from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
 from accel_plugins.strategies.replicated import check_materialised
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
@@ -152,6 +152,7 @@ class DeepSpeedWrapper:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
         with as_launched(self.runtime.topology), watch.region("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
+        _undo_first_step(optimizer)
         if bundle.optimizers:
             self.stepper.take(DeepSpeedEngineWrapper(engine, groups=groups))
         return engine, optimizer, scheduler
@@ -182,6 +183,7 @@ def build(
     first = next((one for one in plugins.values() if one.selected), next(iter(plugins.values())))
     topology = runtime.topology
     stepper = DeepSpeedStepper()
+    persister = DeepSpeedPersister(runtime=runtime, stepper=stepper)
     loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
     return Strategy(
         name="deepspeed",
@@ -194,11 +196,12 @@ def build(
             stepper=stepper,
         ),
         stepper=stepper,
-        persister=DeepSpeedPersister(runtime=runtime, stepper=stepper),
+        persister=persister,
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=_features(first),
         precision=EnginePrecision(name=first.mixed_precision, device_type=runtime.device.type),
         release=stepper.release,
+        shards=DeepSpeedShards(persister=persister),
     )
 
 
@@ -213,6 +216,16 @@ def _accumulation(plugin: GradientAccumulationPlugin | None) -> Known:
     steps = None if plugin is None else plugin.num_steps
     source = f"Accelerator(gradient_accumulation_steps={steps!r})"
     return Known(value=steps or 1, source=source, binding=steps is not None)
+
+
+def _undo_first_step(optimizer: Any) -> None:
+    """Undo the step with gradients of zero by which DeepSpeed lets 16-bit optimizers of stage 0 make their state.
+
+    It would count as a step, and decay weights.
+    """
+    if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
+        optimizer.optimizer.state.clear()
+        optimizer.refresh_fp32_params()
 
 
 def _is_divided(model: nn.Module) -> bool:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_ops.modules import extract_model_from_parallel
+from accel_plugins.dcp.role import StateForm
+from accel_plugins.deepspeed.own_format import load_engine, save_engine
 from accel_plugins.deepspeed.state import EngineState
 from accel_plugins.strategies.replicated import ReplicatedPersister
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from accel_plugins.dcp.role import Room
     from accel_plugins.roles import StateDict
     from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
     from accel_state.runtime import Runtime
@@ -36,29 +39,26 @@ class DeepSpeedPersister:
     stepper: DeepSpeedStepper
 
     def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Write the weights as they are updated, in float32, on the main process."""
-        is_main = self.runtime.topology.is_main
-        state = self.full_state_dict(model, keep=is_main, exact=True)
-        if is_main:
-            torch.save(state, directory / f"pytorch_model_{index}.bin")
+        """Let the engine write its own folder, in which its optimizer is, too."""
+        owner = self.stepper.owner_of(model)
+        if owner is None:
+            self._plain.save_model(model, directory, index)
+        else:
+            save_engine(owner.engine, directory, index)
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
-        path = directory / f"pytorch_model_{index}.bin"
-        self.load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
+        """Read it back, also if it was divided otherwise."""
+        owner = self.stepper.owner_of(model)
+        if owner is None:
+            self._plain.load_model(model, directory, index)
+        else:
+            load_engine(owner.engine, EngineState(owner.engine, owner.groups), directory, index)
 
     def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Write the state of the optimizer on the main process."""
-        is_main = self.runtime.topology.is_main
-        state = self.full_optimizer_state(optimizer, [model], keep=is_main)
-        if is_main:
-            torch.save(state, directory / f"optimizer_{index}.bin")
+        """Do nothing: it is in the folder of the model."""
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
-        path = directory / f"optimizer_{index}.bin"
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        self.load_full_optimizer_state(optimizer, [model], state)
+        """Do nothing: it came with the model."""
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True, exact: bool = False) -> StateDict:
         """The whole state dict, under the names of the model itself.
@@ -83,14 +83,19 @@ class DeepSpeedPersister:
     ) -> StateDict:
         """The state dict that the optimizer would have in a run of one process."""
         del optimizer, models  # there is one
-        return EngineState(self.stepper.wrapper.engine, self.stepper.wrapper.groups).optimizer(keep=keep)
+        return self.state.optimizer(keep=keep)
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         """Load such a state dict."""
         del optimizer, models
-        EngineState(self.stepper.wrapper.engine, self.stepper.wrapper.groups).load_optimizer(state)
+        self.state.load_optimizer(state)
+
+    @property
+    def state(self) -> EngineState:
+        """What the engine that is trained has."""
+        return EngineState(self.stepper.wrapper.engine, self.stepper.wrapper.groups)
 
     @property
     def _plain(self) -> ReplicatedPersister:
@@ -103,3 +108,41 @@ class DeepSpeedPersister:
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         divided = any("ds_id" in vars(parameter) for parameter in core.parameters())
         return EngineState(None, (), module=core) if divided else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedShards:
+    """Says that the engine writes its own folder, and takes what others have written: whole, tensor by tensor.
+
+    Args:
+        persister: Knows how.
+    """
+
+    persister: DeepSpeedPersister
+
+    def form(self) -> StateForm:
+        """The engine's own."""
+        return StateForm.OWN
+
+    def model_tensors(self, model: nn.Module) -> StateDict:
+        """The whole state dict; weights in float32, as they are updated."""
+        return self.persister.full_state_dict(model, exact=True)
+
+    def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
+        """Take it back."""
+        self.persister.load_full_state_dict(model, state, **options)
+
+    def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
+        """The state dict of the optimizer, where names stand for parameters."""
+        state = self.persister.full_optimizer_state(optimizer, models)
+        return self.persister.state.named(state)
+
+    def room_for(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Room:
+        """Every rank reads whole tensors."""
+        del optimizer, models
+        return lambda name, shape, dtype: torch.empty(shape, dtype=dtype)
+
+    def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
+        """Take it back."""
+        del optimizer, models
+        self.persister.state.load_named_optimizer(state)

@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from accel_plugins.bundle import Bundle
+from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_train.data.adapter import DataLoaderAdapter
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.scheduler import AcceleratedScheduler
@@ -21,8 +22,8 @@ if TYPE_CHECKING:
 # The first row whose types fit says what kind an argument is; what fits no row is passed through.
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("models", (nn.Module,)),
-    ("optimizers", (Optimizer,)),
-    ("schedulers", (LRScheduler, AcceleratedScheduler)),
+    ("optimizers", (Optimizer, DummyOptim)),
+    ("schedulers", (LRScheduler, AcceleratedScheduler, DummyScheduler)),
     ("dataloaders", (DataLoader, DataLoaderAdapter)),
 )
 _OTHERS = "others"

@@ -1,0 +1,224 @@
+"""The strategy `deepspeed` on two ranks: the public suite, its precision, and what it keeps its hands off."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_plugins.bundle import Bundle
+from accel_plugins.deepspeed.gathered import GatheredParameters
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.precision import build_precision
+from accel_plugins.strategies import deepspeed
+from accel_plugins.strategy import Feature
+from accel_plugins.testing import StrategySubject, check_strategy
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.partial_state import PartialState
+from harness import distributed
+from harness.engines import deepspeed_process
+
+CPU = torch.device("cpu")
+STAGES = (0, 1, 2, 3)
+
+
+def make_strategy(precision="no", **fields):
+    runtime = PartialState(cpu=True).runtime
+    plugin = DeepSpeedPlugin(**fields)
+    return deepspeed.build(None, runtime, build_precision(precision, CPU), {DeepSpeedPlugin: plugin})
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+
+
+def wrap(strategy, model, optimizer):
+    bundle = Bundle(models=[model], optimizers=[optimizer])
+    strategy.wrapper.check(bundle)
+    return strategy.wrapper.wrap(strategy.precision.convert(bundle))
+
+
+def whole(strategy, engine):
+    return {name: value.clone() for name, value in strategy.persister.full_state_dict(engine).items()}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_two_ranks_conform(stage, tmp_path):
+    subject = StrategySubject(
+        make=lambda: make_strategy(zero_stage=stage),
+        runtime=PartialState(cpu=True).runtime,
+        directory=tmp_path,
+        tolerance=1e-6,
+        dtype=torch.float32,
+        norm_types=(2.0,) if stage else (2.0, 1.0, float("inf")),
+    )
+    with deepspeed_process():
+        check_strategy(subject)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_gradients_that_are_given_up_do_not_come_back(stage):
+    with deepspeed_process():
+        strategy = make_strategy(zero_stage=stage)
+        model = make_model()
+        bundle = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine, optimizer = bundle.models[0], bundle.optimizers[0]
+        batches = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+        for sync in (True, False):
+            strategy.stepper.backward(engine(batches[0]).sum() * 100, accumulation=1, sync=sync)
+            strategy.stepper.discard(optimizer)
+        strategy.stepper.backward(engine(batches[1]).mean(), accumulation=1, sync=True)
+        assert strategy.stepper.step(optimizer)
+        right = make_model()
+        for rank in range(2):
+            theirs = torch.randn(3, 4, 3, generator=torch.Generator().manual_seed(rank))
+            (right(theirs[1]).mean() / 2).backward()
+        torch.optim.SGD(right.parameters(), lr=0.1).step()
+        for name, value in right.state_dict().items():
+            torch.testing.assert_close(whole(strategy, engine)[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_two_losses_of_one_step_add_up(stage):
+    with deepspeed_process():
+        strategy = make_strategy(zero_stage=stage)
+        model, inputs = make_model(), torch.ones(2, 3)
+        bundle = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine = bundle.models[0]
+        for _ in range(2):
+            strategy.stepper.backward(engine(inputs).mean(), accumulation=1, sync=True)
+        strategy.stepper.step(bundle.optimizers[0])
+        assert strategy.stepper.step(bundle.optimizers[0]), "a step without gradients does nothing"
+        right = make_model()
+        (2 * right(inputs).mean()).backward()
+        torch.optim.SGD(right.parameters(), lr=0.1).step()
+        for name, value in right.state_dict().items():
+            torch.testing.assert_close(whole(strategy, engine)[name], value, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@distributed(world_size=2)
+def test_models_take_and_return_float32_whatever_the_engine_computes_in(stage):
+    with deepspeed_process():
+        strategy = make_strategy("bf16", zero_stage=stage)
+        model = make_model()
+        bundle = wrap(strategy, model, torch.optim.AdamW(model.parameters(), lr=0.05))
+        engine = bundle.models[0]
+        assert strategy.precision.name == "bf16"
+        output = engine(torch.ones(2, 3))
+        assert output.dtype is torch.float32
+        strategy.stepper.backward(output.mean(), accumulation=1, sync=True)
+        norm = strategy.stepper.clip_grad_norm(engine.parameters(), 0.1)
+        assert norm is None or norm > 0.1
+        assert strategy.stepper.step(bundle.optimizers[0])
+        small = whole(strategy, engine)
+        exact = strategy.persister.full_state_dict(engine, exact=True)
+        right = make_model().bfloat16().float()
+        right(torch.ones(2, 3)).mean().backward()
+        torch.optim.AdamW(right.parameters(), lr=0.05).step()
+        for name, value in right.state_dict().items():
+            assert (small[name].dtype, exact[name].dtype) == (torch.bfloat16, torch.float32)
+            torch.testing.assert_close(exact[name], value, rtol=0, atol=2e-4)
+            assert torch.equal(small[name], exact[name].bfloat16())
+
+
+@distributed(world_size=2)
+def test_parameters_that_are_divided_can_be_looked_at_and_changed():
+    with deepspeed_process():
+        strategy = make_strategy(
+            hf_ds_config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+        )
+        model = make_model()
+        wrap(strategy, model, torch.optim.AdamW(model.parameters()))
+        weight = model[0].weight
+        assert weight.numel() == 0
+        with GatheredParameters(weight, modifier_rank=0):
+            assert torch.equal(weight, make_model()[0].weight)
+            if dist.get_rank() == 0:
+                weight.data.fill_(7.0)
+        with GatheredParameters([weight]):
+            assert torch.equal(weight, torch.full((4, 3), 7.0))
+
+
+@distributed(world_size=2)
+def test_a_model_without_an_optimizer_is_divided_in_stage_3_only():
+    with deepspeed_process():
+        for stage in (2, 3):
+            strategy = make_strategy(zero_stage=stage)
+            bundle = Bundle(models=[make_model()])
+            strategy.wrapper.check(bundle)
+            model = strategy.wrapper.wrap(bundle).models[0]
+            assert (strategy.wrapper.unwrap(model) is not model) == (stage == 3)
+            torch.testing.assert_close(model(torch.ones(1, 3)), make_model()(torch.ones(1, 3)))
+            assert not strategy.stepper.has_engine
+
+
+@distributed(world_size=2)
+def test_what_cannot_be_trained_is_refused_on_every_rank_before_it_begins():
+    def refused(error, story, **fields):
+        model = fields.pop("model", None) or make_model()
+        optimizers = fields.pop("optimizers", None)
+        several = fields.pop("models", [model])
+        if optimizers is None:
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
+        strategy = make_strategy(**fields)
+        with pytest.raises(error, match=story):
+            strategy.wrapper.check(Bundle(models=several, optimizers=optimizers))
+
+    with deepspeed_process():
+        one, other = make_model(), make_model()
+        foreign = torch.optim.SGD(other.parameters(), lr=0.1)
+        refused(
+            SettingsError, r"SGD has 4 parameter\(s\), of which 4 are not", model=one, optimizers=[foreign]
+        )
+        refused(SettingsError, "together", models=[], optimizers=[foreign])
+        refused(UnsupportedError, "one model with one optimizer", models=[one, other])
+        zero = {"stage": 2}
+        refused(
+            SettingsError, "'gradient_clippin'.*'gradient_clipping'", hf_ds_config={"gradient_clippin": 1.0}
+        )
+        refused(
+            SettingsError,
+            "(?s)reduce_buckets",
+            hf_ds_config={"zero_optimization": {**zero, "reduce_buckets": 1}},
+        )
+        config = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+        refused(SettingsError, "optimizer=.*SGD.*DummyOptim", hf_ds_config=config)
+        refused(SettingsError, r"train_batch_size is 5 .* and 4 by", hf_ds_config={"train_batch_size": 5})
+        refused(SettingsError, "'Linera'.*'Linear'", zero_stage=3, transformer_moe_cls_names="Linera")
+
+
+@distributed(world_size=2)
+def test_steps_that_an_engine_cannot_do_are_refused():
+    with deepspeed_process():
+        strategy = make_strategy(zero_stage=1, gradient_clipping=1.0)
+        model = make_model()
+        bundle = wrap(strategy, model, torch.optim.SGD(model.parameters(), lr=0.1))
+        engine, optimizer = bundle.models[0], bundle.optimizers[0]
+        stepper = strategy.stepper
+        with stepper.no_sync(engine):
+            stepper.backward(engine(torch.ones(1, 3)).sum(), accumulation=1, sync=True)
+        with pytest.raises(UnsupportedError, match="no_sync"):
+            stepper.step(optimizer)
+        with pytest.raises(SettingsError, match=r"max_norm=0\.5.*gradient_clipping=1\.0"):
+            stepper.clip_grad_norm(engine.parameters(), 0.5)
+        with pytest.raises(UnsupportedError, match="norm_type=1"):
+            stepper.clip_grad_norm(engine.parameters(), 1.0, 1)
+        with pytest.raises(UnsupportedError, match="closure"):
+            stepper.step(optimizer, lambda: 0.0)
+        with pytest.raises(UnsupportedError, match="gradient"):
+            stepper.backward(engine(torch.ones(1, 3)), accumulation=1, sync=True, gradient=torch.ones(1, 1))
+        with pytest.raises(SettingsError, match="not that of the model"):
+            stepper.step(torch.optim.SGD(make_model().parameters(), lr=0.1))
+        with pytest.raises(UnsupportedError, match="CLIP_GRAD_VALUE"):
+            strategy.require(Feature.CLIP_GRAD_VALUE, "clip_grad_value_()")
+        second = make_model()
+        with pytest.raises(UnsupportedError, match="after a model to train was prepared"):
+            wrap(strategy, second, torch.optim.SGD(second.parameters(), lr=0.1))
+        strategy.release()
+        wrap(strategy, second, torch.optim.SGD(second.parameters(), lr=0.1))

@@ -1,0 +1,36 @@
+"""What test bodies do around DeepSpeed, whose process groups and few variables stay with a process."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+
+@contextmanager
+def deepspeed_process() -> Generator[None]:
+    """A block after which nothing is left of DeepSpeed but the imported library."""
+    before = dict(os.environ)
+    known = {*dist.distributed_c10d._world.pg_map}
+    with warnings.catch_warnings():
+        # Some of its modules warn of what they use.
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module=r"deepspeed\.|torch\.")
+        from accel_plugins.deepspeed.library import load_library, part
+
+        load_library("a test")
+        try:
+            yield
+        finally:
+            for group in {*dist.distributed_c10d._world.pg_map} - known:
+                dist.destroy_process_group(group)
+            part("utils.groups")._WORLD_GROUP = None
+            for name in {*os.environ} - {*before}:
+                del os.environ[name]
