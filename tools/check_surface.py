@@ -100,7 +100,7 @@ def examine(surface: dict[str, Any]) -> Iterator[Finding]:
         for key in keys:
             yield Finding(
                 item=f"config {config} {key['name']}",
-                present=config == "ClusterConfig" and key["name"] in known,
+                present=key["name"] in known,
             )
 
 

@@ -47,6 +47,7 @@ ABOUT = {
     "accel.optimizer": "The optimizer that `prepare` returns.",
     "accel.parallelism_config": "How the axes of a device mesh are divided.",
     "accel.scheduler": "The scheduler that `prepare` returns.",
+    "accel.settings": "What can be set from outside a script, typed.",
     "accel.state": "What this process is: rank, device, precision, accumulation.",
     "accel.tracking": "Experiment trackers.",
     "accel.utils": "The building blocks: nested data, settings, RNG, availability, plugin dataclasses.",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accel import optimizer as optimizer
     from accel import parallelism_config as parallelism_config
     from accel import scheduler as scheduler
+    from accel import settings as settings
     from accel import state as state
     from accel import utils as utils
     from accel_bigmodel.device_map.infer import infer_auto_device_map
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from accel_train.accelerator import Accelerator
     from accel_train.data.skip import skip_first_batches
     from accel_train.launchers import debug_launcher, notebook_launcher
+    from accel_train.launching import launch
 
 __all__ = [
     "Accelerator", "AutocastKwargs", "DDPCommunicationHookType", "DataLoaderConfiguration",
@@ -53,8 +55,8 @@ __all__ = [
     "GradScalerKwargs", "InitProcessGroupKwargs", "ParallelismConfig", "PartialState", "ProfileKwargs",
     "cpu_offload", "cpu_offload_with_hook", "debug_launcher", "disk_offload", "dispatch_model",
     "find_executable_batch_size", "infer_auto_device_map", "init_empty_weights", "init_on_device",
-    "is_rich_available", "load_checkpoint_and_dispatch", "load_checkpoint_in_model", "notebook_launcher",
-    "prepare_pippy", "skip_first_batches", "synchronize_rng_states",
+    "is_rich_available", "launch", "load_checkpoint_and_dispatch", "load_checkpoint_in_model",
+    "notebook_launcher", "prepare_pippy", "skip_first_batches", "synchronize_rng_states",
 ]
 
 __version__ = "0.1.0"
@@ -72,6 +74,7 @@ _EXPORTS = {
     "optimizer": "accel.optimizer:",
     "parallelism_config": "accel.parallelism_config:",
     "scheduler": "accel.scheduler:",
+    "settings": "accel.settings:",
     "state": "accel.state:",
     "utils": "accel.utils:",
     **dict.fromkeys(("infer_auto_device_map",), "accel_bigmodel.device_map.infer"),
@@ -97,5 +100,6 @@ _EXPORTS = {
     **dict.fromkeys(("Accelerator",), "accel_train.accelerator"),
     **dict.fromkeys(("skip_first_batches",), "accel_train.data.skip"),
     **dict.fromkeys(("debug_launcher", "notebook_launcher"), "accel_train.launchers"),
+    **dict.fromkeys(("launch",), "accel_train.launching"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from accel_train.launchers import PrepareForLaunch as PrepareForLaunch
     from accel_train.launchers import debug_launcher as debug_launcher
     from accel_train.launchers import notebook_launcher as notebook_launcher
+    from accel_train.launching import launch as launch
     from accel_train.local_sgd import LocalSGD as LocalSGD
     from accel_train.optimizer import AcceleratedOptimizer as AcceleratedOptimizer
     from accel_train.optimizer import move_to_device as move_to_device
@@ -67,6 +68,7 @@ __all__ = [
     "WorkerFailedError",
     "debug_launcher",
     "get_sampler",
+    "launch",
     "load_accelerator_state",
     "load_custom_state",
     "move_to_device",
@@ -105,6 +107,7 @@ _MODULES = {
     "data.skip": ("SkipBatchSampler", "SkipDataLoader", "skip_first_batches"),
     "forking": ("WorkerFailedError",),
     "launchers": ("PrepareForLaunch", "debug_launcher", "notebook_launcher"),
+    "launching": ("launch",),
     "local_sgd": ("LocalSGD",),
     "optimizer": ("AcceleratedOptimizer", "move_to_device"),
     "scheduler": ("AcceleratedScheduler",),

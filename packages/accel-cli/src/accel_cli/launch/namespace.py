@@ -1,0 +1,196 @@
+"""Command lines and environments for those who have parsed the flags of `accel launch` themselves.
+
+`args` is a namespace with an attribute for each flag, spelled as the flag without dashes, and with
+`training_script` and `training_script_args`. What it lacks, and what is `None`, false or empty, was not said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from accel_cli.launch import run_deepspeed, run_sagemaker, run_simple, run_torchrun
+from accel_cli.launch.command import look_around
+from accel_cli.launch.plan import LaunchPlan, make_plan
+from accel_state.environ import read
+from accel_state.errors import SettingsError
+from accel_state.settings import OPTIONS, Given, Layer, combine, given_by_environ, given_by_file
+from accel_state.settings.environ import as_text
+from accel_state.settings.file import joined
+from accel_state.settings.merge import parse
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Mapping
+
+TORCH_LAUNCH_PARAMS = [
+    "nnodes",
+    "nproc_per_node",
+    "rdzv_backend",
+    "rdzv_endpoint",
+    "rdzv_id",
+    "rdzv_conf",
+    "standalone",
+    "max_restarts",
+    "monitor_interval",
+    "start_method",
+    "role",
+    "module",
+    "m",
+    "no_python",
+    "run_path",
+    "log_dir",
+    "r",
+    "redirects",
+    "t",
+    "tee",
+    "node_rank",
+    "master_addr",
+    "master_port",
+]
+"""What `torch.distributed.run` takes."""
+
+
+def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command line and environment of one process.
+
+    Args:
+        args: The flags; see the module.
+
+    Raises:
+        SettingsError: They contradict each other.
+
+    Example:
+        >>> from argparse import Namespace
+        >>> args = Namespace(cpu=True, training_script="train.py", training_script_args=["--lr", "1"])
+        >>> line, environ = prepare_simple_launcher_cmd_env(args)
+        >>> line[1:], environ["ACCELERATE_USE_CPU"]
+        (['train.py', '--lr', '1'], 'true')
+    """
+    plan = plan_of(args, {"num_processes": 1, "num_machines": 1, "machine_rank": 0})
+    job = run_simple.job(replace(plan, runner="simple"))
+    return list(job.command), dict(job.environ)
+
+
+def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
+    """The environment of each of several processes.
+
+    Args:
+        args: The flags; see the module.
+
+    Raises:
+        SettingsError: They contradict each other.
+    """
+    return dict(plan_of(args).environ)
+
+
+def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
+    """The command line that starts processes for DeepSpeed, and their environment.
+
+    Args:
+        args: The flags; see the module. With a hostfile DeepSpeed's launcher is started, else that of torch.
+
+    Raises:
+        SettingsError: They contradict each other, or a file or port cannot be used.
+    """
+    plan = plan_of(args, {"use_deepspeed": True})
+    job = (run_deepspeed if plan.runner == "deepspeed" else run_torchrun).job(plan)
+    return list(job.command), dict(job.environ)
+
+
+def prepare_tpu(
+    args: Namespace, current_env: Mapping[str, str], pod: bool = False
+) -> tuple[Namespace, dict[str, str]]:
+    """The flags and environment for a TPU.
+
+    Args:
+        args: The flags; see the module. With `pod` they are changed to those of one of its machines.
+        current_env: The environment so far.
+        pod: Whether this is for the machines of a pod.
+    """
+    environ = dict(current_env)
+    if str(getattr(args, "mixed_precision", None)).lower() == "bf16":
+        environ["XLA_DOWNCAST_BF16" if getattr(args, "downcast_bf16", False) else "XLA_USE_BF16"] = "1"
+    if pod:
+        for variable in getattr(args, "env", None) or ():
+            name, _, value = variable.partition("=")
+            environ[name] = value
+        args.tpu_use_cluster = False
+    return args, environ
+
+
+def prepare_sagemager_args_inputs(
+    sagemaker_config: Any, args: Namespace
+) -> tuple[dict[str, Any], dict[str, str] | None]:
+    """The arguments of the estimator of a SageMaker job, and its inputs.
+
+    Args:
+        sagemaker_config: Anything with the keys of a config file for SageMaker as attributes.
+        args: The flags; see the module.
+
+    Raises:
+        SettingsError: They contradict each other, or a file cannot be used.
+    """
+    content = {
+        option.key: value
+        for option in OPTIONS
+        if option.key is not None and (value := getattr(sagemaker_config, option.key, None)) is not None
+    }
+    content = {key: getattr(value, "value", value) for key, value in content.items()}
+    content["compute_environment"] = "AMAZON_SAGEMAKER"
+    plan = plan_of(args, file=given_by_file(content, "sagemaker_config"))
+    inputs = run_sagemaker.inputs(plan.merged.settings.sagemaker.sagemaker_inputs_file)
+    return run_sagemaker.estimator_arguments(plan), inputs
+
+
+def plan_of(
+    args: Namespace, said: Mapping[str, Any] | None = None, file: Mapping[str, Given] | None = None
+) -> LaunchPlan:
+    """What to run by the flags of a namespace.
+
+    Args:
+        args: The flags; see the module.
+        said: Further flags, which win.
+        file: What a file gives.
+
+    Raises:
+        SettingsError: They contradict each other, or there is no script.
+    """
+    if not getattr(args, "training_script", None):
+        raise SettingsError(
+            f"args.training_script is {getattr(args, 'training_script', None)!r}: name a script."
+        )
+    environ = read()
+    given = given_by_namespace({**vars(args), **(said or {})})
+    merged = combine(given, given_by_environ(environ), file or {})
+    words = tuple(map(str, getattr(args, "training_script_args", None) or ()))
+    return make_plan(merged, str(args.training_script), words, environ, look_around(merged.settings, environ))
+
+
+def given_by_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
+    """Read flags that somebody else has parsed.
+
+    Args:
+        flags: Value by flag without dashes. `None`, false and empty ones were not said.
+
+    Raises:
+        SettingsError: A value cannot be used.
+    """
+    found: dict[str, Given] = {}
+    for option in OPTIONS:
+        consts = dict.fromkeys(option.flags, option.const) | dict(option.more_flags)
+        for flag, const in consts.items():
+            name = _ATTRIBUTES.get(flag, flag.lstrip("-"))
+            value = flags.get(name)
+            if value in (None, False, "", [], ()):
+                continue
+            texts = [const] if const is not None else value if isinstance(value, list) else [value]
+            for text in texts:
+                given = parse(option, as_text(text), Layer.ARGUMENT, f"args.{name}")
+                if given is not None:
+                    found[option.path] = joined(found.get(option.path), given)
+    return found
+
+
+# What parsers call these.
+_ATTRIBUTES = {"--tpu_cluster": "tpu_use_cluster", "--no_tpu_cluster": ""}
