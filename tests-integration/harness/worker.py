@@ -178,7 +178,7 @@ def _check_left_behind(before: dict[str, str], groups: int) -> None:
 
 
 def _groups() -> int:
-    """How many groups there are, but for those of device meshes: meshes are made once, and their groups stay."""
+    """How many groups there are, but for those of device meshes, which are made once and stay."""
     groups = dist.distributed_c10d._world.pg_map  # pyright: ignore[reportPrivateUsage] - no public list
     return sum(not group.group_desc.startswith("mesh_") for group in groups)
 

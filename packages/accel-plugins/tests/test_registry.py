@@ -16,7 +16,6 @@ from accel_plugins.choose import choose
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
-from accel_state.settings.engines import ParallelismSettings
 
 
 def entry(name: str, value: str) -> EntryPoint:

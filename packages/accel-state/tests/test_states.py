@@ -243,7 +243,7 @@ def test_plugins_are_kept_until_another_is_given():
     assert AcceleratorState().fsdp_plugin is one
     assert AcceleratorState().distributed_type == DistributedType.FSDP
     assert AcceleratorState(mixed_precision="bf16", _from_accelerator=True).fsdp_plugin is one
-    with pytest.raises(SettingsError, match="has .* already"):
+    with pytest.raises(SettingsError, match=r"has .* already"):
         AcceleratorState(fsdp_plugin=Plugin())
 
 

@@ -59,7 +59,9 @@ def test_an_engine_that_the_environment_asks_for_is_refused(monkeypatch, name):
 
 
 def test_a_plugin_of_the_wrong_kind_is_refused():
-    with pytest.raises(SettingsError, match=r"fsdp_plugin='all of it'\): expected a FullyShardedDataParallel"):
+    with pytest.raises(
+        SettingsError, match=r"fsdp_plugin='all of it'\): expected a FullyShardedDataParallel"
+    ):
         Accelerator(cpu=True, fsdp_plugin="all of it")
 
 

@@ -294,7 +294,9 @@ def test_batches_that_are_on_the_cpu_are_not_touched() -> None:
 def test_ranks_that_compute_parts_of_the_same_layers_get_the_same_samples() -> None:
     mesh = SimpleNamespace(mesh=torch.arange(4).reshape(2, 2), mesh_dim_names=("dp_shard", "tp"))
     assert shard_of_ranks(mesh) == [0, 0, 1, 1]
-    other = SimpleNamespace(mesh=torch.arange(8).reshape(2, 2, 2), mesh_dim_names=("dp_replicate", "tp", "cp"))
+    other = SimpleNamespace(
+        mesh=torch.arange(8).reshape(2, 2, 2), mesh_dim_names=("dp_replicate", "tp", "cp")
+    )
     assert shard_of_ranks(other) == [0, 0, 0, 0, 1, 1, 1, 1]
     mixed = SimpleNamespace(mesh=torch.arange(4).reshape(2, 2), mesh_dim_names=("tp", "dp_shard"))
     assert shard_of_ranks(mixed) == [0, 1, 0, 1]

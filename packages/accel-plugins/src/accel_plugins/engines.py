@@ -1,4 +1,4 @@
-"""The table of plugins that `Accelerator` takes, and how arguments, state and settings become one set of them."""
+"""The plugins that `Accelerator` takes, and how arguments, state and settings become one set of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Engine:
 
     Args:
         argument: The argument of `Accelerator`.
-        section: The field of `Settings` that, if it is not `None`, stands for a plugin made without arguments.
+        section: The field of `Settings` that, if it is not `None`, stands for a plugin made without
+            arguments.
         plugin: The class, as `"module:class"`.
         several: Whether the argument may also be a dictionary of plugins by name.
     """
@@ -82,7 +83,8 @@ def find_plugins(given: Mapping[str, Any], known: Mapping[str, Any], settings: S
     for name in given.keys() - {engine.argument for engine in ENGINES}:
         if given[name] is not None:
             raise UnsupportedError(
-                f"Accelerator({name}={given[name]!r}): this version of accel has no use for {name}; leave it out."
+                f"Accelerator({name}={given[name]!r}): this version of accel has no use for {name}; "
+                "leave it out."
             )
     found: dict[str, Any] = {}
     for engine in ENGINES:
@@ -110,7 +112,7 @@ def described(settings: Settings, plugins: Mapping[str, Any]) -> Settings:
 
 
 def as_handlers(plugins: Mapping[str, Any]) -> dict[type, Any]:
-    """Plugins as `build` of a strategy finds them: by type; several plugins as the dictionary that they are."""
+    """Plugins as `build` of a strategy finds them: by type; several as the dictionary that they are."""
     return {
         engine.plugin_type(): plugins[engine.argument] for engine in ENGINES if engine.argument in plugins
     }

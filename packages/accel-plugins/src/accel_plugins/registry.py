@@ -27,7 +27,7 @@ STRATEGIES: Mapping[str, str] = {
 """Name to `"module:build"` of the strategies that come with accel."""
 
 DIVIDES_GRADIENTS: frozenset[str] = frozenset({"fsdp1", "fsdp2", "tp"})
-"""Strategies under which a rank has parts of gradients, so that one alone cannot tell whether all are finite."""
+"""Strategies under which a rank has parts of gradients, and cannot tell alone whether all are finite."""
 
 
 def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, str]:

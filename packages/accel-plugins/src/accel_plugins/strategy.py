@@ -83,11 +83,11 @@ class Strategy:
         mesh: The ranks by the axes along which they divide the work, where there are several.
         split_sequences: Makes a context in which every rank has a part of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
-        precision: The policy to use instead of the one that the strategy was made with, where an engine has its
-            own.
+        precision: The policy to use instead of the one that the strategy was made with, where an engine has
+            its own.
         release: Gives up what the strategy keeps of prepared objects.
-        shards: Gives what this rank holds, for checkpoints to which every rank writes its part; `None` where one
-            rank writes everything.
+        shards: Gives what this rank holds, for checkpoints to which every rank writes its part; `None` where
+            one rank writes everything.
     """
 
     name: str

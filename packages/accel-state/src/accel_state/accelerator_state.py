@@ -35,8 +35,8 @@ class AcceleratorState:
         mixed_precision: `"no"`, `"fp16"` or `"bf16"`; `None` for what the environment says.
         cpu: Compute on the CPU, whatever else there is.
         dynamo_plugin: How `torch.compile` is used.
-        deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As with all that
-            follow, what was said before holds if `None`.
+        deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As with all
+            that follow, what was said before holds if `None`.
         fsdp_plugin: How models are sharded.
         torch_tp_plugin: How layers are divided.
         megatron_lm_plugin: How Megatron-LM trains.
@@ -69,6 +69,7 @@ class AcceleratorState:
     torch_tp_plugin: Any
     megatron_lm_plugin: Any
     parallelism_config: Any
+    device_mesh: Any
 
     def __init__(
         self,
@@ -315,6 +316,7 @@ def _refuse_others(known: Mapping[str, Any], plugins: Mapping[str, Any]) -> None
     for name, value in plugins.items():
         if known.get(name) != value:
             raise SettingsError(
-                f"AcceleratorState({name}={value!r}): this process has {known.get(name)!r} already. Pass it to "
+                f"AcceleratorState({name}={value!r}): this process has {known.get(name)!r} already. Pass "
+                "it to "
                 "`Accelerator`, which may change it."
             )

@@ -37,7 +37,8 @@ def sort_plugins(**given: Any) -> dict[str, Any]:
     if several is not None:
         if given["deepspeed_plugin"] is not None:
             raise SettingsError(
-                f"Accelerator(deepspeed_plugin={given['deepspeed_plugin']!r}, deepspeed_plugins={several!r}): "
+                f"Accelerator(deepspeed_plugin={given['deepspeed_plugin']!r}, "
+                f"deepspeed_plugins={several!r}): "
                 "give one of the two."
             )
         given["deepspeed_plugin"] = several
@@ -78,6 +79,7 @@ def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
     for name, argument in _SWITCHES.items():
         if argument not in available and environ.str_to_bool(environment.get(name, "false")):
             raise UnsupportedError(
-                f"{name}={environment[name]!r} is set in the environment, but this version of accel has no use "
+                f"{name}={environment[name]!r} is set in the environment, but this version of accel has "
+                "no use "
                 f"for a {argument}; unset it, or choose another configuration."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -61,7 +62,8 @@ class FullSharding:
         reshard = cast("bool | int", plugin.reshard_after_forward)
         for unit in inner:
             fully_shard(unit, reshard_after_forward=reshard, **options)
-        # What is around the blocks is needed again at once when the backward pass begins; torch then keeps it.
+        # What is around the blocks is needed again at once when the backward pass begins; torch then keeps
+        # it.
         fully_shard(model, reshard_after_forward=None if inner and reshard is True else reshard, **options)
         if plugin.forward_prefetch:
             _prefetch_forward(model)
@@ -76,7 +78,8 @@ class FullSharding:
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 and id(parameter) not in ignored:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} has no dim along which it could be sharded; "
+                    f"{type(model).__name__}: the parameter {name!r} has no dim along which it could be "
+                    "sharded; "
                     "give it the shape (1,), or its module to ignored_modules."
                 )
         fsdp2_prepare_auto_wrap_policy(self.plugin, model)
@@ -112,5 +115,5 @@ def _ignored(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[n
 
 def _prefetch_forward(model: nn.Module) -> None:
     units = [cast("Any", module) for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit, following in zip(units, units[1:], strict=False):
+    for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])

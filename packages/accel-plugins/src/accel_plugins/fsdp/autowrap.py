@@ -73,7 +73,7 @@ def transformer_policy(classes: set[type[nn.Module]], version: int) -> Callable[
 
 
 def size_policy(least: int, version: int) -> Callable[..., Any]:
-    """A policy that chooses modules that have at least so many parameters that no module in them was chosen for."""
+    """A policy that chooses modules with so many parameters that belong to no chosen module in them."""
     if version == 1:
         return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
     return SizePolicy(least)
@@ -127,7 +127,7 @@ def fsdp2_prepare_auto_wrap_policy(
 def blocks(
     model: nn.Module, policy: Callable[[nn.Module], bool] | None, ignored: set[int]
 ) -> list[nn.Module]:
-    """The modules of a model that are sharded on their own, inner ones before those around them, the model last.
+    """The modules of a model that are sharded on their own, inner ones first, the model last.
 
     A module that shares a parameter with what is around it is left to that: a parameter has one owner.
 
@@ -155,6 +155,11 @@ def _bottom_up(module: nn.Module) -> list[nn.Module]:
     return [*reversed([*module.modules()])]
 
 
+def _never(module: nn.Module) -> bool:
+    del module
+    return False
+
+
 def _shared_outside(model: nn.Module) -> Callable[[nn.Module], bool]:
     """Whether a module has a parameter that a module outside of it has, too."""
     owners: dict[int, int] = {}
@@ -163,7 +168,7 @@ def _shared_outside(model: nn.Module) -> Callable[[nn.Module], bool]:
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     tied = {key for key, count in owners.items() if count > 1}
     if not tied:
-        return lambda module: False
+        return _never
 
     def outside(module: nn.Module) -> bool:
         inside: dict[int, int] = {}

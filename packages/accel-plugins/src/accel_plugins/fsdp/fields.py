@@ -52,7 +52,7 @@ def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
 
 
 def reshard_of(value: ShardingStrategy | str) -> bool:
-    """Whether parameters are freed after the forward pass, from a strategy of version 1 or a written truth value.
+    """Whether parameters are freed after the forward pass: from a strategy of version 1, or a written flag.
 
     Example:
         >>> reshard_of("SHARD_GRAD_OP"), reshard_of("true")

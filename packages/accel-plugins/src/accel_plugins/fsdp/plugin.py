@@ -92,8 +92,8 @@ class FullyShardedDataParallelPlugin:
         sharding_strategy: Version 1: a `ShardingStrategy`, its name or number; `FULL_SHARD` if nothing is
             said. Version 2 says the same with `reshard_after_forward`; hybrid sharding is a matter of
             `ParallelismConfig(dp_replicate_size=…)`.
-        reshard_after_forward: Version 2: whether parameters are freed after the forward pass and gathered again
-            for the backward pass; or the number of ranks to which they are resharded in between.
+        reshard_after_forward: Version 2: whether parameters are freed after the forward pass and gathered
+            again for the backward pass; or the number of ranks to which they are resharded in between.
         backward_prefetch: Version 1: a `BackwardPrefetch`, its name, or `"NO_PREFETCH"`. Version 2 always
             gathers the next parameters early.
         mixed_precision_policy: A `MixedPrecision` (version 1) or `MixedPrecisionPolicy` (version 2), or a
@@ -112,14 +112,16 @@ class FullyShardedDataParallelPlugin:
         limit_all_gathers: Version 1: whether the CPU waits so that not too much is gathered at once.
         use_orig_params: Version 1: whether parameters stay visible one by one; version 2 always does that.
         param_init_fn: Version 1: gives values to the parameters of a module on the meta device.
-        sync_module_states: Version 1: whether all ranks take over the values of rank 0; version 2 always does.
-        forward_prefetch: Whether the parameters of the next block are gathered during the forward pass of one.
+        sync_module_states: Version 1: whether all ranks take over the values of rank 0; version 2 always
+            does.
+        forward_prefetch: Whether the parameters of the next block are gathered during the forward pass of
+            one.
         activation_checkpointing: Whether blocks keep only their inputs for the backward pass, and compute the
             rest again.
         activation_checkpointing_offload: Whether what is kept goes to the CPU.
         cpu_ram_efficient_loading: Whether only rank 0 has the values of the model before `prepare`.
-        transformer_cls_names_to_wrap: The names of the classes that `"transformer_based_wrap"` looks for; what
-            the model itself names in `_no_split_modules` if nothing is said.
+        transformer_cls_names_to_wrap: The names of the classes that `"transformer_based_wrap"` looks for;
+            what the model itself names in `_no_split_modules` if nothing is said.
         min_num_params: How many parameters a module has at least that `"size_based_wrap"` shards on its own.
 
     Raises:
@@ -181,7 +183,8 @@ class FullyShardedDataParallelPlugin:
         if self.cpu_ram_efficient_loading:
             if not self.sync_module_states:
                 raise SettingsError(
-                    "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, sync_module_states=False): "
+                    "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, "
+                    "sync_module_states=False): "
                     "values that only rank 0 has must be sent to the others; leave sync_module_states out."
                 )
             enable_fsdp_ram_efficient_loading()
@@ -275,7 +278,8 @@ class FullyShardedDataParallelPlugin:
         if self.version == 2:
             if self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
                 raise SettingsError(
-                    "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', fsdp_version=2): there "
+                    "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', fsdp_version=2): "
+                    "there "
                     "are no flat parameters in version 2; use 'SHARDED_STATE_DICT'."
                 )
             return
@@ -368,7 +372,8 @@ class FullyShardedDataParallelPlugin:
             return
         if self.param_init_fn is not None:
             raise SettingsError(
-                f"{self._place('param_init_fn')} with fsdp_version=2: give rank 0 a model with values, and set "
+                f"{self._place('param_init_fn')} with fsdp_version=2: give rank 0 a model with values, "
+                "and set "
                 "cpu_ram_efficient_loading=True; or use version 1."
             )
         for name, silent in _WITHOUT_EFFECT.items():

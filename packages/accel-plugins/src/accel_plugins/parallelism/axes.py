@@ -106,10 +106,11 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
     tensor = 1 if plugin is None else plugin.tp_size
     if world % tensor:
         raise SettingsError(
-            f"TorchTensorParallelPlugin(tp_size={tensor}): {world} processes cannot be divided into groups of "
+            f"TorchTensorParallelPlugin(tp_size={tensor}): {world} processes cannot be divided into "
+            "groups of "
             f"{tensor}."
         )
-    rest = {("dp_shard_size" if sharded else "dp_replicate_size"): world // tensor}
+    rest: dict[str, Any] = {("dp_shard_size" if sharded else "dp_replicate_size"): world // tensor}
     config = ParallelismConfig(tp_size=tensor, **rest)
     if plugin is not None and plugin.torch_device_mesh is not None:
         config.device_mesh = plugin.torch_device_mesh

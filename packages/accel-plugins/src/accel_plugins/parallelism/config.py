@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from accel_plugins.kwargs.base import is_count
 from accel_plugins.parallelism.handlers import (
@@ -21,6 +20,8 @@ from accel_state.errors import SettingsError
 from accel_state.settings.engines import ParallelismSettings
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from accel_state.settings.model import Settings
 
 AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -36,15 +37,15 @@ _HANDLERS: dict[str, type[Any]] = {
 
 @dataclass
 class ParallelismConfig:
-    """Along which axes processes divide the work. What is left out comes from `PARALLELISM_CONFIG_*`, then is 1.
+    """Along which axes processes divide the work. What is left out is `PARALLELISM_CONFIG_*`, else 1.
 
     The product of all sizes is the number of processes.
 
     Args:
-        dp_replicate_size: How many groups of processes hold a whole copy of the model, each with batches of its
-            own.
-        dp_shard_size: Among how many processes the parameters of a copy are sharded (FSDP2), each with batches
-            of its own.
+        dp_replicate_size: How many groups of processes hold a whole copy of the model, each with batches of
+            its own.
+        dp_shard_size: Among how many processes the parameters of a copy are sharded (FSDP2), each with
+            batches of its own.
         tp_size: Among how many processes each layer is divided; they have the same batches.
         cp_size: Among how many processes each sequence is divided; parameters are sharded among them, too.
         cp_backend: What does that: `"torch"`.
@@ -83,7 +84,8 @@ class ParallelismConfig:
                 setattr(self, name, getattr(outside, name) or 1)
             if not is_count(getattr(self, name), least=1):
                 raise SettingsError(
-                    f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of 1 or more."
+                    f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of 1 or "
+                    "more."
                 )
         for name, only in _BACKENDS.items():
             if getattr(self, name) is None:
@@ -96,7 +98,8 @@ class ParallelismConfig:
             self._settle_handler(axis, kind)
         if self.cp_enabled and self.sp_enabled:
             raise SettingsError(
-                f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): a sequence is divided "
+                f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): a sequence is "
+                "divided "
                 "by context parallelism or by sequence parallelism, not by both."
             )
 
@@ -236,7 +239,8 @@ class ParallelismConfig:
             return self.build_device_mesh(device_type)
         if device_type not in {None, self.device_mesh.device_type}:
             raise SettingsError(
-                f"get_device_mesh({device_type!r}): there is a mesh for {self.device_mesh.device_type!r} already."
+                f"get_device_mesh({device_type!r}): there is a mesh for {self.device_mesh.device_type!r} "
+                "already."
             )
         return self.device_mesh
 
@@ -251,7 +255,8 @@ class ParallelismConfig:
                 " x ".join(f"{axis}_size={size}" for axis, size in self.sizes.items() if size > 1) or "1"
             )
             raise SettingsError(
-                f"ParallelismConfig: {product} makes {self.total_size} processes, and there are {world_size}; "
+                f"ParallelismConfig: {product} makes {self.total_size} processes, and there are "
+                f"{world_size}; "
                 "the product of all sizes must be the number of processes."
             )
 

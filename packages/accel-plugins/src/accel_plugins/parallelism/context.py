@@ -71,7 +71,7 @@ class ContextParallel:
             yield
 
     def prepare(self, model: nn.Module) -> None:
-        """Let the attention of transformers compute causally without a mask, which no rank has the whole of."""
+        """Let the attention of transformers compute causally, without a mask of whole sequences."""
         for name, module in model.named_modules():
             if name.endswith("self_attn"):
                 module.register_forward_pre_hook(_without_mask, with_kwargs=True)
@@ -83,18 +83,21 @@ class ContextParallel:
         ranks = self.mesh.size()
         if not buffers or len(buffers) != len(dims):
             raise SettingsError(
-                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; give every "
+                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; "
+                "give every "
                 "tensor that has a sequence dim (inputs, labels, positions), and for each which dim that is."
             )
         for buffer, dim in zip(buffers, dims, strict=True):
             if buffer.requires_grad:
                 raise SettingsError(
-                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)} that requires grad; it "
+                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)} that requires "
+                    "grad; it "
                     "cuts tensors in place. Give the inputs of the model instead."
                 )
             if buffer.shape[dim] % ranks:
                 raise SettingsError(
-                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim {dim} cannot "
+                    f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
+                    f"{dim} cannot "
                     f"be divided among cp_size={ranks} processes; pad the sequences."
                 )
         if any(not any(one is buffer for buffer in buffers) for one in kept):
@@ -104,7 +107,7 @@ class ContextParallel:
 
 
 def learn_attention_of_the_cpu() -> None:
-    """Let torch's ring attention compute with the CPU's flash attention, for which torch itself has no rule."""
+    """Let torch's ring attention compute with the CPU's flash attention, for which torch has no rule."""
     rules = cast("dict[Any, Any]", _dispatching().custom_ops)
     rules.setdefault(_CPU, _forward)
     rules.setdefault(_CPU_BACKWARD, _backward)
@@ -130,7 +133,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         query.to_local(),
         key.to_local(),
         value.to_local(),
-        is_causal=causal,
+        is_causal=bool(causal),
         scale=kwargs.get("scale"),
     )
     return _divided(out, query), _divided(logsumexp, query)

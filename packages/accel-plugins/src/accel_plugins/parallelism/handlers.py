@@ -120,7 +120,8 @@ class TorchTensorParallelConfig:
         expect_flags(self, "enable_async_tp")
         if self.enable_async_tp:
             raise UnsupportedError(
-                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version; leave it out."
+                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version; leave "
+                "it out."
             )
 
 
@@ -149,7 +150,8 @@ class TorchTensorParallelPlugin:
                 )
             if self.tp_size not in {1, size}:
                 raise SettingsError(
-                    f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): the axis "
+                    f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): "
+                    "the axis "
                     f"'tp' of the mesh has {size} ranks."
                 )
             self.tp_size = size

@@ -52,7 +52,7 @@ class TensorParallel:
     def __call__(self, model: nn.Module) -> None:
         """Divide a model in place; one that is divided already stays as it is."""
         if not model_has_dtensor(model):
-            parallelize_module(model, self.mesh, cast("dict[str, ParallelStyle]", plan_of(model)))
+            parallelize_module(model, self.mesh, plan_of(model))
 
     def examine(self, model: nn.Module) -> None:
         """Refuse a model without a plan.
@@ -68,8 +68,8 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
     """The plan that a model has in its attribute `tp_plan`, as `parallelize_module` takes it.
 
     Args:
-        model: `tp_plan` maps names of modules, in which `*` stands for anything, to a `ParallelStyle` or one of
-            `STYLES`.
+        model: `tp_plan` maps names of modules, in which `*` stands for anything, to a `ParallelStyle` or one
+            of `STYLES`.
 
     Raises:
         SettingsError: There is none, a name fits no module, or a style is not known.
@@ -77,8 +77,10 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
     given = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(given, Mapping) or not given:
         raise SettingsError(
-            f"{type(model).__name__} has no tp_plan, which says how its layers are divided among the processes "
-            "of tp_size; set it, as in model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, "
+            f"{type(model).__name__} has no tp_plan, which says how its layers are divided among the "
+            "processes "
+            "of tp_size; set it, as in model.tp_plan = "
+            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, "
             "or call torch.distributed.tensor.parallel.parallelize_module before prepare()."
         )
     names = [name for name, _ in model.named_modules() if name]

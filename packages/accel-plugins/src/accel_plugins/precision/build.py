@@ -36,7 +36,8 @@ def build_precision(
         device: Where models compute.
         autocast_kwargs: Options of autocast; not used by `"no"`.
         scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
-        shared: Whether ranks have parts of the gradients, and so have to look together whether all are finite.
+        shared: Whether ranks have parts of the gradients, and so have to look together whether all are
+            finite.
 
     Raises:
         SettingsError: There is no such precision.

@@ -57,7 +57,8 @@ class ParameterBook:
             if strange:
                 raise SettingsError(
                     f"{type(optimizer).__qualname__} has {len(strange)} of {len(everything)} parameters, the "
-                    f"first of shape {tuple(strange[0].shape)}, that belong to no model that is prepared with it "
+                    f"first of shape {tuple(strange[0].shape)}, that belong to no model that is prepared "
+                    "with it "
                     "or was before: they would not be trained. Make the optimizer of model.parameters() of "
                     "that very model, and pass both to prepare()."
                 )
@@ -108,7 +109,7 @@ def let_go(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_H
 
 
 def take_up(held: Iterable[_Held], model: nn.Module) -> None:
-    """Put the parameters that a model has now in place of those that were let go; states are divided alike."""
+    """Put the parameters that a model has now in place of those that were let go, with their states."""
     now = dict(model.named_parameters(remove_duplicate=False))
     for one in held:
         new = now[one.name]
@@ -140,7 +141,7 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
 
 
 def settle_mixed(optimizer: Optimizer) -> None:
-    """Let an optimizer compute parameter by parameter where they are of several kinds, which torch cannot mix."""
+    """Let an optimizer compute parameter by parameter where they are of kinds that torch cannot mix."""
     for group in optimizer.param_groups:
         kinds = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
         if len(kinds) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):

@@ -43,8 +43,14 @@ class ShardedStepper:
         self._inner = TorchStepper(
             precision=precision, no_sync_of=_no_sync, around_backward=partial(watch.region, "backward")
         )
-        self.backward = self._inner.backward
-        self.no_sync: Callable[[nn.Module], AbstractContextManager[None]] = self._inner.no_sync
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Add the gradients of `loss / accumulation` to the parameters."""
+        self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Keep gradients local, and whole."""
+        return _no_sync(model)
 
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True

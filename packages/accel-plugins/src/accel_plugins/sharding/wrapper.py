@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from torch import nn
 from torch.nn.parameter import is_lazy
 
 from accel_ops.modules import without_compiler
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import torch
+    from torch import nn
 
     from accel_plugins.bundle import Bundle
     from accel_state.runtime import Runtime
@@ -66,7 +66,8 @@ class ShardedWrapper:
         for rank, (_, digests) in enumerate(told):
             if digests != told[0][1]:
                 raise SettingsError(
-                    f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes of their "
+                    f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes "
+                    "of their "
                     "parameters differ. Make the same models on every process."
                 )
 
@@ -108,7 +109,8 @@ class ShardedWrapper:
                 )
             if parameter.is_meta and not may_be_empty:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is on the meta device, without values, on "
+                    f"{type(model).__name__}: the parameter {name!r} is on the meta device, without "
+                    "values, on "
                     f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
                     "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
                 )

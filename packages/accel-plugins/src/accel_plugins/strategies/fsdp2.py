@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer states are divided among the ranks, alone or beside other axes."""
+"""FSDP2: parameters, gradients and optimizer states divided among the ranks, also beside other axes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.fsdp.apply import FullSharding
 from accel_plugins.fsdp.forms import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.parallelism.axes import axes_of
+from accel_plugins.parallelism.axes import Axes, axes_of
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.states import ShardedPersister
@@ -49,16 +49,15 @@ def build(
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=2)
     if plugin.version != 2:
         raise SettingsError(
-            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: its axes "
+            f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
+            "its axes "
             "go with fsdp_version=2 only."
         )
     plugin.set_mixed_precision(precision.name)
     axes = axes_of(runtime, handlers, sharded=FullyShardedDataParallelPlugin in handlers)
     full = FullSharding(plugin=plugin, mesh=axes.fully_sharded(runtime))
     tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
-    context = None
-    if axes.context is not None:
-        context = ContextParallel(mesh=axes.context, rotation=axes.config.cp_handler.cp_comm_strategy)
+    context = _context(axes)
     stages = [*(() if tensor is None else (tensor,)), full]
     divide = [*stages, *(() if context is None else (context.prepare,))]
     return Strategy(
@@ -78,6 +77,13 @@ def build(
         split_sequences=context,
         shards=TensorShards(form_now=partial(form_of, plugin)),
     )
+
+
+def _context(axes: Axes) -> ContextParallel | None:
+    handler = axes.config.cp_handler
+    if axes.context is None or handler is None:
+        return None
+    return ContextParallel(mesh=axes.context, rotation=handler.cp_comm_strategy or "allgather")
 
 
 def in_turn(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:

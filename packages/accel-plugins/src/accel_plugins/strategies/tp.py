@@ -36,8 +36,7 @@ def build(
     """
     del settings
     axes = axes_of(runtime, handlers, sharded=False)
-    assert axes.tensor is not None
-    stage = TensorParallel(mesh=axes.tensor)
+    stage = TensorParallel(mesh=axes.mesh["tp"])
     return Strategy(
         name="tp",
         wrapper=ShardedWrapper(

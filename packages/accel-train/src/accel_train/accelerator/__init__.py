@@ -52,9 +52,9 @@ class Accelerator(
         cpu: Whether to stay on the CPU although there is an accelerator.
         dataloader_config: How loaders are prepared.
         deepspeed_plugin: Not available in this version.
-        fsdp_plugin: Train with parameters, gradients and optimizer states divided among the processes. As with
-            the other plugins, an earlier `Accelerator` of this process, and else the environment, decides if
-            it is `None`.
+        fsdp_plugin: Train with parameters, gradients and optimizer states divided among the processes. As
+            with the other plugins, an earlier `Accelerator` of this process, and else the environment,
+            decides if it is `None`.
         torch_tp_plugin: Train with the layers divided; `parallelism_config` says the same and more.
         megatron_lm_plugin: Not available in this version.
         rng_types: Which sources of randomness loaders synchronise between processes at their beginning;

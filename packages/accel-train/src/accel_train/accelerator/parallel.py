@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_state.errors import UnsupportedError
 from accel_train.accelerator.facet import Facet
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -30,7 +29,7 @@ class ParallelFacet(Facet):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The processes by the axes along which they divide the work; `None` where there is one axis of copies."""
+        """The processes by the axes along which they divide the work; `None` where all have copies."""
         return self._parts.strategy.mesh
 
     @property
@@ -63,7 +62,7 @@ class ParallelFacet(Facet):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which shard of its copy of the model this process has, as far as shards have batches of their own."""
+        """Which shard of the model this process has, among those that have batches of their own."""
         return self._rank_along("dp_shard")
 
     @property
@@ -89,13 +88,14 @@ class ParallelFacet(Facet):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A context in which sequences are divided, if there is context parallelism; else one that does nothing.
+        """A context in which sequences are divided, if there is context parallelism; else it does nothing.
 
-        Within it, scaled-dot-product attention sees whole sequences although every process has a part of them.
+        Within it, scaled-dot-product attention sees whole sequences although every process has a part of
+        them.
 
         Args:
-            buffers: Tensors with a sequence dim, such as the inputs, labels and positions of a batch. They are
-                cut to this process's part in place.
+            buffers: Tensors with a sequence dim, such as the inputs, labels and positions of a batch. They
+                are cut to this process's part in place.
             buffer_seq_dims: The sequence dim of each.
             no_restore_buffers: Those that nobody needs afterwards; others are whole again.
 
@@ -113,6 +113,7 @@ class ParallelFacet(Facet):
         return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def _rank_along(self, axis: str) -> int:
-        mesh: Any = self._parts.strategy.mesh
-        names: Sequence[str] = () if mesh is None else mesh.mesh_dim_names or ()
-        return mesh.get_local_rank(axis) if axis in names else 0
+        mesh = self._parts.strategy.mesh
+        if mesh is None or axis not in (mesh.mesh_dim_names or ()):
+            return 0
+        return mesh.get_local_rank(axis)

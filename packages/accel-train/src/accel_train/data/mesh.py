@@ -13,7 +13,8 @@ def shard_of_ranks(mesh: Any) -> list[int]:
     """Which shard of the data every rank of a mesh gets.
 
     Args:
-        mesh: A `DeviceMesh` of all ranks, whose axes have names. Along the `SHARED_AXES` batches are the same.
+        mesh: A `DeviceMesh` of all ranks, whose axes have names. Along the `SHARED_AXES` batches are the
+            same.
 
     Returns:
         For every rank the index of its shard.
