@@ -8,7 +8,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+from torch.func import functional_call
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from accel_bigmodel.device_map.stages import generate_device_map, split_points_of
 from accel_ops.collect import broadcast, broadcast_object_list
@@ -25,8 +28,6 @@ from accel_state.partial_state import PartialState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping, Sequence
-
-    from torch import nn
 
 
 def prepare_pippy(
@@ -79,11 +80,13 @@ def prepare_pippy(
         return model
     size = math.ceil(rows / chunks)
     args, kwargs = _first_rows((example_args, kwargs), size)
+    structure = _structure_of_output(model, args, kwargs)
     schedule = build_pipeline(model, split_points, args, kwargs, chunks)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del self
-        return _in_rounds(schedule.step, size * chunks, gather_output, args, kwargs)
+        output = _in_rounds(schedule.step, size * chunks, gather_output, args, kwargs)
+        return None if output is None else tree_unflatten(tree_leaves(output), structure)
 
     vars(model)["_original_forward"] = model.forward
     vars(model)["forward"] = MethodType(forward, model)
@@ -110,9 +113,9 @@ def build_pipeline(
         The schedule. Its `step` takes a batch on the first process, and returns the output on the last.
     """
     state = PartialState()
-    spec = dict.fromkeys(split_points, SplitPoint.BEGINNING)
+    spec = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
     with torch.no_grad(), watch.region("prepare_pippy"), _restored(model, split_points):
-        pipe = pipeline(model, mb_args=args, mb_kwargs=dict(kwargs or {}), split_spec=spec)
+        pipe = pipeline(_Entrance(model), mb_args=args, mb_kwargs=dict(kwargs or {}), split_spec=spec)
         stage = pipe.build_stage(state.process_index, device=state.device)
     return ScheduleGPipe(stage, num_chunks)
 
@@ -237,6 +240,28 @@ def _check_points(model: nn.Module, split_points: Sequence[str], stages: int) ->
             f"split_points={list(split_points)!r} makes {len(split_points) + 1} stages, and there are "
             f"{stages} processes: give one point fewer than processes."
         )
+
+
+class _Entrance(nn.Module):
+    """Lets every input pass through the first stage, from which stages that use it get it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = recursively_apply(torch.clone, (args, kwargs))
+        return self.model(*args, **kwargs)
+
+
+def _structure_of_output(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """How tensors are nested in what a model returns, which tracing forgets; nothing is computed."""
+    tensors = {
+        name: tensor.to("meta") for name, tensor in (*model.named_parameters(), *model.named_buffers())
+    }
+    args, kwargs = recursively_apply(lambda tensor: tensor.to("meta"), (args, kwargs))
+    with torch.no_grad():
+        return tree_structure(functional_call(model, tensors, args, kwargs))
 
 
 @contextmanager
