@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.engines import ENGINES
@@ -10,7 +11,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
 # What launchers set, by the argument that it stands for.
 _SWITCHES = {
@@ -53,6 +54,19 @@ def known_plugins() -> dict[str, Any]:
     }
 
 
+@contextmanager
+def unchanged_by_failure() -> Generator[None]:
+    """A context in which the shared state may be set; an error brings back what was before."""
+    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - as above
+    before = dict(shared)
+    try:
+        yield
+    except BaseException:
+        shared.clear()
+        shared.update(before)
+        raise
+
+
 def refuse_unavailable(**given: object) -> None:
     """Raise if an argument was given whose feature is not part of this version.
 
@@ -80,6 +94,5 @@ def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
         if argument not in available and environ.str_to_bool(environment.get(name, "false")):
             raise UnsupportedError(
                 f"{name}={environment[name]!r} is set in the environment, but this version of accel has "
-                "no use "
-                f"for a {argument}; unset it, or choose another configuration."
+                f"no use for a {argument}; unset it, or choose another configuration."
             )

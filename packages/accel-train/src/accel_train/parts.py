@@ -25,7 +25,7 @@ from accel_state.labels import DynamoBackend, RNGType
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
 from accel_train.checkpoint.run import Run
-from accel_train.given import known_plugins, refuse_unavailable_engines
+from accel_train.given import known_plugins, refuse_unavailable_engines, unchanged_by_failure
 from accel_train.items import ItemWindow
 from accel_train.scheduler import check_clock
 from accel_train.sync import Synchronizer
@@ -179,21 +179,22 @@ def build_parts(arguments: Arguments) -> Parts:
     plugins = find_plugins(arguments.plugins, known_plugins(), settings)
     settings = described(settings, plugins)
     accumulation = _accumulation(arguments, settings)
-    state = _state(arguments, handlers, compiler, plugins)
-    process = PartialState()
-    runtime = process.runtime
-    handlers |= as_handlers(plugins)
-    autocast = handlers.get(AutocastKwargs)
-    name = choose(settings, runtime.topology, runtime.device)
-    precision = build_precision(
-        state.mixed_precision,
-        runtime.device,
-        autocast,
-        handlers.get(GradScalerKwargs),
-        shared=name in DIVIDES_GRADIENTS,
-    )
-    more = {GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
-    strategy = load(name)(settings, runtime, precision, {**handlers, **more})
+    with unchanged_by_failure():
+        state = _state(arguments, handlers, compiler, plugins)
+        process = PartialState()
+        runtime = process.runtime
+        handlers |= as_handlers(plugins)
+        autocast = handlers.get(AutocastKwargs)
+        name = choose(settings, runtime.topology, runtime.device)
+        precision = build_precision(
+            state.mixed_precision,
+            runtime.device,
+            autocast,
+            handlers.get(GradScalerKwargs),
+            shared=name in DIVIDES_GRADIENTS,
+        )
+        more = {GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
+        strategy = load(name)(settings, runtime, precision, {**handlers, **more})
     precision = strategy.precision or precision
     state.device_mesh = strategy.mesh
     gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
