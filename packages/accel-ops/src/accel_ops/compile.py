@@ -44,6 +44,11 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
     compile_regions(module, **compile_kwargs)
 
 
+def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
+    """Compile the regions of a model that `fully_shard` divides; the same as `compile_regions`."""
+    compile_regions(module, **compile_kwargs)
+
+
 def regions(module: nn.Module) -> list[nn.Module]:
     """Find what regional compilation compiles, in the order of `module.modules()`.
 

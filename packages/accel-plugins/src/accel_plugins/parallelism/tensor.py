@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
-from torch.distributed.tensor import Replicate
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -104,3 +104,20 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
         hint = f"did you mean {near[0]!r}?" if near else f"there are {[*STYLES]}."
         raise SettingsError(f"tp_plan[{pattern!r}]={style!r}: no ParallelStyle and none of its names; {hint}")
     return STYLES[style]()
+
+
+def get_model_tp_size(model: nn.Module) -> int:
+    """Among how many processes the layers of a model are divided; 1 where they are whole.
+
+    Example:
+        >>> import torch
+        >>> get_model_tp_size(torch.nn.Linear(1, 1))
+        1
+    """
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+            if "tp" in sizes:
+                return sizes["tp"]
+    return 1

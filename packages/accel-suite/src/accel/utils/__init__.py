@@ -31,7 +31,7 @@ if TYPE_CHECKING:
         prepare_sagemager_args_inputs, prepare_simple_launcher_cmd_env, prepare_tpu,
     )
     from accel_ops.collect import broadcast, broadcast_object_list, gather, gather_object, reduce
-    from accel_ops.compile import compile_regions, compile_regions_deepspeed
+    from accel_ops.compile import compile_regions, compile_regions_deepspeed, compile_regions_fsdp2
     from accel_ops.modules import (
         extract_model_from_parallel, has_compiled_regions, is_compiled_module, model_has_dtensor,
     )
@@ -79,6 +79,7 @@ if TYPE_CHECKING:
         DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig,
         TorchTensorParallelPlugin,
     )
+    from accel_plugins.parallelism.tensor import get_model_tp_size
     from accel_plugins.precision.contexts import get_grad_scaler, get_mixed_precision_context_manager
     from accel_plugins.precision.sharded_scaler import get_fsdp2_grad_scaler
     from accel_quant.bnb.config import BnbQuantizationConfig
@@ -157,8 +158,8 @@ __all__ = [
     "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel",
     "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
     "clean_state_dict_for_safetensors", "clear_environment", "compare_versions", "compile_regions",
-    "compile_regions_deepspeed", "compute_module_sizes", "concatenate", "convert_bytes",
-    "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_outputs_to_fp32",
+    "compile_regions_deepspeed", "compile_regions_fsdp2", "compute_module_sizes", "concatenate",
+    "convert_bytes", "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_outputs_to_fp32",
     "convert_to_fp32", "copy_tensor_to_devices", "disable_fsdp_ram_efficient_loading", "dtype_byte_size",
     "enable_fsdp_ram_efficient_loading", "ensure_weights_retied", "extract_model_from_parallel",
     "extract_submodules_state_dict", "find_batch_size", "find_device", "find_executable_batch_size",
@@ -166,7 +167,7 @@ __all__ = [
     "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "gather", "gather_object",
     "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
     "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info", "get_grad_scaler", "get_int_from_env",
-    "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager",
+    "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "get_model_tp_size",
     "get_module_children_bottom_up", "get_pretty_name", "has_4bit_bnb_layers", "has_compiled_regions",
     "has_offloaded_params", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
     "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
@@ -227,7 +228,9 @@ _EXPORTS = {
     **dict.fromkeys((
         "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce",
     ), "accel_ops.collect"),
-    **dict.fromkeys(("compile_regions", "compile_regions_deepspeed"), "accel_ops.compile"),
+    **dict.fromkeys((
+        "compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2",
+    ), "accel_ops.compile"),
     **dict.fromkeys((
         "extract_model_from_parallel", "has_compiled_regions", "is_compiled_module", "model_has_dtensor",
     ), "accel_ops.modules"),
@@ -280,6 +283,7 @@ _EXPORTS = {
         "DeepSpeedSequenceParallelConfig", "TorchContextParallelConfig", "TorchTensorParallelConfig",
         "TorchTensorParallelPlugin",
     ), "accel_plugins.parallelism.handlers"),
+    **dict.fromkeys(("get_model_tp_size",), "accel_plugins.parallelism.tensor"),
     **dict.fromkeys((
         "get_grad_scaler", "get_mixed_precision_context_manager",
     ), "accel_plugins.precision.contexts"),
