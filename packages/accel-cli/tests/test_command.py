@@ -5,11 +5,14 @@ import subprocess
 import sys
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import accel_cli
 from accel_cli import config_file as file
 from accel_cli import env_report
 from accel_cli.launch import command
+from accel_cli.launch.args import FLAGS
 from accel_cli.main import COMMANDS, ERROR, main
 from accel_state.errors import SettingsError
 
@@ -49,6 +52,35 @@ def test_what_cannot_be_done_ends_with_one_sentence_and_code_2(line, parts, caps
     message = capsys.readouterr().err
     assert [part for part in parts if part not in message] == []
     assert message.count("\n") == 1
+
+
+pieces = st.sampled_from(
+    ["num_processes", "fsdp_config", "distributed_type", ": ", "- ", "\n", "  ", "FSDP", "2", "{", "}", "[",
+     "&a ", "*a", "!!python/object:os.system ", "2001-99-99", "? ", "|", "yes", "0x", "1e999", "~", "\t", "%",
+     "<<: "]
+)  # fmt: skip
+files = (
+    st.lists(pieces, max_size=12).map("".join).map(str.encode)
+    | st.binary(max_size=40)
+    | st.text().map(str.encode)
+)
+flags = st.lists(
+    st.sampled_from([*FLAGS, "2", "bf16", "x.py"]) | st.text(st.characters(exclude_characters="\\0")),
+    max_size=5,
+)
+
+
+@given(files, flags, st.sampled_from([".yaml", ".json", ""]))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_file_and_any_flags_end_in_an_explanation_or_a_sentence_and_code_2(
+    tmp_path, capsys, file, line, suffix
+):
+    path = tmp_path / f"run{suffix}"
+    path.write_bytes(file)
+    code = main(["launch", "--config_file", str(path), "--explain", *line, "x.py"])
+    told = capsys.readouterr()
+    assert code == (2 if told.err else 0)
+    assert told.err == "" or told.err.startswith("accel launch: error: ")
 
 
 @pytest.mark.parametrize("line", [["--help"], ["launch", "--help"], ["env", "--help"]])

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -266,6 +269,26 @@ def test_a_job_of_sagemaker_is_started_with_what_was_planned():
         {"sagemaker.huggingface": SimpleNamespace(HuggingFace=HuggingFace)}.__getitem__,
     )
     assert seen == [{"role": "r"}, None]
+
+
+CHECK = """\
+import json, sys
+from sagemaker.huggingface import HuggingFace
+made = HuggingFace(**json.loads(sys.argv[1]))
+print(json.dumps([made.instance_count, made.hyperparameters()["lr"], made.training_image_uri()]))
+"""
+
+
+@pytest.mark.skipif(find_spec("sagemaker") is None, reason="the SageMaker SDK is not installed")
+@pytest.mark.parametrize("kind", ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"])
+def test_the_sdk_of_sagemaker_accepts_the_arguments(kind, script):
+    file = {**CLOUD, "distributed_type": kind, "iam_role_name": "arn:aws:iam::123456789012:role/trainer"}
+    told = json.dumps(run_sagemaker.estimator_arguments(plan(file=file, script=script)))
+    environ = {"AWS_DEFAULT_REGION": "us-east-1", "HOME": str(Path(script).parent)}
+    done = subprocess.run([sys.executable, "-c", CHECK, told], env=environ, capture_output=True, check=True)
+    count, rate, image = json.loads(done.stdout)
+    assert (count, rate) == (2, "1")
+    assert "pytorch-training:1.10.2-transformers4.17.0" in image
 
 
 @pytest.mark.parametrize("words", [["word"], ["--flag"], ["--flag", "--other", "1"]])

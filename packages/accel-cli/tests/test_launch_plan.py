@@ -206,6 +206,13 @@ def test_the_first_machine_hosts_the_c10d_rendezvous(rank):
     assert options["rdzv_conf"] == "is_host=true"
 
 
+def test_machines_may_come_and_go_down_to_a_number():
+    line = ["--num_processes", "8", "--num_machines", "4", "--min_machines", "2", "--rdzv_backend", "c10d",
+            "--main_process_ip", "10.0.0.1", "--main_process_port", "29400"]  # fmt: skip
+    options, _ = torchrun(plan(*line))
+    assert (options["nnodes"], options["nproc_per_node"]) == ("2:4", "2")
+
+
 def test_every_machine_knows_the_address_under_which_the_others_reach_it():
     line = ["--num_processes", "2", "--num_machines", "2", "--rdzv_backend", "c10d",
             "--main_process_ip", "127.0.0.1", "--main_process_port", "29400"]  # fmt: skip
