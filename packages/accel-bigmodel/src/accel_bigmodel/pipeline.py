@@ -261,7 +261,7 @@ def _structure_of_output(model: nn.Module, args: tuple[Any, ...], kwargs: Mappin
     }
     args, kwargs = recursively_apply(lambda tensor: tensor.to("meta"), (args, kwargs))
     with torch.no_grad():
-        return tree_structure(functional_call(model, tensors, args, kwargs))
+        return tree_structure(functional_call(model, tensors, args, dict(kwargs)))
 
 
 @contextmanager
