@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def deepspeed_process() -> Generator[None]:
     """A block after which nothing is left of DeepSpeed but the imported library."""
     before = dict(os.environ)
-    known = {*dist.distributed_c10d._world.pg_map}
+    known = {*_groups()}
     with warnings.catch_warnings():
         # Some of its modules warn of what they use.
         warnings.filterwarnings("ignore", category=DeprecationWarning)
@@ -29,8 +29,12 @@ def deepspeed_process() -> Generator[None]:
         try:
             yield
         finally:
-            for group in {*dist.distributed_c10d._world.pg_map} - known:
+            for group in {*_groups()} - known:
                 dist.destroy_process_group(group)
             part("utils.groups")._WORLD_GROUP = None
             for name in {*os.environ} - {*before}:
                 del os.environ[name]
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    return [*dist.distributed_c10d._world.pg_map]  # pyright: ignore[reportPrivateUsage] - no public list

@@ -170,7 +170,7 @@ class DeepSpeedEngineWrapper:
         return self._has_gradients and self.engine.is_gradient_accumulation_boundary()
 
     def _complete_gradients(self) -> dict[int, list[Tensor]]:
-        """The gradients of a complete step, which stages 1 and 2 replace where another pass completes it again."""
+        """Gradients of a complete step, which stages 1 and 2 replace when another pass completes it."""
         optimizer = self.optimizer
         if not hasattr(optimizer, "bit16_groups") or optimizer.cpu_offload:
             return {}

@@ -71,7 +71,10 @@ class EngineFolder:
             CheckpointError: It does not belong to single parameters.
         """
         if not self.optimizers:
-            return dict(self.models[0].get("optimizer") or {"state": {}, "param_groups": []})
+            raise CheckpointError(
+                f"{str(self.folder)!r} is of ZeRO stage 0, which names no parameters in the state of its "
+                "optimizer; load it with DeepSpeed at stage 0."
+            )
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         bases = [one[key] for one in self.optimizers]
         if not all(isinstance(base, dict) for base in bases):
@@ -111,8 +114,8 @@ class EngineFolder:
                 states[parameter][name] = value
             return
         for group, value in zip(self._shapes(), pieces[0], strict=False):
-            for parameter in group:
-                states[parameter][name] = value
+            for parameter in group:  # each counts its own steps
+                states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def _shapes(self) -> Sequence[Mapping[str, Any]]:
         return self.models[0]["param_shapes"]

@@ -126,7 +126,11 @@ class EngineState:
             if not tensor.requires_grad:
                 continue
             kept = self._kept_for(tensor)
-            single = {name: value for name, value in kept.items() if not _is_flat(value)}
+            single = {  # each counts its own steps
+                name: value.clone() if isinstance(value, torch.Tensor) else value
+                for name, value in kept.items()
+                if not _is_flat(value)
+            }
             whole = {
                 name: _on_host(_get(tensor, name)) if keep else _get(tensor, name)
                 for name, value in kept.items()

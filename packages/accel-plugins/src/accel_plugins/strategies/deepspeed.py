@@ -219,7 +219,7 @@ def _accumulation(plugin: GradientAccumulationPlugin | None) -> Known:
 
 
 def _undo_first_step(optimizer: Any) -> None:
-    """Undo the step with gradients of zero by which DeepSpeed lets 16-bit optimizers of stage 0 make their state.
+    """Undo the step with gradients of zero by which 16-bit optimizers of stage 0 get their state.
 
     It would count as a step, and decay weights.
     """

@@ -112,7 +112,7 @@ class DeepSpeedPersister:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedShards:
-    """Says that the engine writes its own folder, and takes what others have written: whole, tensor by tensor.
+    """Says that the engine writes its own folder, and takes whole what others have written.
 
     Args:
         persister: Knows how.
@@ -140,9 +140,14 @@ class DeepSpeedShards:
     def room_for(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Room:
         """Every rank reads whole tensors."""
         del optimizer, models
-        return lambda name, shape, dtype: torch.empty(shape, dtype=dtype)
+        return _whole
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Take it back."""
         del optimizer, models
         self.persister.state.load_named_optimizer(state)
+
+
+def _whole(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    del name
+    return torch.empty(shape, dtype=dtype)

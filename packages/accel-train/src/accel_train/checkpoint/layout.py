@@ -34,7 +34,10 @@ _OURS = re.compile(
     |{re.escape(MANIFEST_NAME)})""",
     re.VERBOSE,
 )
-_OUR_FOLDERS = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+")
+_OUR_FOLDERS = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_NAME}(_\d+)?")
+
+BESIDE_ENGINE_FOLDERS = frozenset({"latest", "zero_to_fp32.py", "zero_to_torch.py"})
+"""What DeepSpeed writes beside the folders of its engines."""
 
 
 def weights_name(index: int, *, safe: bool) -> str:
@@ -65,6 +68,11 @@ def sharded_model_name(index: int) -> str:
 def sharded_optimizer_name(index: int) -> str:
     """The folder with the shards of an optimizer: `optimizer_0`, `optimizer_1` and so on."""
     return f"{OPTIMIZER_NAME}_{index}"
+
+
+def engine_name(index: int) -> str:
+    """The folder that DeepSpeed's engine writes: `pytorch_model`, `pytorch_model_1` and so on."""
+    return _indexed(MODEL_NAME, index, "")
 
 
 def fsdp_weights_name(index: int) -> str:
@@ -109,7 +117,7 @@ def is_of_checkpoint(name: str) -> bool:
         >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
         (True, False)
     """
-    return _OURS.fullmatch(name) is not None
+    return name in BESIDE_ENGINE_FOLDERS or _OURS.fullmatch(name) is not None
 
 
 def is_folder_of_checkpoint(name: str) -> bool:

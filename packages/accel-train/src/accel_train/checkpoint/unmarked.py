@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from accel_ops.weights.names import SAFETENSORS_SUFFIX
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder
+from accel_plugins.deepspeed.folder import is_engine_folder
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 
@@ -36,12 +37,14 @@ def check_unmarked(folder: Path) -> None:
             "checkpoint consists of."
         )
     for name in names:
+        if name in layout.BESIDE_ENGINE_FOLDERS:
+            continue
         if name.endswith(SAFETENSORS_SUFFIX):
             SafetensorsFile(folder / name)
         else:
             _check_saved(folder / name)
     for one in folders:
-        if not is_sharded_folder(one):
+        if not is_sharded_folder(one) and not is_engine_folder(one):
             raise CheckpointError(
                 f"{str(one)!r} is not whole: it has no {INDEX_NAME!r}, which comes when all ranks are done."
             )
