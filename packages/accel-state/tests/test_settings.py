@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from accel_state import settings as exported
 from accel_state.errors import SettingsError
-from accel_state.settings.engines import DeepSpeedSettings, FsdpSettings
+from accel_state.settings.engines import DeepSpeedSettings, Fp8Settings, FsdpSettings
 from accel_state.settings.environ import from_environ, given_by_environ, to_environ, worker_environ
 from accel_state.settings.file import default_config_file, given_by_file, to_content
 from accel_state.settings.merge import Given, Layer, combine
@@ -274,6 +274,31 @@ def test_a_documented_config_file_is_read_as_it_is():
         launch=LaunchSettings(
             num_processes=4, distributed_type="MULTI_GPU", gpu_ids="all", same_network=True
         ),
+    )
+
+
+def test_the_recipe_of_fp8_is_read_in_the_spellings_of_files():
+    recipe = {
+        "amax_compute_algorithm": "max", "amax_history_length": 512, "backend": "TE", "fp8_format": "E4M3",
+        "interval": 1, "margin": 0, "override_linear_precision": [False, False, True],
+        "use_autocast_during_eval": False,
+    }  # fmt: skip
+    expected = Fp8Settings(
+        amax_compute_algo="max", amax_history_len=512, backend="TE", fp8_format="E4M3", interval=1, margin=0,
+        override_linear_precision=(False, False, True), use_autocast_during_eval=False,
+    )  # fmt: skip
+    assert combine(given_by_file({"fp8_config": recipe}, "run.yaml")).settings.fp8 == expected
+    written = {"amax_compute_algo": "MAX", "fp8_amax_history_len": "512", "backend": "te"}
+    short = combine(given_by_file({"fp8_config": written}, "run.yaml")).settings.fp8
+    assert short == Fp8Settings(amax_compute_algo="max", amax_history_len=512, backend="TE")
+
+
+def test_auto_leaves_a_number_to_deepspeed_or_the_script():
+    table = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_stage": 3}
+    content = {"distributed_type": "DEEPSPEED", "deepspeed_config": table}
+    settings = combine(given_by_file(content, "run.yaml")).settings
+    assert settings == Settings(
+        deepspeed=DeepSpeedSettings(zero_stage=3), launch=LaunchSettings(distributed_type="DEEPSPEED")
     )
 
 

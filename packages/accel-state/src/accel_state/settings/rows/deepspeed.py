@@ -126,7 +126,7 @@ DEEPSPEED = (
         "gradient_clipping",
         "The norm that gradients are clipped to at every step.",
         long="gradient_clipping",
-        parse=maybe(number(0), "none"),
+        parse=maybe(number(0), "none", "auto"),
         question="To which norm are gradients clipped? (empty: as the script does)",
         when=_without_file,
     ),

@@ -52,7 +52,8 @@ LAUNCH = (
     ),
     Option(
         path="launch.distributed_type",
-        help="On what the processes compute. --multi_gpu: one process per GPU, and fail where there is none.",
+        help="On what the processes compute; --multi_gpu: one process per GPU, an error where there is none;"
+        " --tpu: one per chip.",
         topic=_TOPIC,
         parse=lambda text: one_of(*DISTRIBUTED_TYPES)("XLA" if text.upper() == "TPU" else text),
         choices=DISTRIBUTED_TYPES,

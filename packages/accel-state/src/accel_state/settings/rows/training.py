@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_state.labels import DynamoBackend, PrecisionType
 from accel_state.settings.option import Option, Said
-from accel_state.settings.parsing import flag, one_of, whole
+from accel_state.settings.parsing import flag, maybe, one_of, whole
 
 _PRECISIONS = tuple(member.value for member in PrecisionType)
 _BACKENDS = tuple(member.value for member in DynamoBackend)
@@ -30,9 +30,9 @@ TRAINING = (
     ),
     Option(
         path="training.gradient_accumulation_steps",
-        help="Micro-batches per optimizer step.",
+        help="Micro-batches per optimizer step; auto leaves it to the script.",
         topic="training",
-        parse=whole(1),
+        parse=maybe(whole(1), "auto"),
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         flags=("--gradient_accumulation_steps",),
         key="gradient_accumulation_steps",
