@@ -26,6 +26,7 @@ from accel_cli.launch import (
     xla_workers,
 )
 from accel_cli.launch.args import read_arguments
+from accel_cli.launch.ending import run_program
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.run_sagemaker import hyperparameters
@@ -306,6 +307,15 @@ def test_hyperparameters_keep_their_types(values):
 def test_a_job_of_sagemaker_without_a_role_is_refused():
     with pytest.raises(SettingsError, match="needs iam_role_name"):
         plan(file={key: value for key, value in CLOUD.items() if key != "iam_role_name"})
+
+
+def test_a_program_of_ours_ends_with_a_sentence(capsys):
+    def main(arguments):
+        if arguments:
+            raise SettingsError("nothing to run")
+
+    assert (run_program(main, []), run_program(main, ["x"])) == (0, 2)
+    assert capsys.readouterr().err == "accel launch: error: nothing to run\n"
 
 
 @pytest.mark.parametrize(

@@ -339,6 +339,17 @@ def test_a_bad_key_or_value_names_its_file_key_and_the_way_out(content, parts):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
+def test_all_keys_that_cannot_be_used_are_told_at_once():
+    with pytest.raises(SettingsError) as caught:
+        given_by_file({"num_proceses": 2, "num_machines": 0, "debug": True}, "run.yaml")
+    said = str(caught.value).splitlines()
+    assert [line[:24] for line in said] == [
+        "several keys cannot be u",
+        "- key num_proceses of ru",
+        "- key num_machines of ru",
+    ]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "note"),
     [

@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from accel_cli.launch.ending import run_program
 from accel_state.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -33,4 +34,4 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_program(main, sys.argv[1:]))

@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_cli.launch.ending import run_program
 from accel_state.errors import MissingDependencyError, SettingsError
 
 if TYPE_CHECKING:
@@ -66,4 +67,4 @@ def _import(script: Path) -> Any:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(run_program(main, sys.argv[1:]))

@@ -73,22 +73,25 @@ def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
         Path to value and origin. A key whose value is empty counts as not given.
 
     Raises:
-        SettingsError: A key is unknown, or its value cannot be used; the message names both.
+        SettingsError: Keys are unknown, or their values cannot be used; the message names all.
 
     Example:
         >>> given_by_file({"num_machines": 2}, "c.yaml")["launch.num_machines"].value
         2
     """
     found: dict[str, Given] = {}
+    problems: list[str] = []
     for key, value in _flat(translate(content).content, source):
-        origin = f"key {key} of {source}"
-        if key not in BY_KEY:
-            raise SettingsError(f"{origin} is unknown{_nearest(key)}")
-        option = BY_KEY[key]
-        for text in _texts(option, value, origin):
-            given = parse(option, text, Layer.FILE, origin)
-            if given is not None:
-                found[option.path] = joined(found.get(option.path), given)
+        try:
+            for given in _read(key, value, f"key {key} of {source}"):
+                path = BY_KEY[key].path
+                found[path] = joined(found.get(path), given)
+        except SettingsError as error:
+            problems.append(str(error))
+    if problems:
+        raise SettingsError(
+            "\n- ".join(["several keys cannot be used:", *problems] if problems[1:] else problems)
+        )
     if any(path.startswith("parallelism.") for path in found):
         origin = f"key parallelism_config of {source}"
         found["parallelism"] = Given(value=True, layer=Layer.FILE, origin=origin)
@@ -144,6 +147,15 @@ def _flat(content: Mapping[str, Any], source: str) -> list[tuple[str, Any]]:
         else:
             raise SettingsError(f"key {key} of {source} is {value!r}: expected a table of settings")
     return [(key, value) for key, value in entries if key not in _TABLES]
+
+
+def _read(key: str, value: object, origin: str) -> list[Given]:
+    """The value of a key; several of a list, none of an empty one."""
+    if key not in BY_KEY:
+        raise SettingsError(f"{origin} is unknown{_nearest(key)}")
+    option = BY_KEY[key]
+    read = [parse(option, text, Layer.FILE, origin) for text in _texts(option, value, origin)]
+    return [given for given in read if given is not None]
 
 
 def _texts(option: Option, value: object, origin: str) -> list[str]:

@@ -1,0 +1,32 @@
+"""How a program of ours that starts processes ends: with a sentence where something is missing."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from accel_state.errors import AccelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ERROR = 2
+"""The exit code of what cannot be carried out, as of the command."""
+
+
+def run_program(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
+    """Run a program.
+
+    Args:
+        main: The program.
+        arguments: What it is given.
+
+    Returns:
+        0, or 2 after an error of ours, which is told in a sentence.
+    """
+    try:
+        main(arguments)
+    except AccelError as error:
+        sys.stderr.write(f"accel launch: error: {error}\n")
+        return ERROR
+    return 0
