@@ -41,6 +41,10 @@ class Feature(Enum):
     """Ranks can run out of batches at different times, within `join`."""
 
 
+PLAIN_FEATURES = frozenset(Feature) - {Feature.OPTIMIZER_FROM_CONFIGURATION}
+"""What strategies offer that train with PyTorch's own optimizers on whole, ordinary tensors."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSharding:
     """How batches are divided among the ranks; not always by world size.

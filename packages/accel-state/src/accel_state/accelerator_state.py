@@ -106,10 +106,11 @@ class AcceleratorState:
                 )
             _refuse_others(self.__dict__, plugins)
             return
+        active = self.__dict__.get("deepspeed_plugins")
         kept = {name: self.__dict__.get(name) for name in given} | plugins
         self.__dict__.update(partial.__dict__)
         self.__dict__.update(_mixed_precision=wanted, dynamo_plugin=dynamo_plugin, device_mesh=None, **kept)
-        if "deepspeed_plugins" in plugins:
+        if kept["deepspeed_plugins"] is not active:
             self.select_deepspeed_plugin()
         for plugin in (kept["deepspeed_plugins"] or {}).values():
             plugin.set_mixed_precision(wanted)

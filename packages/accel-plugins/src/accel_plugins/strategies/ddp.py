@@ -16,7 +16,7 @@ from accel_ops.modules import without_compiler
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
-from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
 from accel_state import watch
 from accel_state.errors import SettingsError
 
@@ -97,7 +97,7 @@ def build(
         ),
         persister=ReplicatedPersister(is_main=topology.is_main),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
-        features=frozenset(Feature),
+        features=PLAIN_FEATURES,
     )
 
 

@@ -15,7 +15,7 @@ from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.states import ShardedPersister
 from accel_plugins.sharding.step import ShardedStepper
 from accel_plugins.sharding.wrapper import ShardedWrapper
-from accel_plugins.strategy import Feature, Strategy
+from accel_plugins.strategy import PLAIN_FEATURES, Feature, Strategy
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
-FEATURES = frozenset(Feature) - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
+FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
 """What can be done with models of which every rank holds a part."""
 
 

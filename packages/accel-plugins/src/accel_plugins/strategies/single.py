@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
-from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -56,5 +56,5 @@ def build(
         stepper=TorchStepper(precision=precision),
         persister=ReplicatedPersister(is_main=True),
         sharding=BatchSharding(num_shards=1, shard_index=0),
-        features=frozenset(Feature),
+        features=PLAIN_FEATURES,
     )

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         check_tied_parameters_in_config, find_tied_parameters, retie_parameters,
     )
     from accel_ops.weights.write import save
+    from accel_plugins.deepspeed.enabled import deepspeed_required
     from accel_plugins.deepspeed.gathered import GatheredParameters
     from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
     from accel_plugins.fsdp.loading import ensure_weights_retied
@@ -160,12 +161,12 @@ __all__ = [
     "clean_state_dict_for_safetensors", "clear_environment", "compare_versions", "compile_regions",
     "compile_regions_deepspeed", "compile_regions_fsdp2", "compute_module_sizes", "concatenate",
     "convert_bytes", "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_outputs_to_fp32",
-    "convert_to_fp32", "copy_tensor_to_devices", "disable_fsdp_ram_efficient_loading", "dtype_byte_size",
-    "enable_fsdp_ram_efficient_loading", "ensure_weights_retied", "extract_model_from_parallel",
-    "extract_submodules_state_dict", "find_batch_size", "find_device", "find_executable_batch_size",
-    "find_tied_parameters", "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "gather", "gather_object",
-    "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
+    "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required", "disable_fsdp_ram_efficient_loading",
+    "dtype_byte_size", "enable_fsdp_ram_efficient_loading", "ensure_weights_retied",
+    "extract_model_from_parallel", "extract_submodules_state_dict", "find_batch_size", "find_device",
+    "find_executable_batch_size", "find_tied_parameters", "fsdp2_apply_ac", "fsdp2_canonicalize_names",
+    "fsdp2_load_full_state_dict", "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "gather",
+    "gather_object", "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
     "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info", "get_grad_scaler", "get_int_from_env",
     "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "get_model_tp_size",
     "get_module_children_bottom_up", "get_pretty_name", "has_4bit_bnb_layers", "has_compiled_regions",
@@ -262,6 +263,7 @@ _EXPORTS = {
         "check_tied_parameters_in_config", "find_tied_parameters", "retie_parameters",
     ), "accel_ops.weights.tied"),
     **dict.fromkeys(("save",), "accel_ops.weights.write"),
+    **dict.fromkeys(("deepspeed_required",), "accel_plugins.deepspeed.enabled"),
     **dict.fromkeys(("GatheredParameters",), "accel_plugins.deepspeed.gathered"),
     **dict.fromkeys(("DeepSpeedPlugin",), "accel_plugins.deepspeed.plugin"),
     **dict.fromkeys(("ensure_weights_retied",), "accel_plugins.fsdp.loading"),

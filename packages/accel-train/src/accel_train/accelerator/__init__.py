@@ -51,7 +51,7 @@ class Accelerator(
             `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, else 1.
         cpu: Whether to stay on the CPU although there is an accelerator.
         dataloader_config: How loaders are prepared.
-        deepspeed_plugin: Not available in this version.
+        deepspeed_plugin: Train with DeepSpeed's engine; a dictionary is the same as `deepspeed_plugins`.
         fsdp_plugin: Train with parameters, gradients and optimizer states divided among the processes. As
             with the other plugins, an earlier `Accelerator` of this process, and else the environment,
             decides if it is `None`.
@@ -69,7 +69,8 @@ class Accelerator(
             `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
         dynamo_backend: With which compiler `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.
         dynamo_plugin: The compiler and its options.
-        deepspeed_plugins: Not available in this version.
+        deepspeed_plugins: Several by name, of which the first is active until
+            `AcceleratorState.select_deepspeed_plugin` chooses another.
         parallelism_config: Along which axes the processes divide the work.
         step_scheduler_per: What one step of a learning rate schedule stands for: `"process"` advances it once
             for every process when the optimizer steps, `"update"` once, `"sample"` by the samples that were

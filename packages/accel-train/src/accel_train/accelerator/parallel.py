@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
+    from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
     from accel_plugins.parallelism.config import ParallelismConfig
 
 
@@ -26,6 +27,11 @@ class ParallelFacet(Facet):
     def parallelism_config(self) -> ParallelismConfig | None:
         """The sizes of the axes that were asked for."""
         return self._parts.state.parallelism_config
+
+    @property
+    def deepspeed_plugin(self) -> DeepSpeedPlugin | None:
+        """The active DeepSpeed plugin; `None` where DeepSpeed is not used."""
+        return self._parts.state.deepspeed_plugin
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
