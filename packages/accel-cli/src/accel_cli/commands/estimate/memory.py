@@ -175,14 +175,17 @@ def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
     shard = _ceil(sizes.trainable, job.devices)
     parameters = MASTER * _ceil(sizes.parameters, job.devices)
     optimizer = ADAM * shard
-    gathered = width * (sizes.parameters if keep else sizes.rest + 2 * sizes.block)
+    blocks = sum(sizes.blocks)
 
     def at(moment: Moment) -> tuple[int, int, int]:
         """Gradients, what is gathered or being reduced, and the rest."""
-        backward = moment.gradients > 0
-        reducing = width * (sizes.rest + 2 * sizes.block) if backward else 0
+        outside = min(moment.gradients, sizes.rest)
+        finished = min(moment.gradients - outside, blocks)
+        waiting = min(blocks, blocks - finished + sizes.block)
+        gathered = sizes.rest + (waiting if keep else min(2 * sizes.block, waiting))
+        reducing = outside + min(2 * sizes.block, finished)
         done = 0 if offload else MASTER * _ceil(moment.gradients, job.devices)
-        return done, gathered + reducing, moment.activations
+        return done, width * (gathered + reducing), moment.activations
 
     top = max((at(moment) for moment in job.passes), key=sum)
     stepping = (0, 0, 0) if offload else (MASTER * shard, 0, job.step(job.devices))

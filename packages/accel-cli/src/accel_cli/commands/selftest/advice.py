@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 ABOUT: Mapping[str, str] = {
     "processes": (
         "The processes do not find each other, or share a device: look at num_processes, gpu_ids and, on"
-        " several machines, main_process_ip, main_process_port and the firewall. `accel launch --explain` says"
-        " where each value comes from."
+        " several machines, main_process_ip, main_process_port and the firewall. `accel launch --explain`"
+        " says where each value comes from."
     ),
     "collectives": (
         "Data arrives damaged or not at all: try NCCL_DEBUG=INFO; NCCL_P2P_DISABLE=1 helps where the"
