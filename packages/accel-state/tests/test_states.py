@@ -247,14 +247,43 @@ def test_plugins_are_kept_until_another_is_given():
         AcceleratorState(fsdp_plugin=Plugin())
 
 
+class EnginePlugin:
+    """What the state asks of a DeepSpeed plugin."""
+
+    def __init__(self):
+        self.selected, self.mixed_precision = False, "no"
+
+    def select(self, _from_accelerator_state=False):
+        self.selected = _from_accelerator_state
+
+    def unselect(self):
+        self.selected = False
+
+    def set_mixed_precision(self, mixed_precision):
+        self.mixed_precision = mixed_precision
+
+
 def test_the_first_of_several_deepspeed_plugins_is_active_until_another_is_selected():
-    state = AcceleratorState(cpu=True, deepspeed_plugin={"train": 1, "judge": 2})
-    assert state.deepspeed_plugin == 1
+    train, judge = EnginePlugin(), EnginePlugin()
+    state = AcceleratorState("bf16", cpu=True, deepspeed_plugin={"train": train, "judge": judge})
+    assert state.deepspeed_plugin is train
+    assert (train.selected, judge.selected) == (True, False)
+    assert (train.mixed_precision, judge.mixed_precision) == ("bf16", "bf16")
     state.select_deepspeed_plugin("judge")
-    assert AcceleratorState().deepspeed_plugin == 2
-    assert state.get_deepspeed_plugin("train") == 1
+    assert (train.selected, judge.selected) == (False, True)
+    assert AcceleratorState().deepspeed_plugin is judge
+    again = AcceleratorState(deepspeed_plugin=state.deepspeed_plugins, _from_accelerator=True)
+    assert again.deepspeed_plugin is judge, "what was selected stays so for the next Accelerator"
+    assert state.get_deepspeed_plugin("train") is train
     with pytest.raises(SettingsError, match=r"'zero3'; given were: 'train', 'judge'"):
         state.select_deepspeed_plugin("zero3")
+
+
+def test_the_precision_of_a_run_is_that_of_its_engine():
+    plugin = EnginePlugin()
+    plugin.set_mixed_precision = lambda mixed_precision: None
+    plugin.mixed_precision = "fp16"
+    assert AcceleratorState(cpu=True, deepspeed_plugin=plugin).mixed_precision == "fp16"
 
 
 def test_bf16_on_a_device_that_lacks_it_is_refused(monkeypatch):
