@@ -124,6 +124,16 @@ def test_a_hostfile_is_handed_to_deepspeeds_launcher(line, expected):
     }
 
 
+def test_the_hostfile_says_how_many_machines_there_are():
+    line = ["--use_deepspeed", "--deepspeed_hostfile", "hosts"]
+    machine = replace(EIGHT, hosts={"a": 8, "b": 4, "c": 4})
+    launch = plan(*line, machine=machine).launch
+    assert (launch.num_machines, launch.num_processes) == (3, 16)
+    assert plan(*line, machine=replace(EIGHT, hosts={"a": 8})).runner == "torchrun"
+    with pytest.raises(SettingsError, match=r"--num_machines is 2, but the hostfile 'hosts' has 3 machines"):
+        plan(*line, "--num_machines", "2", machine=machine)
+
+
 def test_the_standard_launcher_is_started_on_each_machine_by_hand():
     line = [
         "--deepspeed_multinode_launcher",

@@ -50,6 +50,13 @@ class Facts:
         return place.world_size > 1 and (place.launcher != "Slurm" or place.local_world_size > 1)
 
     @property
+    def machines(self) -> int:
+        """How many machines take part: those of the hostfile, if DeepSpeed's launcher reaches them."""
+        if self.reaches_hosts and self.machine.hosts:
+            return len(self.machine.hosts)
+        return self.settings.launch.num_machines
+
+    @property
     def reaches_hosts(self) -> bool:
         """Whether DeepSpeed's launcher starts the processes of all machines."""
         hosts = self.settings.hosts
@@ -150,33 +157,29 @@ def _number_contradicts(facts: Facts) -> Iterator[str]:
 
 
 def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
-    launch, processes = facts.settings.launch, processes_wanted(facts)
+    launch, processes, machines = facts.settings.launch, processes_wanted(facts), facts.machines
     if not facts.is_local or facts.is_worker:
         return
-    if processes % launch.num_machines and not facts.reaches_hosts:
+    if processes % machines and not facts.reaches_hosts:
         yield (
-            f"{processes} processes cannot be divided evenly among {launch.num_machines} machines: "
+            f"{processes} processes cannot be divided evenly among {machines} machines: "
             "--num_processes counts those of all machines."
         )
-    if launch.machine_rank >= launch.num_machines:
+    if launch.machine_rank >= machines:
         yield (
-            f"machine rank {launch.machine_rank} is not below the number of machines, {launch.num_machines}: "
+            f"machine rank {launch.machine_rank} is not below the number of machines, {machines}: "
             "ranks start at 0."
         )
     by_launcher = facts.reaches_hosts or facts.settings.mpi.hostfile is not None
-    if (
-        launch.num_machines > 1
-        and not (launch.main_process_ip and launch.main_process_port)
-        and not by_launcher
-    ):
+    if machines > 1 and not (launch.main_process_ip and launch.main_process_port) and not by_launcher:
         yield (
-            f"{launch.num_machines} machines need to know where to meet: give --main_process_ip and "
+            f"{machines} machines need to know where to meet: give --main_process_ip and "
             "--main_process_port, the same on each of them."
         )
     ids = device_ids(launch)
-    if ids and processes // launch.num_machines > len(ids):
+    if ids and processes // machines > len(ids):
         yield (
-            f"{processes // launch.num_machines} processes on this machine want a device each, but gpu_ids "
+            f"{processes // machines} processes on this machine want a device each, but gpu_ids "
             f"is {launch.gpu_ids!r}."
         )
 
@@ -270,6 +273,12 @@ def _sizes_do_not_fit(facts: Facts) -> Iterator[str]:
 
 def _filters_contradict(facts: Facts) -> Iterator[str]:
     hosts, merged = facts.settings.hosts, facts.merged
+    number = merged.who("launch.num_machines")
+    if number.value is not None and facts.machines != number.value:
+        yield (
+            f"{number.origin} is {number.value}, but the hostfile {hosts.hostfile!r} has {facts.machines} "
+            "machines that take part: leave one out."
+        )
     if hosts.inclusion and hosts.exclusion:
         yield (
             f"{merged.who('hosts.inclusion').origin} and {merged.who('hosts.exclusion').origin} cannot be "

@@ -27,7 +27,7 @@ class LaunchPlan:
         script_arguments: What it is given.
         environ: The whole environment of each worker.
         merged: All settings, and who decided them.
-        launch: How to start it. The number of processes is decided.
+        launch: How to start it. How many processes and machines is decided.
         machine: What is known about this machine.
     """
 
@@ -83,7 +83,9 @@ def make_plan(
     if found:
         several = "several settings do not fit:" if len(found) > 1 else ""
         raise SettingsError("\n- ".join([several, *found]) if several else found[0])
-    launch = replace(merged.settings.launch, num_processes=processes_wanted(facts))
+    launch = replace(
+        merged.settings.launch, num_processes=processes_wanted(facts), num_machines=facts.machines
+    )
     runner = next(name for name, applies in _RUNNERS if applies(facts, launch))
     settings = replace(merged.settings, process=replace(merged.settings.process, use_cpu=uses_cpu(merged)))
     plan = LaunchPlan(
@@ -113,7 +115,8 @@ def _on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
 
 
 def _by_deepspeed(facts: Facts, launch: LaunchSettings) -> bool:
-    return launch.num_machines > 1 and facts.reaches_hosts
+    del launch
+    return facts.reaches_hosts and facts.machines > 1
 
 
 def _is_worker(facts: Facts, launch: LaunchSettings) -> bool:
