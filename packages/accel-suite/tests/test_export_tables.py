@@ -14,7 +14,9 @@ import pytest
 
 import accel
 
-TABLES = ["accel", *(found.name for found in pkgutil.walk_packages(accel.__path__, "accel."))]
+MODULES = ["accel", *(found.name for found in pkgutil.walk_packages(accel.__path__, "accel."))]
+# `python -m accel.commands.launch` and so on are programs, not tables.
+TABLES = [name for name in MODULES if not name.startswith("accel.commands")]
 ENTRIES = [(table, name) for table in TABLES for name in importlib.import_module(table).__all__]
 
 
