@@ -83,7 +83,7 @@ def test_any_file_and_any_flags_end_in_an_explanation_or_a_sentence_and_code_2(
     assert told.err == "" or told.err.startswith("accel launch: error: ")
 
 
-@pytest.mark.parametrize("line", [["--help"], ["launch", "--help"], ["env", "--help"]])
+@pytest.mark.parametrize("line", [["--help"], ["launch", "--help"], ["env", "--help"], ["config", "--help"]])
 def test_help_does_not_import_torch(line):
     code = (
         f"import sys; from accel_cli.main import main\ntry: main({line!r})\nexcept SystemExit: pass\n"
