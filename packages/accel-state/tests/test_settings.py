@@ -293,6 +293,15 @@ def test_the_recipe_of_fp8_is_read_in_the_spellings_of_files():
     assert short == Fp8Settings(amax_compute_algo="max", amax_history_len=512, backend="TE")
 
 
+def test_other_launchers_hand_over_a_setting_in_parts():
+    parts = {"ACCELERATE_FP8_OVERRIDE_FPROP": "1", "ACCELERATE_FP8_OVERRIDE_WGRAD": "True"}
+    assert from_environ(parts).fp8 == Fp8Settings(override_linear_precision=(True, False, True))
+    assert worker_environ(Settings(), parts) == {}
+    assert worker_environ(from_environ(parts), parts) == {
+        "ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION": "true,false,true"
+    }
+
+
 def test_auto_leaves_a_number_to_deepspeed_or_the_script():
     table = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_stage": 3}
     content = {"distributed_type": "DEEPSPEED", "deepspeed_config": table}

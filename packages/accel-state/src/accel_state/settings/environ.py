@@ -6,10 +6,20 @@ from typing import TYPE_CHECKING
 
 from accel_state.settings.merge import Given, Layer, combine, parse
 from accel_state.settings.model import Settings, value_at
-from accel_state.settings.options import BY_VARIABLE
+from accel_state.settings.options import BY_PATH, BY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+IN_PARTS: Mapping[str, tuple[str, ...]] = {
+    "fp8.override_linear_precision": (
+        "ACCELERATE_FP8_OVERRIDE_FPROP",
+        "ACCELERATE_FP8_OVERRIDE_DGRAD",
+        "ACCELERATE_FP8_OVERRIDE_WGRAD",
+    )
+}
+"""Settings that other launchers hand over in several variables; those that are not set are false."""
 
 
 def given_by_environ(environ: Mapping[str, str]) -> dict[str, Given]:
@@ -29,6 +39,10 @@ def given_by_environ(environ: Mapping[str, str]) -> dict[str, Given]:
         for name, option in BY_VARIABLE.items()
         if name in environ
     }
+    for path, names in IN_PARTS.items():
+        if found.get(path) is None and any(environ.get(name) for name in names):
+            text = ",".join(environ.get(name) or "false" for name in names)
+            found[path] = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variables {', '.join(names)}")
     return {path: given for path, given in found.items() if given is not None}
 
 
@@ -79,7 +93,8 @@ def worker_environ(settings: Settings, environ: Mapping[str, str]) -> dict[str, 
         >>> worker_environ(Settings(), {"HOME": "/root", "ACCELERATE_USE_CPU": "1"})
         {'HOME': '/root'}
     """
-    return {name: value for name, value in environ.items() if name not in BY_VARIABLE} | to_environ(settings)
+    ours = {*BY_VARIABLE, *(name for names in IN_PARTS.values() for name in names)}
+    return {name: value for name, value in environ.items() if name not in ours} | to_environ(settings)
 
 
 def as_text(value: object) -> str:

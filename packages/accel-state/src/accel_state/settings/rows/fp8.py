@@ -93,7 +93,8 @@ FP8 = (
     ),
     _row(
         "override_linear_precision",
-        "TE: whether fprop, dgrad and wgrad compute in higher precision, as false,false,true.",
+        "TE: whether fprop, dgrad and wgrad compute in higher precision, as false,false,true; in the"
+        " environment also as ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD.",
         parse=flags(3),
         question="Do fprop, dgrad and wgrad compute in higher precision, as false,false,true?",
         when=_with("TE"),
