@@ -160,12 +160,14 @@ def estimated(strategy, rows, devices):
 @distributed(world_size=2)
 def test_the_estimate_of_data_parallel_training_is_within_a_tenth_of_what_is_measured():
     def train():
-        model = DistributedDataParallel(Net())
+        # Without the first broadcast, whose buffers gloo frees where the profiler does not look.
+        model = DistributedDataParallel(Net(), init_sync=False)
         optimizer = torch.optim.AdamW(model.parameters())
         steps(model, optimizer, passes_on(64))
         return model, optimizer
 
-    assert estimated("DDP", 64, 2) == pytest.approx(peak_of(train), rel=0.1)
+    found, wanted = peak_of(train), estimated("DDP", 64, 2)
+    assert abs(found - wanted) <= found / 10, (found, wanted)
 
 
 @pytest.fixture

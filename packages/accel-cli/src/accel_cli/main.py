@@ -74,6 +74,11 @@ COMMANDS: Mapping[str, Command] = {
         help="Try a script as ranks of a large run, without devices.",
         parser="accel_cli.commands.arguments.check:parser",
     ),
+    "merge-weights": Command(
+        target="accel_cli.commands.merge:run",
+        help="Turn a sharded checkpoint into plain weights.",
+        parser="accel_cli.commands.arguments.merge:parser",
+    ),
     "to-fsdp2": Command(
         target="accel_cli.commands.to_fsdp2:run",
         help="Rewrite a config file for FSDP as one for FSDP2.",
@@ -91,9 +96,6 @@ COMMANDS: Mapping[str, Command] = {
     ),
 }
 """The subcommands, in the order of the overview."""
-
-# What the documentation names besides, so that asking for it gets a true answer.
-_LATER = ("merge-weights",)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -153,8 +155,6 @@ def _overview() -> str:
 
 
 def _unknown(name: str) -> str:
-    if name in _LATER:
-        return f"{name!r} is not available yet; there are {', '.join(COMMANDS)}."
     near = get_close_matches(name, COMMANDS, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}."
     return f"{name!r} is no command; {hint}"

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from accel_cli.commands.estimate.weights import Weights
 
 
+# What models of transformers call it, the present name first.
+_CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+
+
 def run(options: Namespace) -> int:
     """Show what a model takes.
 
@@ -95,12 +99,10 @@ def _trace(model: Any, options: Namespace, *, again: bool = False) -> tuple[Mome
             "how it computes; leave it out."
         )
     if again:
-        try:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False, "preserve_rng_state": False}
-            )
-        except (AttributeError, ValueError):
+        enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
+        if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
             return ()
+        enable({"use_reentrant": False, "preserve_rng_state": False})
         model.config.use_cache = False
     dtype = None if options.mixed_precision == "no" else torch.bfloat16
     passes = passes_of_batch(options.batch_size, options.sequence_length)

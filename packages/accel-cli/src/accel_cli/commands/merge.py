@@ -1,0 +1,53 @@
+"""`accel merge-weights`: shards of a model to a file of weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_cli.output import show
+from accel_ops.weights.sizes import convert_bytes
+from accel_state.errors import SettingsError
+from accel_train.checkpoint.merge import merge_fsdp_weights
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+
+
+def run(options: Namespace) -> int:
+    """Merge a checkpoint.
+
+    Args:
+        options: What `accel_cli.commands.arguments.merge` reads.
+
+    Raises:
+        SettingsError: There is no such folder, or nothing can be written.
+        CheckpointError: It holds no shards, or damaged ones.
+    """
+    source, target = (
+        Path(given).expanduser() for given in (options.checkpoint_directory, options.output_path)
+    )
+    if not source.is_dir():
+        raise SettingsError(f"argument checkpoint_directory: there is no folder {str(source)!r}.")
+    before = _files(target)
+    try:
+        merge_fsdp_weights(
+            source,
+            target,
+            safe_serialization=not options.unsafe_serialization,
+            remove_checkpoint_dir=options.remove_checkpoint_dir,
+        )
+    except OSError as error:
+        raise SettingsError(f"argument output_path: {str(target)!r} cannot be written: {error}") from None
+    if not options.quiet:
+        new = {path: size for path, size in _files(target).items() if before.get(path) != size}
+        show(*(f"wrote {str(path)!r}, {convert_bytes(size[0])}" for path, size in new.items()))
+    return 0
+
+
+def _files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """The files of a folder with size and time."""
+    if not folder.is_dir():
+        return {}
+    found = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}
+    return {path: (facts.st_size, facts.st_mtime_ns) for path, facts in found.items()}
