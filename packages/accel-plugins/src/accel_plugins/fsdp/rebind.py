@@ -25,14 +25,15 @@ class OptimizerBook:
         self._successors: Any = WeakIdKeyDictionary()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
-    def add(self, root: FullyShardedDataParallel, before: Mapping[str, Tensor]) -> None:
+    def add(self, root: FullyShardedDataParallel, before: Mapping[str, Tensor], *, flat: bool) -> None:
         """Remember a model.
 
         Args:
             root: Wrapped.
             before: The parameters that it had, by name.
+            flat: Whether it has flat parameters only.
         """
-        now = _visible(root) | _flattened(root)
+        now = _flattened(root) if flat else _visible(root)
         for name, parameter in before.items():
             if name in now and now[name] is not parameter:
                 self._successors[parameter] = now[name]
@@ -75,6 +76,5 @@ def _flattened(root: FullyShardedDataParallel) -> dict[str, Tensor]:
         if isinstance(module, FullyShardedDataParallel) and handle is not None:
             flat: Any = handle.flat_param
             prefix = plain_name(f"{name}.") if name else ""
-            if any(flat is one for one in module.parameters(recurse=False)):
-                found |= dict.fromkeys((prefix + inner for inner in flat._fqns), flat)
+            found |= dict.fromkeys((prefix + inner for inner in flat._fqns), flat)
     return found

@@ -79,7 +79,10 @@ def sharded_states(root: FullyShardedDataParallel) -> Generator[None]:
 
 @contextmanager
 def quiet() -> Generator[None]:
-    """Within it, torch does not say that FSDP1 is not the latest."""
+    """Within it, torch does not say that FSDP1 is not the latest, nor what it does itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*(NO_SHARD|_get_pg_default_device|Multiple backends are registered)"
+        )
         yield

@@ -99,6 +99,7 @@ class Fsdp1Wrapper:
     def _wrapped(self, model: nn.Module) -> nn.Module:
         plugin, device = copy.copy(self.plugin), self.runtime.device
         plugin.set_auto_wrap_policy(model)
+        before = dict(model.named_parameters(remove_duplicate=False))
         on_cpu = device.type == "cpu"
         sync = bool(plugin.sync_module_states)
         if on_cpu:  # FSDP1 sends values only between accelerators
@@ -112,7 +113,6 @@ class Fsdp1Wrapper:
         ):
             init = partial(_emptied, device=device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        before = dict(model.named_parameters(remove_duplicate=False))
         with watch.region("prepare"), quiet():
             root = FullyShardedDataParallel(
                 model,
@@ -133,8 +133,7 @@ class Fsdp1Wrapper:
         if plugin.activation_checkpointing:
             _checkpoint_blocks(root, offload=bool(plugin.activation_checkpointing_offload))
         self.roots.add(root)
-        if not plugin.use_orig_params:
-            self.book.add(root, before)
+        self.book.add(root, before, flat=not plugin.use_orig_params)
         return root
 
 
