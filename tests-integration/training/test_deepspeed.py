@@ -227,3 +227,48 @@ def test_evaluation_counts_every_sample_once_and_other_strategies_refuse_what_st
         with pytest.raises(UnsupportedError, match=r"DummyOptim.*OPTIMIZER_FROM_CONFIGURATION"):
             Accelerator(cpu=True).prepare(model, DummyOptim(model.parameters()))
         assert dist.is_initialized()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@distributed(world_size=WORLD)
+def test_a_model_is_compiled_inside_its_engine(stage):
+    with deepspeed_process():
+        right, _ = plainly(3)
+        plugin = DeepSpeedPlugin(zero_stage=stage)
+        with accelerator_of(plugin, gradient_accumulation_steps=3, dynamo_backend="eager") as accelerator:
+            model = make_model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+            prepared = accelerator.prepare(model, optimizer, scheduler, make_loader())
+            assert accelerator.unwrap_model(prepared[0]) is model
+            assert model._compiled_call_impl is not None
+            train(accelerator, *prepared)
+            assert_equal(accelerator, prepared[0], right)
+        torch._dynamo.reset()
+
+
+@distributed(world_size=WORLD)
+def test_models_of_transformers_are_divided_while_they_are_made():
+    from transformers import BertConfig, BertModel
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+    config = BertConfig(
+        hidden_size=8, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8, vocab_size=16
+    )
+    with deepspeed_process():
+        plugin = DeepSpeedPlugin(zero_stage=3)
+        with accelerator_of(plugin) as accelerator:
+            assert plugin.is_zero3_init_enabled()
+            assert is_deepspeed_zero3_enabled()
+            model = BertModel._from_config(config)
+            assert model.embeddings.word_embeddings.weight.ds_shape == (16, 8)
+            with plugin.zero3_init_context_manager(enable=False):
+                whole = BertModel._from_config(config)
+            assert whole.embeddings.word_embeddings.weight.shape == (16, 8)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            accelerator.backward(model(torch.ones(1, 4, dtype=torch.long)).last_hidden_state.square().mean())
+            optimizer.step()
+            state = accelerator.get_state_dict(model)
+            assert dist.get_rank() or state["embeddings.word_embeddings.weight"].shape == (16, 8)
+            plugin.unselect()

@@ -16,10 +16,15 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 
 
-def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
     """Compile a model as the plugin says; a compiled one is left alone.
 
     Regions are compiled in place, inside whatever is around the model; otherwise the result is around all.
+
+    Args:
+        model: The model, wrapped or not.
+        plugin: How.
+        in_place: Whether the model inside is compiled, since what is around it is no part of computing.
     """
     if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
         return model
@@ -27,5 +32,10 @@ def compile_model(model: nn.Module, plugin: TorchDynamoPlugin) -> nn.Module:
         inner = extract_model_from_parallel(model)
         if not has_compiled_regions(inner):
             compile_regions(inner, **plugin.to_kwargs())
+        return model
+    if in_place:
+        inner = extract_model_from_parallel(model)
+        if not has_compiled_regions(inner):
+            inner.compile(**plugin.to_kwargs())
         return model
     return cast("nn.Module", torch.compile(model, **plugin.to_kwargs()))

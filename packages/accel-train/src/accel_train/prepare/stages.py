@@ -87,7 +87,11 @@ def _wrap(bundle: Bundle, request: Request) -> Bundle:
 
 
 def _compile(bundle: Bundle, request: Request) -> Bundle:
-    return replace(bundle, models=tuple(compile_model(m, request.parts.compiler) for m in bundle.models))
+    in_place = isinstance(request.parts.strategy.stepper, DeepSpeedStepper)
+    compiler = request.parts.compiler
+    return replace(
+        bundle, models=tuple(compile_model(one, compiler, in_place=in_place) for one in bundle.models)
+    )
 
 
 def _optimizers(bundle: Bundle, request: Request) -> Bundle:
