@@ -1,0 +1,130 @@
+"""The arithmetic of axes, their options, and plans of divided layers."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+from accel_plugins.parallelism.config import AXES, ParallelismConfig
+from accel_plugins.parallelism.handlers import (
+    DeepSpeedSequenceParallelConfig,
+    TorchContextParallelConfig,
+    TorchTensorParallelConfig,
+    TorchTensorParallelPlugin,
+)
+from accel_plugins.parallelism.tensor import get_model_tp_size, plan_of
+from accel_state.environ import patch_environment
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.settings import Settings
+
+SIZES = st.fixed_dictionaries({f"{axis}_size": st.integers(1, 4) for axis in AXES if axis != "sp"})
+
+
+@given(SIZES)
+def test_every_process_has_one_place_on_the_axes(sizes: dict[str, int]):
+    config = ParallelismConfig(**sizes)  # pyright: ignore[reportArgumentType]
+    assert config.total_size == math.prod(sizes.values())
+    assert config.data_parallel_size * config.non_data_parallel_size == config.total_size
+    assert config.active_mesh_dims == [axis for axis in AXES if config.sizes[axis] > 1]
+    assert {*config.dp_dim_names, *config.non_dp_dim_names} == {*config.active_mesh_dims}
+    assert config.fsdp_dim_names == [
+        *(["dp_replicate"] if config.dp_replicate_enabled else []),
+        "dp_shard_cp",
+    ]
+    assert {*config.dp_shard_cp_dim_names} <= {*config.dp_cp_dim_names}
+    config.check_world(config.total_size)
+    with pytest.raises(SettingsError, match=f"makes {config.total_size} processes, and there are"):
+        config.check_world(config.total_size + 1)
+
+
+@given(SIZES)
+def test_it_is_written_as_plain_data(sizes: dict[str, int]):
+    config = ParallelismConfig(**sizes)  # pyright: ignore[reportArgumentType]
+    again = json.loads(json.dumps(config.to_json()))
+    assert {name: again[name] for name in sizes} == sizes
+    assert "device_mesh" not in again
+    section = config.to_settings(Settings()).parallelism
+    assert section is not None
+    assert {name: getattr(section, name) for name in sizes} == sizes
+
+
+def test_sizes_come_from_the_environment():
+    with patch_environment(PARALLELISM_CONFIG_DP_SHARD_SIZE="2", PARALLELISM_CONFIG_CP_SIZE="2"):
+        config = ParallelismConfig(dp_shard_size=4)
+    assert config.sizes == {"dp_replicate": 1, "dp_shard": 4, "cp": 2, "sp": 1, "tp": 1}
+    assert config.cp_handler == TorchContextParallelConfig("allgather")
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tp_size": 0}, r"tp_size=0\): expected a whole number"),
+        ({"dp_shard_size": True}, "dp_shard_size=True"),
+        ({"cp_size": 2, "sp_size": 2}, "not by both"),
+        ({"cp_handler": TorchContextParallelConfig()}, "has no effect with cp_size=1"),
+        ({"tp_size": 2, "tp_handler": "fast"}, "expected a TorchTensorParallelConfig"),
+        ({"cp_size": 2, "cp_backend": "ring"}, "cp_backend='ring'"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(fields: dict[str, Any], text: str):
+    with pytest.raises(SettingsError, match=text):
+        ParallelismConfig(**fields)
+
+
+def test_a_mesh_needs_a_type_of_device():
+    with pytest.raises(SettingsError, match="device_type"):
+        ParallelismConfig().get_device_mesh()
+    assert ParallelismConfig().get_device_mesh("cpu") is None
+    with pytest.raises(SettingsError, match=r"tp_size=2 makes 2 processes, and there are 1"):
+        ParallelismConfig(tp_size=2).build_device_mesh("cpu")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "text"),
+    [
+        (lambda: TorchContextParallelConfig("ring"), SettingsError, "'ring'"),
+        (lambda: TorchTensorParallelConfig(enable_async_tp=True), UnsupportedError, "enable_async_tp"),
+        (lambda: TorchTensorParallelPlugin(), SettingsError, "2 or more"),
+        (lambda: DeepSpeedSequenceParallelConfig(sp_attn_implementation="eager"), SettingsError, "'sdpa'"),
+        (
+            lambda: DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=False),
+            SettingsError,
+            "give sp_seq",
+        ),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(make: Any, kind: type[Exception], text: str):
+    with pytest.raises(kind, match=text):
+        make()
+
+
+def test_lengths_vary_unless_one_is_given():
+    assert DeepSpeedSequenceParallelConfig().sp_seq_length_is_variable
+    assert not DeepSpeedSequenceParallelConfig(sp_seq_length=8).sp_seq_length_is_variable
+
+
+def test_two_sizes_of_one_axis_contradict():
+    plugin = TorchTensorParallelPlugin(tp_size=2)
+    settings = ParallelismConfig(tp_size=4).to_settings(Settings())
+    with pytest.raises(SettingsError, match=r"tp_size=2.*say 4"):
+        plugin.to_settings(settings)
+    section = plugin.to_settings(Settings()).parallelism
+    assert section is not None
+    assert section.tp_size == 2
+
+
+def test_a_plan_may_name_styles_or_be_made_of_them():
+    model: Any = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
+    own = RowwiseParallel()
+    model.tp_plan = {"0": "colwise", "1": own}
+    plan = plan_of(model)
+    assert type(plan["0"]) is ColwiseParallel
+    assert plan["1"] is own
+    assert get_model_tp_size(model) == 1
