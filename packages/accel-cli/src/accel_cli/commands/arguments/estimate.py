@@ -32,6 +32,14 @@ def parser() -> Parser:
     model.add_argument(
         "--trust_remote_code", action="store_true", help="run the code that comes with a model from the hub"
     )
+    _add_training(made)
+    output = made.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="as JSON, in bytes")
+    output.add_argument("--quiet", "-q", action="store_true", help="the numbers without the notes")
+    return made
+
+
+def _add_training(made: Parser) -> None:
     training = made.add_argument_group("training")
     training.add_argument(
         "--num_devices", type=number(1), metavar="N", help="how many devices train it (default: 1)"
@@ -63,7 +71,3 @@ def parser() -> Parser:
         action="store_true",
         help="keep only the inputs of blocks, and compute the rest again in the backward pass",
     )
-    output = made.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="as JSON, in bytes")
-    output.add_argument("--quiet", "-q", action="store_true", help="the numbers without the notes")
-    return made
