@@ -25,7 +25,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.rebind import OptimizerBook
 from accel_plugins.fsdp.roots import Roots, quiet
 from accel_plugins.fsdp.states import Fsdp1Shards
-from accel_plugins.fsdp.stepper import Fsdp1Stepper
+from accel_plugins.strategies.fsdp1_step import Fsdp1Stepper
 from accel_plugins.strategies.replicated import check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy

@@ -13,8 +13,8 @@ from accel_plugins.parallelism.axes import Axes, axes_of
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.states import ShardedPersister
-from accel_plugins.sharding.step import ShardedStepper
-from accel_plugins.sharding.wrapper import ShardedWrapper
+from accel_plugins.strategies.sharded_step import ShardedStepper
+from accel_plugins.strategies.sharded_wrap import ShardedWrapper
 from accel_plugins.strategy import PLAIN_FEATURES, Feature, Strategy
 from accel_state.errors import SettingsError
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins.parallelism.axes import axes_of
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.sharding.states import ShardedPersister
-from accel_plugins.sharding.step import ShardedStepper
-from accel_plugins.sharding.wrapper import ShardedWrapper
 from accel_plugins.strategies.fsdp2 import FEATURES
+from accel_plugins.strategies.sharded_step import ShardedStepper
+from accel_plugins.strategies.sharded_wrap import ShardedWrapper
 from accel_plugins.strategy import Strategy
 
 if TYPE_CHECKING:
