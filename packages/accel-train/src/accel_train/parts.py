@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from accel_plugins.roles import PrecisionPolicy
     from accel_plugins.strategy import Strategy
     from accel_state.labels import PrecisionType
+    from accel_state.runtime import Runtime
     from accel_state.settings import Settings
     from accel_train.optimizer import AcceleratedOptimizer
     from accel_train.scheduler import AcceleratedScheduler, StepPer
@@ -167,11 +168,8 @@ def build_parts(arguments: Arguments) -> Parts:
         SettingsError: An argument, or an environment variable that stands for it, cannot be used.
         UnsupportedError: What was asked for is not there on this device.
     """
-    environment = environ.read()
-    refuse_unavailable_engines(environment)
-    settings = from_environ(environment)
+    settings = _settings()
     handlers = sort_handlers(arguments.kwargs_handlers or ())
-    accumulation = _accumulation(arguments, settings)
     dataloading = _dataloading(arguments)
     rng_types = _rng_types(arguments.rng_types)
     project = _project(arguments)
@@ -184,23 +182,13 @@ def build_parts(arguments: Arguments) -> Parts:
         process = PartialState()
         runtime = process.runtime
         handlers |= as_handlers(plugins)
-        autocast = handlers.get(AutocastKwargs)
-        name = choose(settings, runtime.topology, runtime.device)
-        precision = build_precision(
-            state.mixed_precision,
-            runtime.device,
-            autocast,
-            handlers.get(GradScalerKwargs),
-            shared=name in DIVIDES_GRADIENTS,
-        )
         more = {GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
-        strategy = load(name)(settings, runtime, precision, {**handlers, **more})
-    precision = strategy.precision or precision
+        strategy, precision = _strategy(settings, state.mixed_precision, runtime, {**handlers, **more})
     state.device_mesh = strategy.mesh
     gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
-    several = runtime.topology.world_size > 1
     prepared = Prepared()
-    synchronizer = Synchronizer(gradient_state, strategy.stepper.no_sync if several else None)
+    alone = runtime.topology.world_size == 1
+    synchronizer = Synchronizer(gradient_state, None if alone else strategy.stepper.no_sync)
     return Parts(
         process=process,
         state=state,
@@ -229,6 +217,28 @@ def build_parts(arguments: Arguments) -> Parts:
             precision=precision,
         ),
     )
+
+
+def _settings() -> Settings:
+    environment = environ.read()
+    refuse_unavailable_engines(environment)
+    return from_environ(environment)
+
+
+def _strategy(
+    settings: Settings, mixed_precision: str, runtime: Runtime, handlers: Mapping[type, Any]
+) -> tuple[Strategy, PrecisionPolicy]:
+    """Choose the strategy and make it, and the precision that goes with it."""
+    name = choose(settings, runtime.topology, runtime.device)
+    precision = build_precision(
+        mixed_precision,
+        runtime.device,
+        handlers.get(AutocastKwargs),
+        handlers.get(GradScalerKwargs),
+        shared=name in DIVIDES_GRADIENTS,
+    )
+    strategy = load(name)(settings, runtime, precision, handlers)
+    return strategy, strategy.precision or precision
 
 
 def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
