@@ -92,31 +92,20 @@ def prepare_data_loader(
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
     runtime = current_or_single()
-    shard_of = (
-        [*range(runtime.topology.world_size)]
-        if torch_device_mesh is None
-        else shard_of_ranks(torch_device_mesh)
-    )
-    world = len(set(shard_of)) if num_processes is None else num_processes
+    world, index, together = _shares(torch_device_mesh, num_processes, process_index)
     shards: dict[str, Any] = {
         "num_processes": world,
-        "process_index": shard_of[runtime.topology.rank] if process_index is None else process_index,
+        "process_index": index,
         "split_batches": split_batches and world > 1,
         "even_batches": even_batches,
     }
-    together = len(shard_of) if torch_device_mesh is not None else world
     dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
     if data_seed is not None and not use_seedable_sampler:
         _warn("data_seed", "use_seedable_sampler=True is not given")
     if slice_fn_for_dispatch is not None and not dispatch and world > 1:
         _warn("slice_fn_for_dispatch", "every process reads its own batches")
     order = _order(
-        dataloader,
-        shards,
-        together=together,
-        rng_types=rng_types or (),
-        seedable=use_seedable_sampler,
-        seed=data_seed,
+        dataloader, shards, together, rng_types=rng_types or (), seedable=use_seedable_sampler, seed=data_seed
     )
     options = loader_options(dataloader) | order.options() | _kept(dataloader)
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
@@ -127,6 +116,15 @@ def prepare_data_loader(
     dataset, options = _divided(dataloader, options, shards)
     shared = {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     return DataLoaderShard(dataset, **shared, **options)
+
+
+def _shares(mesh: Any, num_processes: int | None, process_index: int | None) -> tuple[int, int, int]:
+    """Among how many the data is divided, which part this rank gets, and how many share an order of samples."""
+    topology = current_or_single().topology
+    shard_of = [*range(topology.world_size)] if mesh is None else shard_of_ranks(mesh)
+    world = len(set(shard_of)) if num_processes is None else num_processes
+    index = shard_of[topology.rank] if process_index is None else process_index
+    return world, index, world if mesh is None else len(shard_of)
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
@@ -184,8 +182,8 @@ def _dispatcher(
 def _order(
     dataloader: DataLoader[Any],
     shards: dict[str, Any],
-    *,
     together: int,
+    *,
     rng_types: Sequence[str | RNGType],
     seedable: bool,
     seed: int | None,
