@@ -58,7 +58,8 @@ def start(runtime: Runtime) -> ModuleType:
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
     """
-    with as_launched(runtime.topology), _for_device(runtime.device):
+    _tell_place(runtime.topology)
+    with _for_device(runtime.device):
         deepspeed = load_library("the strategy 'deepspeed'")
         if not dist.is_initialized():
             dist.init_process_group(
@@ -74,14 +75,10 @@ def start(runtime: Runtime) -> ModuleType:
     return deepspeed
 
 
-@contextmanager
-def as_launched(topology: Topology) -> Generator[None]:
-    """A block in which `LOCAL_RANK` is set, from which DeepSpeed learns its device, whoever launched this."""
-    if "LOCAL_RANK" in environ.read():
-        yield
-        return
-    with environ.patch_environment(local_rank=topology.local_rank):
-        yield
+def _tell_place(topology: Topology) -> None:
+    """Set `LOCAL_RANK`, from which DeepSpeed learns its device whenever it likes, whoever launched this."""
+    if "LOCAL_RANK" not in environ.read():
+        environ.publish({"LOCAL_RANK": str(topology.local_rank)})
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from accel_ops.modules import unwrap_once
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
 from accel_plugins.deepspeed.fill import Known
-from accel_plugins.deepspeed.library import as_launched, start
+from accel_plugins.deepspeed.library import start
 from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.request import check_request, config_names, parsed
@@ -150,7 +150,7 @@ class DeepSpeedWrapper:
         schedule = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
         if schedule is not None and schedule.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
-        with as_launched(self.runtime.topology), watch.region("prepare"):
+        with watch.region("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
         _undo_first_step(optimizer)
         if bundle.optimizers:
