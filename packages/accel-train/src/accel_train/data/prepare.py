@@ -119,7 +119,7 @@ def prepare_data_loader(
 
 
 def _shares(mesh: Any, num_processes: int | None, process_index: int | None) -> tuple[int, int, int]:
-    """Among how many the data is divided, which part this rank gets, and how many share an order of samples."""
+    """Among how many the data is divided, which part this rank gets, how many share an order of samples."""
     topology = current_or_single().topology
     shard_of = [*range(topology.world_size)] if mesh is None else shard_of_ranks(mesh)
     world = len(set(shard_of)) if num_processes is None else num_processes
