@@ -1,0 +1,86 @@
+"""One script trains under every strategy; the configuration file alone says which."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.environ import patch_environment
+from accel_state.gradient_state import GradientState
+from accel_state.settings.environ import to_environ
+from accel_state.settings.file import given_by_file
+from accel_state.settings.merge import combine
+from harness import distributed
+
+FOLDER = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/strategies"
+CONFIGS = sorted(path.stem for path in (FOLDER / "configs").glob("*.yaml"))
+
+
+# DeepSpeed leaves a process group and a variable behind: these get processes of their own.
+LAUNCHED = {name for name in CONFIGS if name.startswith("zero")}
+
+
+def loss_of(said: str) -> float:
+    found = re.search(r"process\(es\), loss (\d\.\d+) after", said)
+    assert found, said
+    return float(found[1])
+
+
+def run(config: str, *arguments: str) -> str:
+    """Run the script on this rank, in the environment that the launcher would make of a file."""
+    path = FOLDER / "configs" / f"{config}.yaml"
+    settings = combine(given_by_file(yaml.safe_load(path.read_text()), str(path))).settings
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    said, before = io.StringIO(), sys.argv
+    sys.argv = ["language_model.py", *arguments]
+    try:
+        with patch_environment(**to_environ(settings)), redirect_stdout(said):
+            runpy.run_path(str(FOLDER / "language_model.py"), run_name="__main__")
+    finally:
+        sys.argv = before
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("config", sorted({*CONFIGS} - LAUNCHED - {"single"}))
+@pytest.mark.filterwarnings("ignore")
+@distributed(world_size=2)
+def test_a_configuration_trains_the_model(config: str, tmp_path: Path) -> None:
+    said = run(config, "--steps", "12", "--save", str(tmp_path / "half"))
+    if AcceleratorState().is_main_process:
+        assert loss_of(said) < 4.5, "it begins at 5.6"
+    said = run(config, "--steps", "20", "--resume", str(tmp_path / "half"))
+    if AcceleratorState().is_main_process:
+        assert loss_of(said) < 3.9
+
+
+@pytest.mark.parametrize("config", sorted(LAUNCHED))
+def test_a_file_is_all_that_the_launcher_needs(config: str, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "accel_cli",
+        "launch",
+        "--config_file",
+        f"{FOLDER}/configs/{config}.yaml",
+    ]
+    done = subprocess.run(
+        [*command, f"{FOLDER}/language_model.py", "--steps", "20"],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    assert loss_of(done.stdout) < 3.6
