@@ -403,3 +403,47 @@ def test_bad_plans_are_one_error_on_every_rank():
         model.tp_plan = plan
         with pytest.raises(SettingsError, match=text):
             accelerator.prepare(model)
+
+
+@distributed(world_size=2)
+def test_other_ranks_never_hold_more_than_their_shard_and_one_block():
+    """Counts the bytes of all living tensors whenever a whole tensor has just arrived."""
+    import gc
+
+    width, depth = 256, 4
+    with patch_environment(ACCELERATE_USE_FSDP="false", FSDP_CPU_RAM_EFFICIENT_LOADING="false"):
+        wide = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            cpu_ram_efficient_loading=True,
+            auto_wrap_policy="size_based_wrap",
+            min_num_params=1,
+        )
+        accelerator = Accelerator(cpu=True, fsdp_plugin=wide)
+        with torch.device("cpu" if accelerator.is_main_process else "meta"):
+            model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
+
+        def held():
+            gc.collect()
+            storages = {
+                one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+                for one in gc.get_objects()
+                if type(one) in {torch.Tensor, nn.Parameter} and one.device.type == "cpu"
+            }
+            return sum(storages.values())
+
+        collectives = accelerator.state.runtime.collectives
+        before, peaks, send = held(), [], type(collectives).broadcast
+
+        def broadcast(self, tensor, src):
+            send(self, tensor, src)
+            peaks.append(held() - before)
+
+        type(collectives).broadcast = broadcast
+        try:
+            model = accelerator.prepare(model)
+        finally:
+            type(collectives).broadcast = send
+        block = 4 * width * width
+        assert len(peaks) == depth
+        if not accelerator.is_main_process:
+            assert (depth - 1) * block // 2 + block <= max(peaks) <= depth * block // 2 + block
