@@ -67,7 +67,7 @@ def _fsdp(version: int, **options: Any) -> dict[str, Any]:
     return {"fsdp_plugin": plugin}
 
 
-def _axes(**sizes: int) -> dict[str, Any]:
+def _axes(**sizes: Any) -> dict[str, Any]:
     from accel.utils import ParallelismConfig
 
     return {"parallelism_config": ParallelismConfig(**sizes)}
@@ -212,8 +212,8 @@ def _run(cell: Cell, steps: int, example: Any, known: dict[Any, Any], accelerato
     from accel.state import AcceleratorState, GradientState
     from accel.utils import DataLoaderConfiguration
 
-    AcceleratorState._reset_state()
-    GradientState._reset_state()
+    AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
+    GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
     accelerator = accelerator_type(
         cpu=True,
         mixed_precision=cell.precision,
