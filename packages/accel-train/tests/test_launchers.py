@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
+import threading
 
 import pytest
 import torch
@@ -169,3 +171,22 @@ def test_torch_starts_functions_that_are_prepared(tmp_path, monkeypatch):
     torch.multiprocessing.start_processes(
         PrepareForLaunch(work, "MULTI_CPU", debug=True), nprocs=2, start_method="fork"
     )
+
+
+def test_nobody_passes_the_gate_before_all_are_there():
+    gate = forking.Gate(2)
+    with contextlib.closing(gate):
+        for earlier in range(2):  # as often as processes are started again
+            first = threading.Thread(target=gate.wait, args=(earlier,))
+            first.start()
+            first.join(timeout=0.2)
+            assert first.is_alive()
+            gate.wait(earlier)
+            first.join(timeout=10)
+            assert not first.is_alive()
+
+
+def test_the_gate_opens_in_the_end_for_those_who_came(monkeypatch):
+    monkeypatch.setattr(forking, "_PATIENCE", 0.05)
+    with contextlib.closing(forking.Gate(2)) as gate:
+        gate.wait()

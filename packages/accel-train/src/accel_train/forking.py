@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+_PATIENCE = 20.0  # seconds that a process waits for the last of its siblings to be forked
 # Variables that torch's launcher leaves behind in this process, with its own defaults.
 _SET_BY_TORCH = {"torchelastic_signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 
@@ -87,6 +91,39 @@ class Machines:
         )
 
 
+class Gate:
+    """Holds forked processes back until all of them are there.
+
+    A thread of the parent keeps the store that they connect to. What it has locked when it is forked, the
+    resolver of names for one, stays locked in the child for ever; so nobody connects while others are forked.
+
+    Args:
+        count: How many processes there will be.
+    """
+
+    __slots__ = ("_arrived", "_count", "_seen")
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._seen, self._arrived = os.pipe()
+
+    def wait(self, earlier: int = 0) -> None:
+        """Return when all have come here, or after a while: one that has died must not hold up the others.
+
+        Args:
+            earlier: How many times all of them have been started before.
+        """
+        os.write(self._arrived, b".")
+        everybody, deadline = self._count * (earlier + 1), time.monotonic() + _PATIENCE
+        while _waiting_bytes(self._seen) < everybody and time.monotonic() < deadline:
+            time.sleep(0.002)
+
+    def close(self) -> None:
+        """Give the pipe back."""
+        os.close(self._seen)
+        os.close(self._arrived)
+
+
 def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConfig) -> dict[int, Any]:
     """Run a function in forked processes.
 
@@ -112,11 +149,12 @@ def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConf
         raise SettingsError(
             "This process is one of several already; a launcher starts processes from a single one."
         )
-    entry: Any = partial(run_forked, function)
+    gate = Gate(config.nproc_per_node)
+    entry: Any = partial(_run_behind, gate, function)
     # torch asks for both.
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     try:
-        with environ.patch_environment(**_SET_BY_TORCH):
+        with contextlib.closing(gate), environ.patch_environment(**_SET_BY_TORCH):
             results = elastic_launch(config, entry)(*args)
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
@@ -136,6 +174,20 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
     environ.publish({"FORK_LAUNCHED": "1"})
     return function(*args)
+
+
+def _run_behind(gate: Gate, function: Callable[..., Any], *args: Any) -> Any:
+    """As `run_forked`, once all siblings are there."""
+    gate.wait(int(environ.read().get("TORCHELASTIC_RESTART_COUNT", "0")))
+    return run_forked(function, *args)
+
+
+def _waiting_bytes(pipe: int) -> int:
+    """How many bytes can be read from a pipe; they stay there."""
+    from fcntl import ioctl  # Windows, which cannot fork, has neither
+    from termios import FIONREAD
+
+    return int.from_bytes(ioctl(pipe, FIONREAD, bytes(4)), sys.byteorder)
 
 
 def refuse_initialised_devices() -> None:
