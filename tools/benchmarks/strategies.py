@@ -254,7 +254,7 @@ def worker(arguments: list[str]) -> None:
 
 def main() -> int:
     """Print a line per strategy; returns 1 if a claim does not hold."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", choices=list(WAYS))
     parser.add_argument("--what", choices=["time", "memory"])
     parser.add_argument("--worker", nargs="+", help=argparse.SUPPRESS)

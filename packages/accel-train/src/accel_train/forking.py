@@ -22,6 +22,10 @@ from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.gradient_state import GradientState
 from accel_state.topology import detect
 
+if sys.platform != "win32":  # which cannot fork
+    import fcntl
+    import termios
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
@@ -184,10 +188,7 @@ def _run_behind(gate: Gate, function: Callable[..., Any], *args: Any) -> Any:
 
 def _waiting_bytes(pipe: int) -> int:
     """How many bytes can be read from a pipe; they stay there."""
-    from fcntl import ioctl  # Windows, which cannot fork, has neither
-    from termios import FIONREAD
-
-    return int.from_bytes(ioctl(pipe, FIONREAD, bytes(4)), sys.byteorder)
+    return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def refuse_initialised_devices() -> None:

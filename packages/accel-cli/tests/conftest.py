@@ -1,0 +1,9 @@
+"""What the tests of accel-cli share."""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+
+# How long a machine takes says nothing about what is tested.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
