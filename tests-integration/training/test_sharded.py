@@ -422,21 +422,25 @@ def test_other_ranks_never_hold_more_than_their_shard_and_one_block():
         with torch.device("cpu" if accelerator.is_main_process else "meta"):
             model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(depth)])
 
-        def held():
+        def living():
             gc.collect()
-            storages = {
-                one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+            return [
+                one
                 for one in gc.get_objects()
                 if type(one) in {torch.Tensor, nn.Parameter} and one.device.type == "cpu"
-            }
-            return sum(storages.values())
+            ]
 
-        collectives = accelerator.state.runtime.collectives
-        before, peaks, send = held(), [], type(collectives).broadcast
+        def storages(tensors):
+            return {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+
+        # What other tests of this process left is held here: nothing of it can go while we count.
+        collectives, left = accelerator.state.runtime.collectives, living()
+        before, peaks, send = storages(left), [], type(collectives).broadcast
 
         def broadcast(self, tensor, src):
             send(self, tensor, src)
-            peaks.append(held() - before)
+            now = storages(living())
+            peaks.append(sum(size for at, size in now.items() if at not in before))
 
         type(collectives).broadcast = broadcast
         try:
