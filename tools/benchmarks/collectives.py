@@ -16,24 +16,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from ranks import WORLD, Ranks, join
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-WORLD = 2
 OPERATIONS = ("gather", "broadcast", "reduce")
 SHAPES = ((16,), (16, 8), (4, 4, 2))
 TARGETS = {"120 small": (20.0, 1.5), "256 small": (50.0, 1.5), "16 MB": (1.0, 1.1)}
@@ -84,12 +80,7 @@ def library_calls(library: str, data: Any) -> dict[str, Callable[[], object]]:
 
 def work(library: str, rank: int, port: int) -> None:
     """Be one rank: for every line `[case, operation, who, calls]` answer with seconds per call."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    join(rank, port)
     import_module(f"{library}.state").PartialState(cpu=True)
     known: dict[str, dict[str, dict[str, Callable[[], object]]]] = {}
     print("ready", flush=True)
@@ -108,48 +99,6 @@ def work(library: str, rank: int, port: int) -> None:
         dist.barrier()
         print((time.perf_counter() - start) / calls, flush=True)
     dist.destroy_process_group()
-
-
-class Ranks:
-    """Two processes that time what they are told to."""
-
-    def __init__(self, python: str, library: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        command = [python, __file__, "--work", library, "--port", str(port)]
-        self.processes = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-                start_new_session=True,  # as torchrun does: how the system shares out its cores depends on it
-            )
-            for rank in range(WORLD)
-        ]
-        for process in self.processes:
-            self._answer(process)
-
-    def measure(self, case: str, operation: str, who: str, calls: int) -> float:
-        """Seconds per call, of the slower rank."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([case, operation, who, calls]) + "\n")
-            process.stdin.flush()
-        return max(float(self._answer(process)) for process in self.processes)
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self.processes:
-            process.communicate()
-
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        answer = process.stdout.readline()
-        if not answer:
-            sys.exit(f"a rank died: {process.args!r}")
-        return answer
 
 
 def compare(ranks: dict[str, Ranks], case: str, operation: str, rounds: int) -> dict[str, float]:
@@ -184,10 +133,10 @@ def main() -> None:
     if arguments.work:
         work(arguments.work, arguments.rank, arguments.port)
         return
-    mine = Ranks(sys.executable, "accel")
+    mine = Ranks(sys.executable, __file__, "accel")
     ranks = {"ours": mine, "raw": mine}
     if arguments.reference_python:
-        ranks["reference"] = Ranks(str(arguments.reference_python), "accelerate")
+        ranks["reference"] = Ranks(str(arguments.reference_python), __file__, "accelerate")
     print(f"{'':>20} {'ours':>12} {'raw':>12} {'reference':>13} {'ours/raw':>9} {'reference/ours':>15}")
     missed: list[str] = []
     for case in arguments.cases:

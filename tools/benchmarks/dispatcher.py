@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import subprocess
 import sys
 import time
-from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from ranks import WORLD, Ranks, join
 from torch.nn.functional import cross_entropy, pad
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -33,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 CLAIM = 1.3
-WORLD = 2
 BATCH = 16
 STEPS = 20
 CASES = ("tokens", "ragged tokens", "images")
@@ -135,12 +131,7 @@ def collate_wide(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tens
 
 def work(library: str, rank: int, port: int) -> None:
     """Be one rank: for every line `[case, way]` answer with seconds per step."""
-    torch.set_num_threads(1)
-    os.environ |= {
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD), "ACCELERATE_USE_CPU": "true",
-    }  # fmt: skip
-    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    join(rank, port)
     known: dict[str, Contest] = {}
     print("ready", flush=True)
     for line in sys.stdin:
@@ -151,44 +142,6 @@ def work(library: str, rank: int, port: int) -> None:
                 known[case].epoch(each)
         print(known[case].epoch(way), flush=True)
     dist.destroy_process_group()
-
-
-class Ranks:
-    """Two processes that time what they are told to."""
-
-    def __init__(self, python: str, library: str) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
-        command = [python, __file__, "--work", library, "--port", str(port)]
-        self.processes = [
-            subprocess.Popen(
-                [*command, "--rank", str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(WORLD)
-        ]
-        for process in self.processes:
-            self._answer(process)
-
-    def measure(self, case: str, way: str) -> float:
-        """Seconds per step, of the slower rank."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps([case, way]) + "\n")
-            process.stdin.flush()
-        return max(float(self._answer(process)) for process in self.processes)
-
-    def close(self) -> None:
-        """End the processes."""
-        for process in self.processes:
-            process.communicate()
-
-    @staticmethod
-    def _answer(process: subprocess.Popen[str]) -> str:
-        assert process.stdout is not None
-        answer = process.stdout.readline()
-        if not answer:
-            sys.exit(f"a rank died: {process.args!r}")
-        return answer
 
 
 def compare(ranks: dict[str, Ranks], case: str, rounds: int) -> dict[str, dict[str, float]]:
@@ -224,9 +177,9 @@ def main() -> None:
     if arguments.work:
         work(arguments.work, arguments.rank, arguments.port)
         return
-    ranks = {"accel": Ranks(sys.executable, "accel")}
+    ranks = {"accel": Ranks(sys.executable, __file__, "accel")}
     if arguments.reference_python:
-        ranks["accelerate"] = Ranks(str(arguments.reference_python), "accelerate")
+        ranks["accelerate"] = Ranks(str(arguments.reference_python), __file__, "accelerate")
     missed: list[str] = []
     for case in arguments.cases:
         for name, found in compare(ranks, case, arguments.rounds).items():

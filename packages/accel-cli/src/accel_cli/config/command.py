@@ -134,7 +134,7 @@ def commands(settings: Settings, config_file: Path | str | None) -> list[str]:
     named = ["--config_file", str(config_file)] if config_file is not None else []
     by_launcher = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile
     several = settings.launch.num_machines > 1 and settings.launch.compute_environment == "LOCAL_MACHINE"
-    if not several or by_launcher or settings.launch.distributed_type == "XLA":
+    if not several or by_launcher or settings.launch.on_tpu:
         return [shlex.join(["accel", "launch", *named, "train.py"])]
     ranks = range(settings.launch.num_machines)
     return [

@@ -41,7 +41,7 @@ class Facts:
     def is_local(self) -> bool:
         """Whether processes are started on this machine, with its devices."""
         launch = self.settings.launch
-        return launch.compute_environment == "LOCAL_MACHINE" and launch.distributed_type != "XLA"
+        return launch.compute_environment == "LOCAL_MACHINE" and not launch.on_tpu
 
     @property
     def is_worker(self) -> bool:
@@ -300,7 +300,7 @@ def _cloud_is_incomplete(facts: Facts) -> Iterator[str]:
 
 def _pod_is_incomplete(facts: Facts) -> Iterator[str]:
     launch, tpu = facts.settings.launch, facts.settings.tpu
-    if launch.distributed_type == "XLA" and tpu.use_cluster:
+    if launch.on_tpu and tpu.use_cluster:
         missing = [f"tpu_{name}" for name in ("name", "zone") if not getattr(tpu, name)]
         if missing:
             yield f"a pod needs {' and '.join(missing)} in the config file."

@@ -106,12 +106,12 @@ def _in_the_cloud(facts: Facts, launch: LaunchSettings) -> bool:
 
 
 def _on_a_pod(facts: Facts, launch: LaunchSettings) -> bool:
-    return launch.distributed_type == "XLA" and facts.settings.tpu.use_cluster
+    return launch.on_tpu and facts.settings.tpu.use_cluster
 
 
 def _on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
     del facts
-    return launch.distributed_type == "XLA"
+    return launch.on_tpu
 
 
 def _by_deepspeed(facts: Facts, launch: LaunchSettings) -> bool:

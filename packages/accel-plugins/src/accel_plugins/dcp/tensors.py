@@ -68,13 +68,7 @@ class TensorShards:
         for names, group in groups:
             parameters |= zip(names, group["params"], strict=True)
 
-        def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            parameter = parameters.get(name)
-            if parameter is not None and parameter.shape == shape and shape:
-                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            return torch.empty(shape, dtype=dtype)
-
-        return room
+        return room_like(parameters)
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load, by the numbers that parameters have in this optimizer."""
@@ -163,3 +157,19 @@ def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]])
 
 def _core(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
+
+
+def room_like(parameters: Mapping[str, Tensor]) -> Room:
+    """Room that is divided like the parameter of the same name if it has its shape; else for the whole.
+
+    Args:
+        parameters: By name.
+    """
+
+    def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        parameter = parameters.get(name)
+        if parameter is not None and parameter.shape == shape and shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype)
+
+    return room

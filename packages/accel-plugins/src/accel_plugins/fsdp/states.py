@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from accel_plugins.dcp.names import plain_name
-from accel_plugins.dcp.tensors import TensorShards, check_groups
+from accel_plugins.dcp.tensors import TensorShards, check_groups, room_like
 from accel_plugins.fsdp.roots import Roots, quiet, sharded_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from accel_plugins.dcp.role import Room, StateForm
@@ -69,15 +68,7 @@ class Fsdp1Shards:
         root = self.roots.of_optimizer(optimizer, models)
         if root is None:
             return self._plain.room_for(optimizer, models)
-        like = self.model_tensors(root)
-
-        def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            parameter = like.get(name)
-            if parameter is not None and parameter.shape == shape and shape:
-                return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-            return torch.empty(shape, dtype=dtype)
-
-        return room
+        return room_like(self.model_tensors(root))
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a sharded state dict."""

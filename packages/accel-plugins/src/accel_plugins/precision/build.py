@@ -61,8 +61,7 @@ def build_precision(
         )
     scaling = None
     if name in _SCALED:
-        kind = ShardedGradScaler if shared else GradScaler
-        scaling = LossScaling(kind(device.type, **(scaler_kwargs or GradScalerKwargs()).to_kwargs()))
+        scaling = LossScaling(build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared))
     return MixedPrecision(
         name=name,
         dtype=_DTYPES[name],
@@ -70,3 +69,15 @@ def build_precision(
         options=(autocast_kwargs or AutocastKwargs()).to_kwargs(),
         scaling=scaling,
     )
+
+
+def build_scaler(device: torch.device, options: GradScalerKwargs, *, shared: bool) -> GradScaler:
+    """Make a loss scaler.
+
+    Args:
+        device: Where models compute.
+        options: Of the scaler.
+        shared: As in `build_precision`.
+    """
+    kind = ShardedGradScaler if shared else GradScaler
+    return kind(device.type, **options.to_kwargs())

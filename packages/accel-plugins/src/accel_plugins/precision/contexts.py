@@ -5,16 +5,15 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from torch.amp.grad_scaler import GradScaler
-
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.precision.build import build_precision
-from accel_plugins.precision.sharded_scaler import ShardedGradScaler
+from accel_plugins.precision.build import build_precision, build_scaler
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.labels import shares_gradients
 from accel_state.partial_state import PartialState
 
 if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+
     from accel_state.labels import DistributedType
 
 
@@ -51,5 +50,5 @@ def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwa
         >>> get_grad_scaler(enabled=False).is_enabled()
         False
     """
-    kind = ShardedGradScaler if shares_gradients(distributed_type) else GradScaler
-    return kind(PartialState().device.type, **GradScalerKwargs(**kwargs).to_kwargs())
+    shared = shares_gradients(distributed_type)
+    return build_scaler(PartialState().device, GradScalerKwargs(**kwargs), shared=shared)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ import torch
 from accel_ops.modules import wrap_forward
 from accel_ops.precision import convert_to_fp32
 from accel_ops.tree import recursively_apply
+from accel_plugins.precision.none import FullPrecision
 from accel_plugins.precision.scaling import step_plainly
 
 if TYPE_CHECKING:
@@ -45,8 +45,7 @@ class EnginePrecision:
         """A context for what is computed outside of models."""
         dtype = _DTYPES.get(self.name)
         if dtype is None:
-            off = kwargs is not None and not kwargs.enabled
-            return torch.autocast(self.device_type, enabled=False) if off else nullcontext()
+            return FullPrecision(device_type=self.device_type).autocast(kwargs)
         return torch.autocast(self.device_type, dtype, **({} if kwargs is None else kwargs.to_kwargs()))
 
     def convert(self, bundle: Bundle) -> Bundle:

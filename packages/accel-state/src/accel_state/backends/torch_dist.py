@@ -213,7 +213,7 @@ def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) 
         device: The device whose tensors are meant.
         group: The process group; the default one when `None`.
     """
-    group = group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+    group = _given_or_default(group)
     try:
         return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # backends of third parties have no such option
@@ -231,15 +231,19 @@ def default_store() -> Any:
     return c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no public way to it
 
 
+def _given_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    return group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+
+
 def _carried_types(group: dist.ProcessGroup | None) -> frozenset[str]:
     """The types of devices whose tensors the group can move."""
-    found = group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+    found = _given_or_default(group)
     return frozenset(device.type for device in found._device_types)
 
 
 def _is_gloo(group: dist.ProcessGroup | None) -> bool:
     """Whether tensors of the CPU go through gloo."""
-    found = group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+    found = _given_or_default(group)
     try:
         return found._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:  # a group without a backend for the CPU

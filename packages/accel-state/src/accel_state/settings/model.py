@@ -133,6 +133,11 @@ class LaunchSettings:
     no_python: bool = False
     quiet: bool = False
 
+    @property
+    def on_tpu(self) -> bool:
+        """Whether processes run on TPUs, which have launchers of their own."""
+        return self.distributed_type == "XLA"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
