@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import weakref
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -35,16 +35,17 @@ class HostArena:
     def __init__(self, device: torch.device) -> None:
         self._pinned = device.type == "cuda"
         self._blocks: list[Tensor] = []
-        self._used: list[int] = []
+        self._free: list[int] = []  # bytes at the end of each block
+        self._spans: list[tuple[int, int]] = []  # address and size of each block, sorted
 
     @property
     def nbytes(self) -> int:
         """How much memory is kept."""
-        return sum(len(block) for block in self._blocks)
+        return sum(size for _, size in self._spans)
 
     def reset(self) -> None:
         """Let the next save use the same memory."""
-        self._used = [0] * len(self._blocks)
+        self._free = [block.numel() for block in self._blocks]
 
     def take(self, nbytes: int) -> Tensor:
         """Give memory.
@@ -55,20 +56,22 @@ class HostArena:
         Returns:
             uint8, of shape `(nbytes,)`, aligned for every element type.
         """
-        for index, block in enumerate(self._blocks):
-            begin = self._used[index]
-            if begin + nbytes <= len(block):
-                self._used[index] = begin + -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-                return block[begin : begin + nbytes]
-        self._blocks.append(self._allocate(max(nbytes, _BLOCK)))
-        self._used.append(-(-nbytes // _ALIGNMENT) * _ALIGNMENT)
-        return self._blocks[-1][:nbytes]
+        room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        index = next((index for index, free in enumerate(self._free) if free >= room), None)
+        if index is None:
+            index = len(self._blocks)
+            block = self._allocate(max(room, _BLOCK))
+            self._blocks.append(block)
+            self._free.append(block.numel())
+            insort(self._spans, (block.data_ptr(), block.numel()))
+        begin = self._blocks[index].numel() - self._free[index]
+        self._free[index] -= room
+        return self._blocks[index][begin : begin + nbytes]
 
     def holds(self, address: int) -> bool:
         """Whether an address is inside of this memory."""
-        starts = sorted((block.data_ptr(), len(block)) for block in self._blocks)
-        index = bisect_right(starts, (address, 1 << 63)) - 1
-        return index >= 0 and address < starts[index][0] + starts[index][1]
+        index = bisect_right(self._spans, (address, 1 << 63)) - 1
+        return index >= 0 and address < sum(self._spans[index])
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """Copy a tensor from a device. The copy is under way: synchronise before reading it.
@@ -129,10 +132,9 @@ class Recorder:
     def _kept(self, view: memoryview) -> memoryview:
         size = len(view)
         address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-        if self._arena.holds(address):
-            # By its address, for torch warns about read-only buffers even if they are only read.
-            there: Any = (ctypes.c_char * size).from_address(address)
-            return as_bytes(torch.frombuffer(there, dtype=torch.uint8))
-        memory = self._arena.take(size)
-        ctypes.memmove(memory.data_ptr(), address, size)  # about twice as fast as torch's own copy
-        return as_bytes(memory)
+        # By its address, for torch warns about read-only buffers even if they are only read.
+        there: Any = (ctypes.c_char * size).from_address(address)
+        source = torch.frombuffer(there, dtype=torch.uint8)
+        if not self._arena.holds(address):
+            source = self._arena.take(size).copy_(source)  # with as many threads as torch may use
+        return as_bytes(source)
