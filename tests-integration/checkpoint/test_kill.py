@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import pickle
 import random
-import signal
 import tempfile
-from multiprocessing.connection import wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -19,40 +14,17 @@ from torch import nn
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_train import Accelerator
 from accel_train.checkpoint import files
-from harness.pool import Job, Nursery, bodies
+from harness.killing import Crowd, Killer, mortal
+from harness.pool import Nursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KILLS = 100
 EPOCHS = 2
-HERE = str(Path(__file__).resolve())
-CHANGES = frozenset({"open", "write", "fsync", "mkdir", "replace"})
 
 
-class Killer:
-    """`os`, as files.py sees it, that kills the process at one of its changes of the disk.
-
-    Args:
-        moment: How many changes happen before; the one at which it dies happens in part, or not at all.
-    """
-
-    def __init__(self, moment: int) -> None:
-        self.moment = moment
-
-    def __getattr__(self, name: str) -> Any:
-        real = getattr(os, name)
-        return (lambda *args: self.change(name, real, args)) if name in CHANGES else real
-
-    def change(self, name: str, real: Any, args: tuple[Any, ...]) -> Any:
-        self.moment -= 1
-        if self.moment < 0:
-            if name == "write":
-                os.write(args[0], args[1][: len(args[1]) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
-
-
+@mortal
 def train(folder: str, result: str, moment: int | None, blocking: bool, in_place: bool) -> None:
     """Train from wherever the last run was, saving every other batch; write the weights at the end."""
     torch.set_num_threads(1)
@@ -86,48 +58,6 @@ def train(folder: str, result: str, moment: int | None, blocking: bool, in_place
         torch.save([p.detach() for p in model.parameters()], result)
 
 
-bodies[train.__module__, "train"] = train
-
-
-class Crowd:
-    """Ranks that are forked for one run each."""
-
-    def __init__(self, nursery: Nursery, world_size: int) -> None:
-        self._nursery = nursery
-        self._world_size = world_size
-
-    def run(self, victim: int | None = None, **arguments: Any) -> bool:
-        """Run `train` on new ranks, of which one may be killed; return whether all have come to the end."""
-        ranks = self._nursery.spawn(self._world_size)
-        try:
-            for index, rank in enumerate(ranks):
-                moment = arguments["moment"] if index == victim else None
-                job = Job(train.__module__, HERE, "train", {**arguments, "moment": moment})
-                rank.link.send_bytes(pickle.dumps(job))
-            return self._all_end([rank.link for rank in ranks], victim)
-        finally:
-            for rank in ranks:  # as a launcher does once one has died
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank.pid, signal.SIGKILL)
-                rank.link.close()
-
-    def _all_end(self, links: list[Any], victim: int | None) -> bool:
-        """Wait until all have answered, or the victim is dead, whatever the others say then."""
-        answers = {index: None for index in range(len(links)) if index != victim}
-        if victim is not None and not wait([links[victim]], 120):
-            raise AssertionError("the victim hangs")
-        if victim is not None:
-            answers = {victim: None, **answers}
-        for index in answers:
-            try:
-                answer = pickle.loads(links[index].recv_bytes())
-            except (EOFError, OSError):
-                assert index == victim
-                return False
-            assert answer.error is None, answer.error
-        return True
-
-
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     nursery = Nursery()
@@ -149,7 +79,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     nursery: Nursery, memory: Path, world_size: int
 ) -> None:
     crowd, chance = Crowd(nursery, world_size), random.Random(world_size)
-    assert crowd.run(folder=str(memory / "whole"), result=str(memory / "r"), moment=None, **PLAIN)
+    assert crowd.run(train, folder=str(memory / "whole"), result=str(memory / "r"), moment=None, **PLAIN)
     expected = torch.load(memory / "r")
     kills = run = 0
     while kills < KILLS:
@@ -157,6 +87,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
         how = {"blocking": chance.random() < 0.5, "in_place": chance.random() < 0.3}
         folder, result = memory / f"run{run}", memory / f"r{run}"
         while not crowd.run(
+            train,
             victim=chance.randrange(world_size),
             folder=str(folder),
             result=str(result),

@@ -73,9 +73,13 @@ class Rank:
 
 
 class Nursery:
-    """The process that has torch imported and forks ranks."""
+    """The process that has torch imported and forks ranks.
 
-    def __init__(self) -> None:
+    Args:
+        *preload: Modules that it imports, too, so that its ranks need not.
+    """
+
+    def __init__(self, *preload: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="harness")
         self.folder = Path(self._folder.name)
         self.log = self.folder / "ranks.log"
@@ -86,7 +90,7 @@ class Nursery:
         self._listener.settimeout(START)
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "harness.worker", address],
+                [sys.executable, "-m", "harness.worker", address, *preload],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import importlib.util
 import os
 import pickle
@@ -34,9 +35,11 @@ LIBUV = not torch.__version__.startswith("2.6.")  # there it takes no socket tha
 LOCALS = 300  # characters of each local variable shown with a failure
 
 
-def main(address: str) -> None:
+def main(address: str, *preload: str) -> None:
     """Serve as the nursery until the pytest process closes the connection."""
     torch.set_num_threads(1)
+    for name in preload:
+        importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped by the kernel
     control = Client(address, "AF_UNIX")
     while True:
@@ -198,4 +201,4 @@ def _story(error: BaseException, file: str) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

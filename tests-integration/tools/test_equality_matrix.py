@@ -1,23 +1,81 @@
-"""Every strategy finds what one process finds: the hardest cells of the table, on two processes."""
+"""Every strategy finds what one process finds, and the table would show it if one did not."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
+import pytest
+
+from equality_alone import FAULTS, Arithmetic, batches_of, is_clipped, train_alone
+from equality_matrix import cells_of, distance, is_wrong, table
+from equality_strategies import STRATEGIES, Cell
+
 ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3
 
 
-def test_every_strategy_equals_one_process() -> None:
+def run(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, "tools/equality_matrix.py", "--quick"],
+        [sys.executable, "tools/equality_matrix.py", *arguments],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    rows = [line for line in done.stdout.splitlines() if line.startswith("| ") and "e-0" in line]
-    assert len(rows) == 7, done.stdout
     assert "FAIL" not in done.stdout
+    return done.stdout
+
+
+def test_every_strategy_equals_one_process_and_errors_are_noticed() -> None:
+    """The hardest cells on two processes; and, for some strategies, with every error made on purpose."""
+    rows = [line for line in run("--quick").splitlines() if line.startswith("| ") and "e-0" in line]
+    assert [row.split()[1] for row in rows] == [
+        *(name for name, row in STRATEGIES.items() if row.smallest == 2),
+        "ddp",
+        "zero2",
+    ]
+
+
+ROUNDINGS = {
+    row.arithmetic(Cell(strategy=name, precision="bf16", accumulation=3, clip=True, world_size=2)): row
+    for name, row in STRATEGIES.items()
+}
+
+
+@cache
+def without_error(clip: bool, how: Arithmetic) -> tuple:
+    return train_alone(batches_of(3 * STEPS), accumulation=3, clip=clip, how=how)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("how", [Arithmetic(), *ROUNDINGS], ids=str)
+def test_an_error_is_farther_away_than_any_bound_allows(how: Arithmetic, fault: str) -> None:
+    rows, clip = batches_of(3 * STEPS), is_clipped(fault)
+    right, begin = without_error(clip, how)
+    wrong, _ = train_alone(rows, accumulation=3, clip=clip, how=how, fault=fault)
+    exact = how == Arithmetic()
+    limit = 1e-6 if exact else ROUNDINGS[how].bound
+    assert distance(right, right, begin, exact=exact) == 0
+    assert distance(wrong, right, begin, exact=exact) > 5 * limit
+
+
+def test_a_cell_is_wrong_beyond_its_bound_or_if_an_error_does_not_show() -> None:
+    (cell,) = cells_of(["ddp"], 2, [("no", 1, False)])
+    assert not is_wrong(cell, 1e-6)
+    assert is_wrong(cell, 2e-6)
+    assert is_wrong(cell, "FAIL: the job died")
+    assert is_wrong(replace(cell, fault="rate"), 1e-6)
+    assert not is_wrong(replace(cell, fault="rate"), 2e-6)
+
+
+def test_a_cell_that_cannot_exist_says_why() -> None:
+    cells = cells_of(["ddp", "hsdp"], 2, [("no", 1, False)])
+    told = table({cells[0]: 1.5e-7, cells[1]: STRATEGIES["hsdp"].impossible(cells[1])}, 2)
+    assert "| ddp | 1.5e-07 |" in told
+    assert "| hsdp | - |" in told
+    assert "No hsdp with 2 processes: two axes of two processes each need 4." in told

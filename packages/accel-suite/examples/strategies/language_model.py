@@ -67,9 +67,11 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
 
-    def forward(self, tokens):
-        """Give the logits of the next bytes."""
-        x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+    def forward(self, tokens, positions=None):
+        """Give the logits of the next bytes; `positions` where a process has a part of each sequence."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

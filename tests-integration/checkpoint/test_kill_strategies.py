@@ -1,0 +1,134 @@
+"""Under every strategy: a rank is killed while it saves, and new ones go on from the checkpoint before."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_train import Accelerator
+from accel_train.checkpoint import files
+from equality_alone import LENGTH, ROWS, batches_of, fresh
+from equality_strategies import STRATEGIES, Cell
+from harness.engines import deepspeed_process
+from harness.killing import Crowd, Killer, mortal
+from harness.pool import Nursery
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+STEPS, SAVED, KILLED = 5, 2, 4  # the last step; those after which the state is saved, and is being saved
+TOLERANCE = 1e-6
+
+
+class Progress:
+    """Counts steps, also those before the run was killed."""
+
+    step = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.step = state["step"]
+
+
+def run(folder: str | None, arguments: dict, moment: int | None = None) -> tuple[int, dict]:
+    """Train from wherever the last run was; return where that is, and the weights at the end."""
+    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=3)
+    project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=folder is not None)
+    accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=config, **arguments)
+    model, optimizer = fresh()
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    loader = torch.utils.data.DataLoader(batches_of(STEPS + 2), batch_size=ROWS, shuffle=True)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    if folder is not None and accelerator.has_checkpoint:
+        accelerator.load_state()
+    begun = progress.step
+    for batch in loader:
+        inputs, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
+        parts = [inputs, labels, torch.arange(LENGTH).repeat(len(batch), 1)]
+        with accelerator.maybe_context_parallel(parts, [1, 1, 1], {*parts}):
+            logits = model(inputs, parts[2])
+            accelerator.backward(cross_entropy(logits.flatten(0, 1), labels.flatten()))
+        optimizer.step()
+        schedule.scheduler.step()
+        optimizer.zero_grad()
+        progress.step += 1
+        if moment is not None and progress.step == KILLED:
+            files.os = Killer(moment)
+        if folder is not None and progress.step in {SAVED, KILLED}:
+            accelerator.save_state(flush=False)
+        if progress.step == STEPS:
+            break
+    state = accelerator.get_state_dict(model)
+    found = {name: value.detach().clone() for name, value in state.items()}
+    accelerator.free_memory()
+    return begun, found
+
+
+@mortal
+def train(strategy: str, world_size: int, folder: str, result: str, moment: int | None) -> None:
+    torch.set_num_threads(1)
+    cell = Cell(strategy=strategy, precision="no", accumulation=1, clip=False, world_size=world_size)
+    with ExitStack() as stack:
+        if strategy.startswith("zero"):
+            stack.enter_context(deepspeed_process())
+        stack.enter_context(warnings.catch_warnings())
+        # Layers that were divided return views; nothing changes them in place here.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        begun, state = run(folder, STRATEGIES[strategy].arguments(cell), moment)
+    if torch.distributed.get_rank() == 0:
+        torch.save({"begun": begun, "state": state}, result)
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery("deepspeed")
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict:
+    """What a run of one process finds that nothing disturbs."""
+    return run(None, {})[1]
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is such a thing: only processes die here, so that no disk is needed."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else tmp_path) as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize(("number", "strategy"), [*enumerate(STRATEGIES)], ids=[*STRATEGIES])
+def test_a_killed_run_ends_like_the_undisturbed_one(
+    number: int, strategy: str, nursery: Nursery, undisturbed: dict, memory: Path
+) -> None:
+    world_size = STRATEGIES[strategy].smallest
+    crowd = Crowd(nursery, world_size)
+    how = {"strategy": strategy, "world_size": world_size, "folder": str(memory / "run")}
+    victim, moment = number % world_size, number % 4
+    assert not crowd.run(train, victim, result=str(memory / "killed"), moment=moment, **how), "it lives"
+    assert not (memory / "killed").exists()
+    saved = [path.name for path in (memory / "run" / "checkpoints").iterdir() if path.name[0] != "."]
+    assert saved == ["checkpoint_0"]
+    assert crowd.run(train, result=str(memory / "resumed"), moment=None, **how)
+    found = torch.load(memory / "resumed")
+    assert found["begun"] == SAVED
+    assert found["state"].keys() == undisturbed.keys()
+    for name, value in undisturbed.items():
+        torch.testing.assert_close(found["state"][name], value, rtol=0, atol=TOLERANCE, msg=name)

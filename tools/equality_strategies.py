@@ -1,0 +1,142 @@
+"""The strategies of the table of equality: what `Accelerator` gets, where each rounds, what cannot exist."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from equality_alone import CLIP, Arithmetic
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One entry of the table.
+
+    Args:
+        strategy: One of `STRATEGIES`.
+        precision: `"no"` or `"bf16"`.
+        accumulation: Micro-batches of a step.
+        clip: Whether gradients are clipped.
+        world_size: Number of processes.
+        fault: An error that is made on purpose.
+    """
+
+    strategy: str
+    precision: str
+    accumulation: int
+    clip: bool
+    world_size: int
+    fault: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A strategy.
+
+    Args:
+        arguments: Of `Accelerator`.
+        bf16: Where it rounds in bfloat16, but for the number of processes that divide batches.
+        sharing: How many processes have the same rows; all of them for `None`.
+        smallest: The smallest number of processes.
+        bound: The largest distance in bfloat16.
+    """
+
+    arguments: Callable[[Cell], dict[str, Any]]
+    bf16: Arithmetic
+    sharing: int | None = 1
+    smallest: int = 2
+    bound: float
+
+    def impossible(self, cell: Cell) -> str | None:
+        """Why a cell cannot exist; `None` if it can."""
+        if cell.world_size < self.smallest:
+            return f"two axes of two processes each need {self.smallest}"
+        return None
+
+    def arithmetic(self, cell: Cell) -> Arithmetic:
+        """Where a cell rounds."""
+        if cell.precision == "no":
+            return Arithmetic()
+        return replace(self.bf16, shards=cell.world_size // (self.sharing or cell.world_size))
+
+    def limit(self, cell: Cell) -> float:
+        """The largest difference of a weight in float32; the largest distance in bfloat16."""
+        return 1e-6 if cell.precision == "no" else self.bound
+
+
+def fsdp(version: int, **options: Any) -> dict[str, Any]:
+    """Every block of the model is sharded on its own."""
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        **options,
+    )
+    return {"fsdp_plugin": plugin}
+
+
+def axes(**sizes: Any) -> dict[str, Any]:
+    """Processes along several axes."""
+    return {"parallelism_config": ParallelismConfig(**sizes)}
+
+
+def zero(stage: int) -> Callable[[Cell], dict[str, Any]]:
+    """A stage of DeepSpeed."""
+
+    def arguments(cell: Cell) -> dict[str, Any]:
+        plugin = DeepSpeedPlugin(
+            zero_stage=stage,
+            gradient_accumulation_steps=cell.accumulation,
+            gradient_clipping=CLIP if cell.clip and cell.fault is None else None,
+        )
+        return {"deepspeed_plugin": plugin}
+
+    return arguments
+
+
+AUTOCAST = Arithmetic(autocast=True)
+SMALL_WEIGHTS = Arithmetic(autocast=True, small_weights=True)
+ENGINE = Arithmetic(small_weights=True, small_start=True, small_sums=True)
+ENGINE_FROM_2 = replace(ENGINE, processes_first=True)
+
+STRATEGIES: Mapping[str, Row] = {
+    "ddp": Row(arguments=lambda _: {}, bf16=AUTOCAST, bound=0.01),
+    "fsdp1": Row(arguments=lambda _: fsdp(1), bf16=replace(SMALL_WEIGHTS, small_sums=True), bound=0.01),
+    "fsdp2": Row(arguments=lambda _: fsdp(2), bf16=SMALL_WEIGHTS, bound=0.01),
+    "hsdp": Row(
+        arguments=lambda cell: fsdp(2) | axes(dp_replicate_size=2, dp_shard_size=cell.world_size // 2),
+        bf16=SMALL_WEIGHTS,
+        smallest=4,
+        bound=0.01,
+    ),
+    "tp": Row(arguments=lambda cell: axes(tp_size=cell.world_size), bf16=AUTOCAST, sharing=None, bound=0.01),
+    "fsdp2+tp": Row(
+        arguments=lambda cell: fsdp(2) | axes(dp_shard_size=cell.world_size // 2, tp_size=2),
+        bf16=SMALL_WEIGHTS,
+        sharing=2,
+        smallest=4,
+        bound=0.01,
+    ),
+    "copies+tp": Row(
+        arguments=lambda cell: axes(dp_replicate_size=cell.world_size // 2, tp_size=2),
+        bf16=SMALL_WEIGHTS,
+        sharing=2,
+        smallest=4,
+        bound=0.01,
+    ),
+    "cp": Row(
+        arguments=lambda cell: fsdp(2) | axes(cp_size=2, dp_shard_size=cell.world_size // 2),
+        bf16=SMALL_WEIGHTS,
+        sharing=2,
+        bound=0.01,
+    ),
+    "zero0": Row(arguments=zero(0), bf16=ENGINE, bound=0.01),
+    "zero1": Row(arguments=zero(1), bf16=ENGINE, bound=0.01),
+    "zero2": Row(arguments=zero(2), bf16=ENGINE_FROM_2, bound=0.01),
+    "zero3": Row(arguments=zero(3), bf16=ENGINE_FROM_2, bound=0.01),
+}
+"""By name. `cp` divides sequences among two processes; more of them shard the model."""
