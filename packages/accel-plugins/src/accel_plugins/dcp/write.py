@@ -47,6 +47,15 @@ class ShardWriter:
         self._file = shard_file(rank)
         self._results: list[WriteResult] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that this rank writes, without their headers."""
+        return sum(
+            math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+            for item in self._plan.items
+            if item.tensor_data is not None
+        )
+
     def write_shards(self, sink: ByteSink, to_host: Callable[[Tensor], Tensor] | None = None) -> None:
         """Write the file of this rank.
 
@@ -80,7 +89,7 @@ class ShardWriter:
         copies = [
             place
             for place, placement in zip(coordinate, value.placements, strict=True)
-            if not placement.is_shard()
+            if placement.is_replicate()  # the placement of sharded parts of layers is no `Shard`
         ]
         has_any = math.prod(item.tensor_data.chunk.sizes) > 0
         return not any(copies) and (has_any or (not value.numel() and not any(coordinate)))
