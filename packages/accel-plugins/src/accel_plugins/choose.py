@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeAlias
 
+from accel_state.errors import SettingsError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -73,5 +75,15 @@ def choose(settings: Settings, topology: Topology, device: torch.device) -> str:
 
     Returns:
         A key of `accel_plugins.registry.available()`; the same on every rank.
+
+    Raises:
+        SettingsError: Sequences are to be divided by DeepSpeed, which is not used.
     """
+    sequences = settings.parallelism and settings.parallelism.sp_size
+    if settings.deepspeed is None and (sequences or 1) > 1:
+        raise SettingsError(
+            f"ParallelismConfig(sp_size={sequences}): DeepSpeed's Ulysses divides sequences, and it is "
+            "not in use: pass a deepspeed_plugin to Accelerator, or start the script with `accel launch "
+            "--use_deepspeed`. Context parallelism (cp_size) does without."
+        )
     return next(name for name, applies in _RULES if applies(settings, topology, device))

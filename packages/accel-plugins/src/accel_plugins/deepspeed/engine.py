@@ -64,6 +64,8 @@ class DeepSpeedEngineWrapper:
             )
         if self._is_complete:
             self._carried = self._complete_gradients()
+        if self._forgets_to_scale:
+            loss = loss.float() * _scale_of(self.optimizer)
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with watch.region("backward"):
             self.engine.backward(loss, **kwargs)
@@ -105,11 +107,7 @@ class DeepSpeedEngineWrapper:
         if not hasattr(
             self.optimizer, "clip_grad"
         ):  # the one that was given: gradients are where they always are
-            if not self._is_complete:
-                return None
-            return torch.nn.utils.clip_grad_norm_(
-                self.engine.module.parameters(), max_norm, norm_type=norm_type
-            )
+            return self._clip_plainly(max_norm, norm_type) if self._is_complete else None
         if norm_type != 2:
             raise UnsupportedError(
                 f"clip_grad_norm_(norm_type={norm_type!r}): DeepSpeed clips by the 2-norm; leave norm_type "
@@ -134,6 +132,9 @@ class DeepSpeedEngineWrapper:
                 "optimizer.step() after a backward pass within no_sync(): DeepSpeed steps only with "
                 "gradients that were brought together; run the last backward pass of a step outside."
             )
+        configured = self.engine.gradient_clipping()
+        if configured and not hasattr(self.optimizer, "clip_grad"):  # the engine would not tell the norm
+            self._clip_plainly(configured)
         with watch.region("step"), self._clipping():
             self.engine.step()
         self._forget()
@@ -164,6 +165,24 @@ class DeepSpeedEngineWrapper:
         """The norm of the gradients of the last step, before clipping; `None` before any."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
+
+    @property
+    def _forgets_to_scale(self) -> bool:
+        """Whether the engine's `step` divides by a loss scale that its `backward` leaves out.
+
+        So it is at stage 0 in float16, since engines have a method `scale`: they ask only the optimizers of
+        stages 1 to 3.
+        """
+        optimizer = self.optimizer
+        scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
+        return scaled and hasattr(self.engine, "scale")
+
+    def _clip_plainly(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip gradients that are where they always are."""
+        parameters = self.engine.module.parameters()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
+        self.engine._global_grad_norm = norm  # what `get_global_grad_norm` tells
+        return norm
 
     @property
     def _is_complete(self) -> bool:

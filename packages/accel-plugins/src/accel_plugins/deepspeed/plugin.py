@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _DEFAULT_STAGE = 2
+_OF_STAGE_3 = ("zero3_init_flag", "zero3_save_16bit_model", "transformer_moe_cls_names")
 
 
 @dataclass
@@ -323,10 +324,11 @@ class DeepSpeedPlugin:
         return sources
 
     def _settle_init_flag(self) -> None:
-        if self.zero3_init_flag and not self.hf_ds_config.is_zero3():
-            logger.warning(
-                "zero3_init_flag has no effect with ZeRO stage %s.", self.get_value("zero_optimization.stage")
-            )
+        for name in _OF_STAGE_3 if not self.hf_ds_config.is_zero3() else ():
+            if getattr(self, name):
+                stage = self.get_value("zero_optimization.stage")
+                logger.warning("%s=%r has no effect with ZeRO stage %s.", name, getattr(self, name), stage)
+        if not self.hf_ds_config.is_zero3():
             self.zero3_init_flag = False
         if self.zero3_init_flag is None:
             self.zero3_init_flag = self.hf_ds_config.is_zero3()

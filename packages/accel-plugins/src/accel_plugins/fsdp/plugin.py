@@ -72,6 +72,10 @@ _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "sync_module_states": (True,),
     "use_orig_params": (True,),
 }
+_OF_POLICIES = {
+    "transformer_cls_names_to_wrap": "transformer_based_wrap",
+    "min_num_params": "size_based_wrap",
+}
 _FLAGS = (
     "cpu_ram_efficient_loading",
     "use_orig_params",
@@ -352,6 +356,12 @@ class FullyShardedDataParallelPlugin:
             )
 
     def _settle_wrapping(self) -> None:
+        self._settle_policy()
+        for name, policy in _OF_POLICIES.items():
+            if getattr(self, name) and self.auto_wrap_policy != policy:
+                logger.warning("%s has no effect without auto_wrap_policy=%r.", self._place(name), policy)
+
+    def _settle_policy(self) -> None:
         policy = self.auto_wrap_policy
         if isinstance(policy, str):
             name = policy.lower()

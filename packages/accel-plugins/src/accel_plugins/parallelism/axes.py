@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.parallelism.config import AXES, ParallelismConfig
 from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
 from accel_plugins.parallelism.mesh import mesh_of
 from accel_plugins.strategy import BatchSharding
@@ -102,16 +102,33 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
     given: ParallelismConfig | None = handlers.get(ParallelismConfig)
     plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
     if given is not None:
+        if plugin is not None and (plugin.torch_device_mesh or plugin.tp_size != given.sizes["tp"]):
+            raise SettingsError(
+                f"torch_tp_plugin={plugin!r} and parallelism_config={given!r} say different things about "
+                "the same axes; give one of the two."
+            )
         return given
+    if plugin is not None and plugin.torch_device_mesh is not None:
+        return _of_mesh(plugin.torch_device_mesh)
     tensor = 1 if plugin is None else plugin.tp_size
     if world % tensor:
         raise SettingsError(
             f"TorchTensorParallelPlugin(tp_size={tensor}): {world} processes cannot be divided into "
-            "groups of "
-            f"{tensor}."
+            f"groups of {tensor}."
         )
     rest: dict[str, Any] = {("dp_shard_size" if sharded else "dp_replicate_size"): world // tensor}
-    config = ParallelismConfig(tp_size=tensor, **rest)
-    if plugin is not None and plugin.torch_device_mesh is not None:
-        config.device_mesh = plugin.torch_device_mesh
+    return ParallelismConfig(tp_size=tensor, **rest)
+
+
+def _of_mesh(mesh: DeviceMesh) -> ParallelismConfig:
+    names, ranks = [*(mesh.mesh_dim_names or ())], mesh.mesh.flatten().tolist()
+    if names != [axis for axis in AXES if axis in names] or ranks != [*range(len(ranks))]:
+        raise SettingsError(
+            f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes with names of "
+            f"{[*AXES]}, in this order, and processes in theirs."
+        )
+    sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
+    sizes |= {f"{name}_size": size for name, size in zip(names, mesh.shape, strict=True)}
+    config = ParallelismConfig(**sizes)
+    config.device_mesh = mesh
     return config

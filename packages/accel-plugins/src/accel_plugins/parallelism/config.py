@@ -20,6 +20,8 @@ from accel_state.errors import SettingsError
 from accel_state.settings.engines import ParallelismSettings
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_state.settings.model import Settings
@@ -284,3 +286,18 @@ class ParallelismConfig:
 
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self.sizes[axis] > 1]
+
+
+def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
+    """Refuse a `ParallelismConfig` for another number of processes, where nothing is divided along its axes.
+
+    Args:
+        handlers: It may be among them.
+        world_size: How many processes there are.
+
+    Raises:
+        SettingsError: It is for another number.
+    """
+    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    if config is not None:
+        config.check_world(world_size)

@@ -11,12 +11,13 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as ring
 from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
+from torch.nn import functional
 
 from accel_state import watch
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Callable, Generator
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -58,7 +59,7 @@ class ContextParallel:
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
         set_rotate_method(self.rotation)
-        learn_attention_of_the_cpu()
+        learn_attention()
         with (
             watch.region("maybe_context_parallel"),
             context_parallel(
@@ -67,6 +68,7 @@ class ContextParallel:
                 buffer_seq_dims=buffer_seq_dims,
                 no_restore_buffers=no_restore_buffers,
             ),
+            _without_masks(),
         ):
             yield
 
@@ -94,6 +96,12 @@ class ContextParallel:
                     "grad; it "
                     "cuts tensors in place. Give the inputs of the model instead."
                 )
+            if buffer.shape[dim] != buffers[0].shape[dims[0]]:
+                raise SettingsError(
+                    f"maybe_context_parallel() got sequences of {buffers[0].shape[dims[0]]} and of "
+                    f"{buffer.shape[dim]} (dim {dim} of a tensor of shape {tuple(buffer.shape)}); give "
+                    "tensors of one length, and for each which dim the sequence is."
+                )
             if buffer.shape[dim] % ranks:
                 raise SettingsError(
                     f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
@@ -106,11 +114,62 @@ class ContextParallel:
             )
 
 
-def learn_attention_of_the_cpu() -> None:
-    """Let torch's ring attention compute with the CPU's flash attention, for which torch has no rule."""
+@contextmanager
+def _without_masks() -> Generator[None]:
+    """A block in which attention refuses masks; torch would take them for parts of what they are not."""
+    attention = functional.scaled_dot_product_attention
+
+    def unmasked(
+        query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **more: Any
+    ) -> Any:
+        if attn_mask is not None:
+            raise UnsupportedError(
+                "scaled_dot_product_attention(attn_mask=…) within maybe_context_parallel(): a mask is of "
+                "whole sequences, which no process has; use is_causal=True, or no mask."
+            )
+        return attention(query, key, value, None, *args, **more)
+
+    functional.scaled_dot_product_attention = unmasked
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = attention
+
+
+def learn_attention() -> None:
+    """Let torch's ring attention also compute on the CPU and without causality, for which it has no rules."""
     rules = cast("dict[Any, Any]", _dispatching().custom_ops)
     rules.setdefault(_CPU, _forward)
     rules.setdefault(_CPU_BACKWARD, _backward)
+    for op, rule in [*rules.items()]:
+        if not isinstance(rule, _EitherWay):
+            rules[op] = _EitherWay(rule)
+
+
+class _EitherWay:
+    """A rule that computes with and without causality.
+
+    So that all ranks have as much to do under a causal mask, torch gives each a part of the beginning and one
+    of the end of a sequence, and refuses to compute without a mask then. Without a mask it does not matter in
+    which order keys and values come.
+
+    Args:
+        rule: Of torch.
+    """
+
+    def __init__(self, rule: Callable[..., Any]) -> None:
+        self._rule = rule
+
+    def __call__(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        names = [argument.name for argument in op._schema.arguments]
+        if (dict(zip(names, args, strict=False)) | kwargs).get("is_causal"):
+            return self._rule(op, args, kwargs)
+        options = _dispatching()._cp_options
+        before, options.enable_load_balance = options.enable_load_balance, False
+        try:
+            return self._rule(op, args, kwargs)
+        finally:
+            options.enable_load_balance = before
 
 
 def _dispatching() -> Any:

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_ops.modules import without_compiler
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
@@ -82,9 +83,13 @@ def build(
         runtime: Device and topology; the default process group is there.
         precision: Scales losses and steps optimizers.
         handlers: A `DistributedDataParallelKwargs` among them says how models are wrapped.
+
+    Raises:
+        SettingsError: A `ParallelismConfig` among them is for another number of processes.
     """
     del settings
     topology = runtime.topology
+    check_axes(handlers, topology.world_size)
     options = handlers.get(DistributedDataParallelKwargs) or DistributedDataParallelKwargs()
     return Strategy(
         name="ddp",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.optim import Optimizer
@@ -13,9 +14,11 @@ from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
 from accel_plugins.deepspeed.fill import Known
 from accel_plugins.deepspeed.library import start
+from accel_plugins.deepspeed.offered import refuse_unoffered
 from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.request import check_request, config_names, parsed
+from accel_plugins.deepspeed.ulysses import sequences_of
 from accel_plugins.deepspeed.values import Facts, batch_size_of, complete, hidden_size_of
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_plugins.bundle import Bundle
+    from accel_plugins.deepspeed.ulysses import SequenceParallel
     from accel_plugins.roles import PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
@@ -49,6 +53,7 @@ class DeepSpeedWrapper:
         accumulation: Micro-batches of a step.
         split_batches: Whether a batch of a loader is divided among the ranks.
         stepper: Gets to know the engine that trains.
+        sequences: Divides sequences, if they are to be divided.
     """
 
     runtime: Runtime
@@ -57,6 +62,7 @@ class DeepSpeedWrapper:
     accumulation: Known
     split_batches: bool
     stepper: DeepSpeedStepper
+    sequences: SequenceParallel | None = None
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
@@ -70,7 +76,11 @@ class DeepSpeedWrapper:
         whole = [model for model in fresh if not _is_divided(model)]
         check_materialised(replace(bundle, models=whole))
         plugin = self.plugin
+        refuse_unoffered(plugin.hf_ds_config)
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
+        if self.sequences is not None:
+            for model in fresh:
+                self.sequences.examine(model)
         if fresh:
             self._config_for(fresh[0], bundle)
         if fresh and plugin.transformer_moe_cls_names:
@@ -86,6 +96,8 @@ class DeepSpeedWrapper:
         for index, model in enumerate(models):
             if self._is_engine(model):
                 continue
+            if self.sequences is not None:
+                self.sequences.take(model)
             if not bundle.optimizers and (evaluation or not self.plugin.hf_ds_config.is_zero3()):
                 models[index] = model.to(self.runtime.device)
                 continue
@@ -106,7 +118,8 @@ class DeepSpeedWrapper:
 
     def _config_for(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
         """The configuration of one engine, complete."""
-        plugin, world_size = self.plugin, self.runtime.topology.world_size
+        plugin = self.plugin
+        world_size = self.runtime.topology.world_size // (self.sequences.size if self.sequences else 1)
         optimizer = next(iter(bundle.optimizers), None)
         split_into = world_size if self.split_batches else 1
         facts = Facts(
@@ -150,8 +163,12 @@ class DeepSpeedWrapper:
         schedule = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
         if schedule is not None and schedule.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
+        if self.sequences is not None:
+            arguments["mpu"] = self.sequences.unit()
         with watch.region("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
+        if self.sequences is not None:
+            _average_over_all_ranks(engine, engine.optimizer)
         _undo_first_step(optimizer)
         if bundle.optimizers:
             self.stepper.take(DeepSpeedEngineWrapper(engine, groups=groups))
@@ -168,10 +185,11 @@ def build(
         runtime: Device and topology.
         precision: Not used: the engine has its own.
         handlers: The `DeepSpeedPlugin`, or several by name; how gradients are accumulated, and loaders
-            prepared.
+            prepared; a `ParallelismConfig` may say that sequences are divided.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
+        SettingsError: The sizes of axes do not fit the number of processes, or DeepSpeed has no such axis.
     """
     del settings
     deepspeed = start(runtime)
@@ -182,6 +200,8 @@ def build(
         plugin.set_mixed_precision(precision.name)
     first = next((one for one in plugins.values() if one.selected), next(iter(plugins.values())))
     topology = runtime.topology
+    sequences = sequences_of(runtime, handlers)
+    sharers = 1 if sequences is None else sequences.size
     stepper = DeepSpeedStepper()
     persister = DeepSpeedPersister(runtime=runtime, stepper=stepper)
     loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
@@ -194,15 +214,26 @@ def build(
             accumulation=_accumulation(handlers.get(GradientAccumulationPlugin)),
             split_batches=loading.split_batches,
             stepper=stepper,
+            sequences=sequences,
         ),
         stepper=stepper,
         persister=persister,
-        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        sharding=BatchSharding(
+            num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
+        ),
+        mesh=None if sequences is None else sequences.whole,
+        divide=None if sequences is None else sequences.divide,
         features=_features(first),
         precision=EnginePrecision(name=first.mixed_precision, device_type=runtime.device.type),
-        release=stepper.release,
+        release=partial(_release, stepper, sequences),
         shards=DeepSpeedShards(persister=persister),
     )
+
+
+def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> None:
+    stepper.release()
+    if sequences is not None:
+        sequences.release()
 
 
 def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
@@ -226,6 +257,17 @@ def _undo_first_step(optimizer: Any) -> None:
     if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
         optimizer.optimizer.state.clear()
         optimizer.refresh_fp32_params()
+
+
+def _average_over_all_ranks(*parts: Any) -> None:
+    """Let gradients be the mean over all ranks, as everywhere.
+
+    DeepSpeed's stages below 3 add up those of a group that divides sequences; stage 3 does only without
+    `reduce_scatter`.
+    """
+    for one in parts:
+        if hasattr(one, "sequence_parallel_size"):
+            one.sequence_parallel_size = 1
 
 
 def _is_divided(model: nn.Module) -> bool:

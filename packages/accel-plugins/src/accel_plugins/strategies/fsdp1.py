@@ -130,8 +130,8 @@ class Fsdp1Wrapper:
                 use_orig_params=bool(plugin.use_orig_params),
                 device_mesh=self.mesh,
             )
-        if plugin.activation_checkpointing:
-            _checkpoint_blocks(root, offload=bool(plugin.activation_checkpointing_offload))
+        if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
+            _checkpoint_blocks(root, plugin)
         self.roots.add(root)
         self.book.add(root, before, flat=not plugin.use_orig_params)
         return root
@@ -202,19 +202,23 @@ def _emptied(module: nn.Module, *, device: Any) -> None:
     module.to_empty(device=device, recurse=False)
 
 
-def _checkpoint_blocks(root: FullyShardedDataParallel, *, offload: bool) -> None:
+def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataParallelPlugin) -> None:
     blocks = {id(one.module) for one in FullyShardedDataParallel.fsdp_modules(root) if one is not root}
+    recompute, offload = plugin.activation_checkpointing, plugin.activation_checkpointing_offload
     if not blocks:
         raise SettingsError(
-            "FullyShardedDataParallelPlugin(activation_checkpointing=True): no block of the model is wrapped "
-            "on its "
-            "own, so that there is nothing to compute again; choose an auto_wrap_policy."
+            f"FullyShardedDataParallelPlugin(activation_checkpointing={recompute!r}, "
+            f"activation_checkpointing_offload={offload!r}): no block of the model is wrapped on its own, so "
+            "that there is nothing to compute again; choose an auto_wrap_policy."
         )
-    around = partial(checkpoint_wrapper, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+
+    def around(module: nn.Module) -> nn.Module:
+        if recompute:
+            module = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+        return offload_wrapper(module) if offload else module
+
     apply_activation_checkpointing(
-        root,
-        checkpoint_wrapper_fn=(lambda module: offload_wrapper(around(module))) if offload else around,
-        check_fn=lambda module: id(module) in blocks,
+        root, checkpoint_wrapper_fn=around, check_fn=lambda module: id(module) in blocks
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
@@ -48,8 +49,13 @@ class SingleWrapper:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it."""
-    del settings, handlers
+    """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it.
+
+    Raises:
+        SettingsError: A `ParallelismConfig` among the handlers is for several.
+    """
+    del settings
+    check_axes(handlers, 1)
     return Strategy(
         name="single",
         wrapper=SingleWrapper(device=runtime.device),

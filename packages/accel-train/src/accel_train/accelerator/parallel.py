@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from accel_state.errors import UnsupportedError
+from accel_plugins.deepspeed.adapter import adapted
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.accelerator.facet import Facet
+from accel_train.data.prepared import PreparedLoader
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     import torch
+    from torch import nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
@@ -117,6 +120,37 @@ class ParallelFacet(Facet):
         if split is None:
             return nullcontext()
         return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
+        """Let a loader divide the sequences of its batches, where DeepSpeed's Ulysses divides sequences.
+
+        `prepare` does it for loaders that it gets together with the model.
+
+        Args:
+            dl: A prepared loader, which is changed and returned. Any other iterable of dictionaries of
+                tensors, of which every process has its own, is read through DeepSpeed's
+                `UlyssesSPDataLoaderAdapter`: processes that divide sequences take their batches in turn.
+            model: The prepared model.
+
+        Returns:
+            A loader of this process's parts; `dl` itself in other runs.
+
+        Raises:
+            SettingsError: The model is not prepared.
+        """
+        parts = self._parts
+        divide = parts.strategy.divide
+        if divide is None:
+            return dl
+        if model not in parts.prepared:
+            raise SettingsError(
+                f"deepspeed_ulysses_dl_adapter(): {type(model).__name__} is not prepared; pass what "
+                "prepare() has returned."
+            )
+        if isinstance(dl, PreparedLoader):
+            dl.divide = divide
+            return dl
+        return adapted(dl, self.torch_device_mesh, parts.process.device)
 
     def _rank_along(self, axis: str) -> int:
         mesh = self._parts.strategy.mesh

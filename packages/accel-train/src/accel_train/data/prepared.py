@@ -81,7 +81,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         _drop_last: Whether a last batch that is not complete is left out.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
+    Attributes:
+        divide (Callable | None): Gives this rank's part of the sequences of a batch; all of it if `None`.
     """
+
+    divide: Callable[[Any], Any] | None = None
 
     def __init__(
         self,
@@ -183,6 +187,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         try:
             reading = self._open()
             advance, padded = reading.advance, None
+            divide = self.divide
             facts = vars(self)  # torch's loaders have a slow `__setattr__`
             launch, land = (None, None) if placing is None else (placing.launch, placing.land)
             for item, is_last in reading.pairs(launch):
@@ -198,6 +203,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                     facts["real_in_batch"] = None if delivery is None else delivery.real
                 if land is not None:
                     batch = land(batch)
+                if divide is not None:
+                    batch = divide(batch)
                 facts["_batch"] = batch
                 facts["end_of_dataloader"] = is_last
                 if is_last:

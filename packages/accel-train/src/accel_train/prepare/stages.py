@@ -130,6 +130,8 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
         )
         for loader, place in zip(bundle.dataloaders, request.placements.dataloaders, strict=True)
     )
+    for loader in loaders if bundle.models else ():
+        loader.divide = parts.strategy.divide
     return replace(bundle, dataloaders=loaders)
 
 

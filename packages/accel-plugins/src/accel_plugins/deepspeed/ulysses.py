@@ -1,0 +1,271 @@
+"""Ulysses: ranks have parts of each sequence, and in attention parts of the heads over whole sequences."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from accel_plugins.deepspeed.library import part
+from accel_plugins.deepspeed.sequence import SequencePart
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.parallelism.config import ParallelismConfig
+from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.gradient_state import GradientState
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.parallelism.handlers import DeepSpeedSequenceParallelConfig
+    from accel_state.runtime import Runtime
+
+_taken: dict[str, tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]] = {}
+"""For every attention of transformers that was taken over, itself and what computes for which module."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceParallel:
+    """Divides sequences along a mesh, with DeepSpeed's attention for models of transformers.
+
+    Args:
+        whole: Of all axes.
+        mesh: Of the one axis.
+        handler: How.
+        seen: The modules that compute with it.
+    """
+
+    whole: DeviceMesh
+    mesh: DeviceMesh
+    handler: DeepSpeedSequenceParallelConfig
+    seen: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary["nn.Module", Any])
+
+    @property
+    def size(self) -> int:
+        """Among how many ranks a sequence is divided."""
+        return self.mesh.size()
+
+    @property
+    def divide(self) -> SequencePart:
+        """Cuts batches to the part of this rank."""
+        fixed = not self.handler.sp_seq_length_is_variable
+        return SequencePart(
+            size=self.size,
+            rank=self.mesh.get_local_rank(),
+            length=self.handler.sp_seq_length if fixed else None,
+            masks_by_position=self.attention.startswith("flash"),
+        )
+
+    @property
+    def attention(self) -> str:
+        """The name of the attention that computes on whole sequences."""
+        return self.handler.sp_attn_implementation or "sdpa"
+
+    def unit(self) -> SimpleNamespace:
+        """What DeepSpeed calls a model parallel unit: who shares a sequence, and who shares ZeRO's state."""
+        group, everyone = self.mesh.get_group(), dist.group.WORLD
+        found: dict[str, Any] = {"initialize_sequence_parallel": _is_there}
+        for name, one in (
+            ("sequence_parallel", group),
+            ("model_parallel", group),  # as DeepSpeed's own unit has it
+            ("sequence_data_parallel", everyone),
+        ):
+            found |= {
+                f"get_{name}_group": lambda one=one: one,
+                f"get_{name}_world_size": lambda one=one: dist.get_world_size(one),
+                f"get_{name}_rank": lambda one=one: dist.get_rank(one),
+            }
+        return SimpleNamespace(**found)
+
+    def examine(self, model: nn.Module) -> None:
+        """Refuse a model whose attention cannot be divided.
+
+        Raises:
+            SettingsError: It is none of transformers, computes attention otherwise than `handler` says, or
+                the heads do not divide.
+        """
+        config: Any = getattr(model, "config", None)
+        used = getattr(config, "_attn_implementation", None)
+        if used is None or not getattr(model, "_supports_attention_backend", False):
+            raise SettingsError(
+                f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} is no model of "
+                "transformers whose attention can be chosen, which DeepSpeed's Ulysses takes over; context "
+                "parallelism (cp_size) divides sequences of any model."
+            )
+        if used != self.attention:
+            raise SettingsError(
+                f"DeepSpeedSequenceParallelConfig(sp_attn_implementation={self.attention!r}): "
+                f"{type(model).__name__} computes attention with {used!r}; make it with "
+                f"attn_implementation={self.attention!r}, or say {used!r} here."
+            )
+        heads, shared = _heads(config.get_text_config())
+        if heads % self.size:
+            raise SettingsError(
+                f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} has {heads} attention "
+                f"heads, which cannot be divided among {self.size} processes."
+            )
+        if shared % self.size and self.size % shared:
+            raise SettingsError(
+                f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} has {shared} heads of keys "
+                f"and values, of which {self.size} is neither a multiple nor a divisor."
+            )
+
+    def take(self, model: nn.Module) -> None:
+        """Let a model compute attention on divided sequences."""
+        config: Any = model.config
+        text = config.get_text_config()
+        heads, shared = _heads(text)
+        length = self.divide.length
+        core, modules = _take_over(self.attention)
+        ulysses = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
+            attn=core,
+            batch_size=1,  # until a batch tells
+            attn_head_count=heads,
+            attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            kv_head_count=shared,
+            num_hidden_layers=text.num_hidden_layers,
+            process_group=self.mesh.get_group(),
+            seq_length_is_variable=length is None,
+            local_seq_length=None if length is None else length // self.size,
+            global_seq_length=length,
+        )
+        ulysses.core_attn_implementation = self.attention
+        for module in model.modules():
+            modules[module] = self.seen[module] = ulysses
+
+    def release(self) -> None:
+        """Let all models compute as they did before."""
+        for core, modules in [*_taken.values()]:
+            for module in [*self.seen]:
+                modules.pop(module, None)
+            if not modules:
+                name = next(key for key, (known, _) in _taken.items() if known is core)
+                _functions()[name] = core
+                del _taken[name]
+        self.seen.clear()
+        part("utils.groups").mpu = None
+
+
+def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequenceParallel | None:
+    """What divides sequences in a run with DeepSpeed, if anything does.
+
+    Args:
+        runtime: Of this process; the process group is there.
+        handlers: A `ParallelismConfig` among them says it.
+
+    Raises:
+        SettingsError: The product of all sizes is not the number of processes, or there are axes or plugins
+            that do not go together with DeepSpeed.
+    """
+    for kind, name in (
+        (FullyShardedDataParallelPlugin, "fsdp_plugin"),
+        (TorchTensorParallelPlugin, "torch_tp_plugin"),
+    ):
+        if kind in handlers:
+            raise SettingsError(
+                f"Accelerator({name}={handlers[kind]!r}) beside a DeepSpeedPlugin: one of them trains a "
+                "model; leave the other out."
+            )
+    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    if config is None:
+        return None
+    for axis, instead in (("tp", "FSDP2"), ("cp", "sp_size, or FSDP2")):
+        if config.sizes[axis] > 1:
+            raise SettingsError(
+                f"ParallelismConfig({axis}_size={config.sizes[axis]}) beside a DeepSpeedPlugin: DeepSpeed "
+                f"has no such axis here; use {instead}."
+            )
+    config.check_world(runtime.topology.world_size)
+    whole = config.get_device_mesh(runtime.device.type) if config.sp_enabled else None
+    if whole is None or config.sp_handler is None:
+        return None
+    return SequenceParallel(whole=whole, mesh=whole["sp"], handler=config.sp_handler)
+
+
+def _take_over(name: str) -> tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]:
+    """Put a function in the place of an attention of transformers, which other modules still get."""
+    if name in _taken:
+        return _taken[name]
+    functions = _functions()
+    core, modules = _taken[name] = functions[name], WeakKeyDictionary()
+
+    def attend(
+        module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **more: Any
+    ) -> Any:
+        ulysses = modules.get(module)
+        if ulysses is None or _sees_whole_sequences(module):
+            return core(module, query, key, value, mask, *args, **more)
+        return _divided(ulysses, name, module, (query, key, value), args, more)
+
+    functions[name] = attend
+    return core, modules
+
+
+def _divided(
+    ulysses: Any, name: str, module: Any, heads: tuple[Any, Any, Any], args: Any, more: dict[str, Any]
+) -> Any:
+    if "position_ids" not in more:
+        raise UnsupportedError(
+            f"{type(module).__name__} tells attention nothing about positions, from which Ulysses knows the "
+            "order of the parts of a sequence; this model cannot be trained with sp_size."
+        )
+    window = more.get("sliding_window")
+    rows, length = heads[0].shape[0], heads[0].shape[2] * ulysses.world_size
+    if name == "sdpa" and window is not None and window < length:
+        raise UnsupportedError(
+            f"{type(module).__name__} has a sliding window of {window}, and sequences are of {length}: "
+            "'sdpa' attention over divided sequences has no masks, and would see all of it; use "
+            "DeepSpeedSequenceParallelConfig(sp_attn_implementation='flash_attention_2')."
+        )
+    if ulysses.batch_size != rows:
+        _resize(ulysses, rows)
+    groups = getattr(module, "num_key_value_groups", None)
+    try:
+        return ulysses(module, *heads, None, *args, **more)
+    finally:
+        if groups is not None:  # it was changed to fit the heads that this rank has had
+            module.num_key_value_groups = groups
+
+
+def _resize(ulysses: Any, rows: int) -> None:
+    """Let batches have another number of rows, which DeepSpeed takes as fixed."""
+    ulysses.batch_size = rows
+    for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
+        length, _, *rest = getattr(ulysses, name)
+        setattr(ulysses, name, type(getattr(ulysses, name))([length, rows, *rest]))
+
+
+def _sees_whole_sequences(module: nn.Module) -> bool:
+    """Whether the loop at work is over a prepared loader that does not divide sequences."""
+    loader = GradientState().active_dataloader
+    if loader is None or getattr(loader, "divide", None) is not None:
+        return False
+    if module.training:
+        raise SettingsError(
+            "A model whose sequences are divided (sp_size) is trained with batches of a prepared loader "
+            "that does not divide them: pass the loader to the call of prepare() that gets the model, or to "
+            "accelerator.deepspeed_ulysses_dl_adapter(loader, model)."
+        )
+    return True
+
+
+def _heads(config: Any) -> tuple[int, int]:
+    """How many heads queries have, and how many keys and values."""
+    heads = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def _functions() -> Any:
+    return importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+
+
+def _is_there(sequence_parallel_size: int) -> None:
+    """Do nothing: the groups are made. DeepSpeed asks whether a unit has this function."""
+    del sequence_parallel_size

@@ -1,0 +1,242 @@
+"""Folders that several ranks write and any number of ranks reads; ranks take turns in this process."""
+
+from __future__ import annotations
+
+import pickle
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from accel_plugins.dcp import ShardWriter, entries, read_all, read_index, read_into, write_index
+from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder, note_file, shard_file
+from accel_plugins.dcp.local import load_local, save_local
+from accel_plugins.dcp.names import parameter_names, plain_name
+from accel_plugins.dcp.tensors import TensorShards, named_state, numbered_state
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+    from pathlib import Path
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@contextmanager
+def as_rank(rank: int, world_size: int) -> Generator[DeviceMesh]:
+    """A block in which this process is one rank of many, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)  # pyright: ignore[reportArgumentType]
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def divided(whole: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
+    """This rank's part of a tensor; its copy for `None`."""
+    if dim is None:
+        return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
+    parts = whole.chunk(mesh.size(), dim)  # fewer than ranks, if the dim is short
+    rank = mesh.get_local_rank()
+    mine = parts[rank].clone() if rank < len(parts) else whole.narrow(dim, 0, 0).clone()
+    return DTensor.from_local(
+        mine, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def save(folder: Path, world_size: int, make: Callable[[DeviceMesh], Mapping[str, Any]]) -> None:
+    folder.mkdir(exist_ok=True)
+    for rank in range(world_size):
+        with as_rank(rank, world_size) as mesh:
+            writer = ShardWriter(make(mesh), rank)
+            with (folder / shard_file(rank)).open("wb") as file:
+                writer.write_shards(file)
+            with (folder / note_file(rank)).open("wb") as file:
+                writer.write_note(file)
+    write_index(folder, range(world_size))
+
+
+SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    shape=SHAPES,
+    saved_by=st.integers(1, 4),
+    read_by=st.integers(1, 4),
+    dims=st.tuples(st.none() | st.integers(0, 2), st.none() | st.integers(0, 2)),
+)
+def test_what_any_number_of_ranks_saved_any_number_reads(
+    tmp_path_factory: pytest.TempPathFactory, shape: Any, saved_by: int, read_by: int, dims: Any
+):
+    before, after = (None if dim is None else dim % len(shape) for dim in dims)
+    folder = tmp_path_factory.mktemp("saved")
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    save(folder, saved_by, lambda mesh: {"a": {"b": divided(whole, mesh, before)}, "plain": whole + 1})
+    assert {path.name for path in folder.iterdir()} == {INDEX_NAME, *map(shard_file, range(saved_by))}
+    for rank in range(read_by):
+        with as_rank(rank, read_by) as mesh:
+            target = divided(torch.zeros(shape), mesh, after)
+            state: Any = {"a": {"b": target}, "plain": torch.zeros(shape)}
+            read_into(folder, state)
+            assert state["a"]["b"] is target
+            assert torch.equal(target.to_local(), divided(whole, mesh, after).to_local())
+            assert torch.equal(state["plain"], whole + 1)
+
+
+def test_everything_comes_back_in_its_place(tmp_path: Path):
+    weight = torch.arange(6.0).reshape(2, 3)
+    state = {"model": {"weight": weight}, "groups": [{"lr": 0.5, "names": ["a", "b"]}], "step": 3}
+    save(tmp_path / "one", 2, lambda mesh: state)
+    assert is_sharded_folder(tmp_path / "one")
+    found = read_all(tmp_path / "one", lambda entry: torch.empty(entry.shape or (), dtype=entry.dtype))
+    assert torch.equal(found["model"].pop("weight"), weight)
+    assert found == {"model": {}, "groups": [{"lr": 0.5, "names": ["a", "b"]}], "step": 3}
+    listed = {entry.key: entry for entry in entries(read_index(tmp_path / "one"))}
+    assert listed["model.weight"].path == ("model", "weight")
+    assert (listed["model.weight"].shape, listed["model.weight"].dtype) == ((2, 3), torch.float32)
+    assert listed["step"].shape is None
+
+
+def test_what_does_not_fit_is_named_with_the_nearest(tmp_path: Path):
+    save(tmp_path / "one", 1, lambda mesh: {"weight": torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"has no 'weigth'; the nearest is 'weight'"):
+        read_into(tmp_path / "one", {"weigth": torch.zeros(2)})
+    with pytest.raises(CheckpointError, match=r"'weight' with shape \(2,\), and here it is \(3,\)"):
+        read_into(tmp_path / "one", {"weight": torch.zeros(3)})
+    partly = {"weight": torch.zeros(2), "other": torch.full((1,), 7.0)}
+    read_into(tmp_path / "one", partly, strict=False)
+    assert (partly["weight"].tolist(), partly["other"].tolist()) == ([1.0, 1.0], [7.0])
+
+
+def test_a_folder_that_was_not_completed_is_named(tmp_path: Path):
+    with pytest.raises(CheckpointError, match=r"has no '\.metadata'"):
+        read_index(tmp_path)
+    save(tmp_path / "one", 2, lambda mesh: {"weight": divided(torch.ones(4), mesh, 0)})
+    (tmp_path / "one" / shard_file(1)).unlink()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_into(tmp_path / "one", {"weight": torch.zeros(4)})
+
+
+class Trap:
+    """Leaves a file where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (str(self.path), "w"))
+
+
+def test_an_index_cannot_run_anything(tmp_path: Path):
+    (tmp_path / INDEX_NAME).write_bytes(pickle.dumps(Trap(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"is no part of an index"):
+        read_index(tmp_path)
+    assert not (tmp_path / "ran").exists()
+    for damaged in (b"", b"\x80", pickle.dumps({"a": 1})):
+        (tmp_path / INDEX_NAME).write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="is no index of a sharded state"):
+            read_index(tmp_path)
+
+
+@pytest.mark.parametrize("elsewhere", ["/etc/passwd", "../other/__0_0.distcp"])
+def test_an_index_names_files_of_its_folder_only(tmp_path: Path, elsewhere: str):
+    save(tmp_path / "one", 1, lambda mesh: {"weight": torch.ones(2)})
+    index = read_index(tmp_path / "one")
+    for place in index.storage_data.values():
+        place.relative_path = elsewhere
+    (tmp_path / "one" / INDEX_NAME).write_bytes(pickle.dumps(index))
+    with pytest.raises(CheckpointError, match=r"which is not in its folder"):
+        read_into(tmp_path / "one", {"weight": torch.zeros(2)})
+
+
+def test_a_file_of_one_rank_is_read_by_the_same_rank_of_as_many(tmp_path: Path):
+    whole = torch.arange(10.0).reshape(5, 2)
+    for rank in range(2):
+        with as_rank(rank, 2) as mesh:
+            state = {"weight": divided(whole, mesh, 0), "nested": {"step": torch.tensor(3.0), "name": "a"}}
+            save_local(state, tmp_path / f"{rank}.bin", 2)
+            room = divided(torch.zeros(5, 2), mesh, 0)
+            found = load_local(tmp_path / f"{rank}.bin", 2, lambda *_, room=room: room)
+            assert torch.equal(found["weight"].to_local(), divided(whole, mesh, 0).to_local())
+            assert (found["nested"]["step"].item(), found["nested"]["name"]) == (3.0, "a")
+            with pytest.raises(CheckpointError, match=r"of a run with 2 processes, and there are 3"):
+                load_local(tmp_path / f"{rank}.bin", 3, lambda *_, room=room: room)
+            other = divided(torch.zeros(5, 2), mesh, 1)
+            with pytest.raises(CheckpointError, match=r"this rank holds \(5, 1\) of 'weight'"):
+                load_local(tmp_path / f"{rank}.bin", 2, lambda *_, other=other: other)
+    with pytest.raises(CheckpointError, match=r"There is no .*absent\.bin"):
+        load_local(tmp_path / "absent.bin", 2, lambda *_: torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("_fsdp_wrapped_module.layer._checkpoint_wrapped_module.weight", "layer.weight"),
+        ("_orig_mod.0._fsdp_wrapped_module.1.bias", "0.1.bias"),
+        ("my_orig_mod.weight", "my_orig_mod.weight"),
+        ("module.weight", "module.weight"),
+    ],
+)
+def test_names_are_those_of_the_model_itself(name: str, plain: str):
+    assert plain_name(name) == plain
+
+
+def test_parameters_of_several_models_carry_the_number_of_theirs():
+    one, other, stranger = nn.Linear(1, 1), nn.Linear(1, 1, bias=False), nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [one.bias, other.weight]}, {"params": [stranger]}], lr=0.1)
+    assert parameter_names(optimizer, [one, other]) == [["0.bias", "1.weight"], ["param_groups.1.0"]]
+
+
+@given(st.permutations(range(4)), st.integers(1, 3))
+def test_names_and_numbers_of_an_optimizer_are_inverse(order: list[int], first: int):
+    """Also where the optimizer that takes the state has its parameters in another order."""
+    names = [f"p{number}" for number in range(4)]
+    groups = [names[:first], names[first:]]
+    state = {
+        "state": {number: {"step": number} for number in range(4)},
+        "param_groups": [{"lr": 0.1, "params": [*range(first)]}, {"lr": 0.2, "params": [*range(first, 4)]}],
+    }
+    named = named_state(state, groups)
+    assert named["state"] == {name: {"step": number} for number, name in enumerate(names)}
+    assert numbered_state(named, groups) == state
+    shuffled = [sorted(group, key=lambda name: order[int(name[1])]) for group in groups]
+    again = named_state(numbered_state(named, shuffled), shuffled)
+    assert again["state"] == named["state"]
+
+
+def test_the_state_of_other_parameters_is_refused():
+    state = {"state": {}, "param_groups": [{"params": ["a", "b"]}]}
+    with pytest.raises(CheckpointError, match=r"only in the checkpoint \['b'\]"):
+        numbered_state(state, [["a", "c"]])
+    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\), this one has 2"):
+        numbered_state(state, [["a"], ["b"]])
+
+
+def test_an_optimizer_goes_on_from_what_its_tensors_were():
+    def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (fresh, other), shards = trained(), trained(), TensorShards()
+    state = shards.optimizer_tensors(optimizer, [model])
+    assert {*state["state"]} == {"weight", "bias"}
+    room = shards.room_for(optimizer, [model])
+    assert room("weight", torch.Size([2, 3]), torch.float64).dtype is torch.float64
+    for one in other.state.values():
+        one["exp_avg"].zero_()
+    shards.load_optimizer(other, [fresh], state)
+    for mine, theirs in zip(fresh.parameters(), model.parameters(), strict=True):
+        assert torch.equal(other.state[mine]["exp_avg"], optimizer.state[theirs]["exp_avg"])
