@@ -78,8 +78,11 @@ class ShardsPersister:
         self.load_full_optimizer_state(optimizer, [model], state)
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """The whole state dict, on the CPU."""
-        return self._whole(self.shards.model_tensors(model), keep=keep)
+        """The whole state dict, on the CPU; tied tensors share memory."""
+        state = self.shards.model_tensors(model)
+        once = {id(value): value for value in state.values()}
+        found = {key: self._whole(value, keep=keep) for key, value in once.items()}
+        return {name: found[id(value)] for name, value in state.items()} if keep else {}
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load this rank's parts of a whole state dict."""

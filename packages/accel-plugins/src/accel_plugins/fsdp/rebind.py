@@ -12,7 +12,7 @@ from accel_plugins.dcp.names import plain_name
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
     from torch import Tensor
     from torch.optim import Optimizer
@@ -69,12 +69,29 @@ def _visible(root: FullyShardedDataParallel) -> dict[str, Tensor]:
     return {plain_name(name): one for name, one in root.named_parameters(remove_duplicate=False)}
 
 
+def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
+    """Further names of tied weights, each to the name under which FSDP1 keeps the weight."""
+    found: dict[str, str] = {}
+    for prefix, flat in _flat_parameters(root):
+        for name, _, inside, first, _, first_inside in flat._shared_param_infos:
+            found[prefix + _joined(inside, name)] = prefix + _joined(first_inside, first)
+    return found
+
+
 def _flattened(root: FullyShardedDataParallel) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
+    for prefix, flat in _flat_parameters(root):
+        found |= dict.fromkeys((prefix + inner for inner in flat._fqns), flat)
+    return found
+
+
+def _flat_parameters(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
+    """Every flat parameter, with what comes before the names of the parameters in it."""
     for name, module in root.named_modules():
         handle: Any = getattr(module, "_handle", None)  # of FSDP alone
         if isinstance(module, FullyShardedDataParallel) and handle is not None:
-            flat: Any = handle.flat_param
-            prefix = plain_name(f"{name}.") if name else ""
-            found |= dict.fromkeys((prefix + inner for inner in flat._fqns), flat)
-    return found
+            yield plain_name(f"{name}.") if name else "", handle.flat_param
+
+
+def _joined(module: str, name: str) -> str:
+    return f"{module}.{name}" if module else name

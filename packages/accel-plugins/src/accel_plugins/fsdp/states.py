@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from accel_plugins.dcp.names import plain_name
 from accel_plugins.dcp.tensors import TensorShards, check_groups, room_like
+from accel_plugins.fsdp.rebind import tied_names
 from accel_plugins.fsdp.roots import Roots, quiet, sharded_states
 
 if TYPE_CHECKING:
@@ -39,21 +40,29 @@ class Fsdp1Shards:
         return self.form_now()
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """The sharded state dict of the model."""
+        """The sharded state dict of the model; tied weights are one object."""
         root = self.roots.of_model(model)
         if root is None:
             return self._plain.model_tensors(model)
         with sharded_states(root):
-            return {plain_name(name): value for name, value in root.state_dict().items()}
+            state = {plain_name(name): value for name, value in root.state_dict().items()}
+        # FSDP1 gives tied weights as several tensors; one object says that they are one.
+        tied = {name: first for name, first in tied_names(root).items() if {name, first} <= state.keys()}
+        return state | {name: state[first] for name, first in tied.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a sharded state dict."""
+        """Load a sharded state dict, in which one name of tied weights is enough."""
         root = self.roots.of_model(model)
         if root is None:
             self._plain.load_model(model, state, **options)
             return
+        complete = dict(state)
+        for name, first in tied_names(root).items():  # files have one name of tied weights
+            known = next((one for one in (first, name) if one in state), None)
+            if known is not None:
+                complete[name] = complete[first] = state[known]
         with sharded_states(root):
-            root.load_state_dict(state, **options)
+            root.load_state_dict(complete, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """The sharded state dict of the optimizer."""
