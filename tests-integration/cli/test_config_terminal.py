@@ -11,7 +11,7 @@ import yaml
 
 from accel_cli.config.interview import interview
 from accel_cli.config.machine import look_around
-from accel_state.settings import to_content
+from accel_state.settings import OPTIONS, to_content
 
 UP, DOWN, CLEAR, ENTER = "\x1b[A", "\x1b[B", "\x15", "\r"
 
@@ -144,6 +144,20 @@ def keys(question, answer):
     values = [value for value, _ in question.choices]
     steps = values.index(answer) - (values.index(question.default) if question.default in values else 0)
     return (DOWN * steps if steps > 0 else UP * -steps) + ENTER
+
+
+def test_no_question_is_left_out_of_the_branches(environ):
+    asked = set()
+    for branch in BRANCHES.values():
+        answers = {**branch}
+
+        def ask(question, answers=answers):
+            asked.add(question.path)
+            return answers.pop(question.path, question.default)
+
+        interview(ask, look_around(environ))
+    questions = {option.path for option in OPTIONS if option.question is not None}
+    assert questions - asked == set()
 
 
 @pytest.mark.parametrize("branch", BRANCHES)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.placement import set_module_tensor_to_device
     from accel_bigmodel.sizes import calculate_maximum_sizes, compute_module_sizes, get_max_layer_size
     from accel_cli.config.basic import write_basic_config
+    from accel_cli.install_xla import install_xla
     from accel_cli.launch.namespace import (
         TORCH_LAUNCH_PARAMS, prepare_deepspeed_cmd_env, prepare_multi_gpu_env,
         prepare_sagemager_args_inputs, prepare_simple_launcher_cmd_env, prepare_tpu,
@@ -171,8 +172,8 @@ __all__ = [
     "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "get_model_tp_size",
     "get_module_children_bottom_up", "get_pretty_name", "has_4bit_bnb_layers", "has_compiled_regions",
     "has_offloaded_params", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
-    "infer_auto_device_map", "initialize_tensors", "is_4bit_bnb_available", "is_8bit_bnb_available",
-    "is_aim_available", "is_amdsmi_available", "is_bf16_available",
+    "infer_auto_device_map", "initialize_tensors", "install_xla", "is_4bit_bnb_available",
+    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bf16_available",
     "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
     "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
     "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available",
@@ -222,6 +223,7 @@ _EXPORTS = {
         "calculate_maximum_sizes", "compute_module_sizes", "get_max_layer_size",
     ), "accel_bigmodel.sizes"),
     **dict.fromkeys(("write_basic_config",), "accel_cli.config.basic"),
+    **dict.fromkeys(("install_xla",), "accel_cli.install_xla"),
     **dict.fromkeys((
         "TORCH_LAUNCH_PARAMS", "prepare_deepspeed_cmd_env", "prepare_multi_gpu_env",
         "prepare_sagemager_args_inputs", "prepare_simple_launcher_cmd_env", "prepare_tpu",

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.commands.check.record import Order, Record, differences, ranks_to_try
+from accel_cli.commands.check.record import File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
 from accel_cli.config_file import given_by_config
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping, Sequence
 
-    from accel_cli.commands.estimate.memory import Sizes
     from accel_state.settings import Merged
 
 PLAYER = "accel_cli.commands.check.player"
@@ -85,9 +84,9 @@ def look(records: Sequence[Record], merged: Merged, world: int, memory: int | No
         memory: Bytes of a device; None if nobody said.
     """
     estimates = {
-        record.rank: estimate(_strategy_of(record, merged), _job(record, record.sizes, world))
+        record.rank: estimate_of(record, world)
         for record in records
-        if record.sizes is not None
+        if record.parts or record.sizes is not None
     }
     problems = [f"rank {record.rank}: {record.stopped}" for record in records if record.stopped]
     problems += [str(one) for one in differences(records)]
@@ -185,23 +184,31 @@ def player_environ(order: Order, merged: Merged, variables: Mapping[str, str]) -
     }
 
 
-def _job(record: Record, sizes: Sizes, world: int) -> Job:
+def estimate_of(record: Record, world: int) -> Estimate:
+    """Say what a rank takes: what was counted, or where its strategy did not run, an estimate.
+
+    Args:
+        record: What it did, with models.
+        world: How many ranks there would be.
+    """
+    if record.parts:
+        away = (
+            {kind: size for kind, size in record.parts.items() if kind != "working"}
+            if record.offloaded
+            else {}
+        )
+        here = {kind: size for kind, size in record.parts.items() if kind not in away}
+        return Estimate(strategy=_title(record), parts=here, host=sum(away.values()))
+    assert record.sizes is not None  # noqa: S101 - for ourselves
     width = 4 if record.precision == "no" else 2
-    return Job(sizes=sizes, devices=world, width=width, moments=record.moments)
+    job = Job(sizes=record.sizes, devices=world, width=width, moments=record.moments)
+    return estimate(record.counted_as or "DDP", job)
 
 
-def _strategy_of(record: Record, merged: Merged) -> str:
-    """The name that estimates have for what would train."""
-    fsdp, deepspeed = merged.settings.fsdp, merged.settings.deepspeed
-    if record.strategy.startswith("fsdp"):
-        if fsdp is not None and fsdp.cpu_offload:
-            return "FSDP2, offloaded"
-        return "FSDP2, gathered once" if fsdp is not None and fsdp.reshard_after_forward is False else "FSDP2"
-    if record.strategy == "deepspeed":
-        stage = 2 if deepspeed is None or deepspeed.zero_stage is None else deepspeed.zero_stage
-        away = deepspeed is not None and deepspeed.offload_optimizer_device not in {None, "none"}
-        return f"ZeRO-{stage}{', offloaded' if away and stage > 1 else ''}" if stage else "DDP"
-    return "one device" if record.strategy == "single" else "DDP"
+def _title(record: Record) -> str:
+    """What divides the work: the strategy, and the axes that have several ranks."""
+    axes = " x ".join(f"{name} {size}" for name, size in record.axes.items() if size > 1)
+    return f"{record.strategy}: {axes}" if axes else record.strategy
 
 
 def _tell(found: Findings, merged: Merged, options: Namespace, memory: int | None) -> None:
@@ -214,7 +221,7 @@ def _tell(found: Findings, merged: Merged, options: Namespace, memory: int | Non
         show(_ranks_table(found, memory))
         files = _files_table(found)
         if files is not None:
-            show("", files)
+            show("", files, *_checkpoints(found))
         show("")
     for problem in found.problems:
         show(f"problem: {problem}")
@@ -246,13 +253,52 @@ def _files_table(found: Findings) -> Table | None:
     if not rows:
         return None
     return Table(
-        title="what would be written",
+        title="what would be written, by the ranks that were tried",
         head=("file", "size", "by rank", "where"),
         rows=tuple(
-            (name, convert_bytes(sizes[name, where]), ", ".join(map(str, sorted(set(ranks)))), where)
+            (
+                name,
+                convert_bytes(sizes[name, where]) if sizes[name, where] else "small",
+                ", ".join(map(str, sorted(set(ranks)))),
+                where,
+            )
             for (name, where), ranks in rows.items()
         ),
     )
+
+
+_BY_FORM: Mapping[str, str] = {
+    "whole": "one rank writes everything",
+    "sharded": "every rank writes its part, and any number of ranks can read them",
+    "by rank": "every rank writes its part in the strategy's own way",
+}
+
+
+def checkpoints(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
+    """Sum up what is saved: by file and line of the script, in which form, and how much.
+
+    Args:
+        records: What the ranks did that were tried.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for record in records:
+        own: dict[str, list[File]] = {}
+        for file in record.files:
+            if file.form:
+                own.setdefault(file.where, []).append(file)
+        for where, files in own.items():
+            plan = found.setdefault(where, {"form": files[0].form, "total": 0, "largest part": 0})
+            plan["total"] = max(plan["total"], sum(file.whole for file in files))
+            plan["largest part"] = max(plan["largest part"], sum(file.nbytes for file in files))
+    return found
+
+
+def _checkpoints(found: Findings) -> list[str]:
+    return [
+        f"checkpoint at {where}: {plan['form']} ({_BY_FORM[plan['form']]}); about "
+        f"{convert_bytes(plan['total'])}, at most {convert_bytes(plan['largest part'])} by a rank"
+        for where, plan in checkpoints(found.records).items()
+    ]
 
 
 def _as_json(found: Findings, merged: Merged) -> str:
@@ -266,10 +312,18 @@ def _as_json(found: Findings, merged: Merged) -> str:
                 "stopped": record.stopped,
                 "collectives": [f"{event.kind} at {event.where}" for event in record.events],
                 "files": {file.name: file.nbytes for file in record.files},
-                "memory": found.estimates[record.rank].device if record.rank in found.estimates else None,
+                **_memory_of(found, record),
             }
             for record in found.records
         },
+        "checkpoints": checkpoints(found.records),
         "problems": list(found.problems),
     }
     return json.dumps(facts, indent=2)
+
+
+def _memory_of(found: Findings, record: Record) -> dict[str, Any]:
+    one = found.estimates.get(record.rank)
+    if one is None:
+        return {"memory": None}
+    return {"strategy": one.strategy, "memory": one.device, "parts": dict(one.parts), "host memory": one.host}

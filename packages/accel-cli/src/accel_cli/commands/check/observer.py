@@ -10,24 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage] - there is no public name
 )
 from torch.utils._pytree import tree_map
 
+from accel_cli.commands.check.meter import Meter
 from accel_cli.commands.check.record import Event, File
 from accel_cli.commands.estimate.trace import Ledger, storage_key
 from accel_state.whereabouts import call_site, place_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
     from torch import nn
+    from torch.optim import Optimizer
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _YES = frozenset({torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default})
-_COMMUNICATION = frozenset({"c10d", "_c10d_functional"})
+_COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
+_LOCAL = frozenset({"wait_tensor", "wait_tensors"})
 
 
 class MadeUpValues(TorchDispatchMode):
@@ -48,8 +52,12 @@ class MadeUpValues(TorchDispatchMode):
             return made_up(args[0])
         if func in _YES:
             return True
+        if DTensor in types:
+            return NotImplemented  # it comes again with this rank's part
         if func.namespace in _COMMUNICATION:
-            self._observer.saw(func.__name__.partition(".")[0].strip("_"))
+            name = func.__name__.partition(".")[0].strip("_")
+            if name not in _LOCAL:
+                self._observer.saw(name.removesuffix("_base"))
         return func(*args, **(kwargs or {}))
 
 
@@ -58,6 +66,23 @@ def made_up(tensor: Tensor) -> bool | int | float:
     if tensor.dtype == torch.bool:
         return True
     return 1.0 if tensor.is_floating_point() else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The strategy of a rank.
+
+    Args:
+        name: Of the strategy; empty if no `Accelerator` was made.
+        counted_as: The name that estimates have for it, if its own code does not run.
+        axes: Along which the ranks divide the work.
+        offloaded: Whether what stays from step to step is in main memory.
+    """
+
+    name: str = ""
+    counted_as: str = ""
+    axes: Mapping[str, int] = field(default_factory=dict[str, int])
+    offloaded: bool = False
 
 
 @dataclass(kw_only=True)
@@ -70,15 +95,19 @@ class Observer:
         models: What it has prepared.
         strategy: Which strategy would train.
         fakes: Makes tensors without values.
+        ledger: Counts what the passes of whole models keep.
+        meter: Counts what a rank has of divided models, and all else.
     """
 
     events: list[Event] = field(default_factory=list[Event])
     files: list[File] = field(default_factory=list[File])
     models: list[nn.Module] = field(default_factory=list["nn.Module"])
-    strategy: str = ""
+    strategy: Chosen = field(default_factory=Chosen)
     fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     ledger: Ledger | None = None
+    meter: Meter | None = None
     _outside: int = 0
+    _silent: int = 0
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
@@ -89,9 +118,17 @@ class Observer:
             stack.enter_context(MadeUpValues(self))
             yield
 
-    def prepared(self, models: Sequence[nn.Module]) -> None:
-        """Begin to count what the passes of models keep."""
+    def prepared(self, models: Sequence[nn.Module], *, divided: bool = False) -> None:
+        """Begin to count what models take.
+
+        Args:
+            models: As they are after it.
+            divided: Whether the strategy's own code has divided them.
+        """
         self.models += models
+        if divided:
+            self._measure(models)
+            return
         if self.ledger is None:
             self.ledger = self._stack.enter_context(Ledger(models[0]))
         for model in models:
@@ -100,14 +137,59 @@ class Observer:
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self.ledger.finish)
 
+    def _measure(self, models: Sequence[nn.Module]) -> None:
+        if self.meter is None:
+            self.meter = self._stack.enter_context(Meter(self.fakes))
+        for model in models:
+            self.meter.add(model)
+
+    @contextlib.contextmanager
+    def stepping(self, optimizer: Optimizer) -> Generator[None]:
+        """Within it, what comes into being is an optimizer's."""
+        with contextlib.ExitStack() as stack:
+            if self.ledger is not None:
+                stack.enter_context(self.ledger.stepping())
+            if self.meter is not None:
+                stack.enter_context(self.meter.stepping(optimizer))
+            yield
+
+    @contextlib.contextmanager
+    def uncounted(self) -> Generator[None]:
+        """Within it, tensors that come and go take no memory of the rank."""
+        before = None if self.meter is None else self.meter.is_paused
+        if self.meter is not None:
+            self.meter.is_paused = True
+        try:
+            yield
+        finally:
+            if self.meter is not None:
+                self.meter.is_paused = bool(before)
+
+    @contextlib.contextmanager
+    def silence(self) -> Generator[None]:
+        """Within it, what ranks do together is part of something that was noted."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
     def saw(self, kind: str) -> None:
         """Note something that all ranks have to do together."""
-        if not self.is_outside:
+        if not (self.is_outside or self._silent):
             self.events.append(Event(kind=kind, where=here()))
 
-    def wrote(self, name: str, nbytes: int) -> None:
-        """Note a file."""
-        self.files.append(File(name=name, nbytes=nbytes, where=here()))
+    def wrote(self, name: str, nbytes: int, *, form: str = "", whole: int | None = None) -> None:
+        """Note a file.
+
+        Args:
+            name: Its path.
+            nbytes: Its size, about.
+            form: How the checkpoint is divided that it belongs to, if it does.
+            whole: Bytes of the parts of all ranks, if it is one of them.
+        """
+        size = nbytes if whole is None else whole
+        self.files.append(File(name=name, nbytes=nbytes, where=here(), form=form, whole=size))
 
     @property
     def is_outside(self) -> bool:

@@ -29,12 +29,17 @@ def main(order: Order) -> None:
     observer = Observer()
     install(observer, order)
     stopped = _play(observer, order)
+    chosen = observer.strategy
     record = Record(
         rank=order.rank,
-        strategy=observer.strategy,
+        strategy=chosen.name,
+        counted_as=chosen.counted_as,
+        axes=chosen.axes,
+        offloaded=chosen.offloaded,
         precision=from_environ(environ.read()).precision.mixed_precision,
         sizes=_sizes(observer),
         moments=() if observer.ledger is None else observer.ledger.moments,
+        parts={} if observer.meter is None else observer.meter.parts,
         events=tuple(observer.events),
         files=tuple(observer.files),
         stopped=stopped,

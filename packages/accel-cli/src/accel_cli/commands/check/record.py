@@ -67,11 +67,15 @@ class File:
         name: Its path.
         nbytes: Its size, about.
         where: File and line of the script.
+        form: How the checkpoint is divided that it belongs to, if it does.
+        whole: Bytes of it and of the parts that other ranks write.
     """
 
     name: str
     nbytes: int
     where: str
+    form: str = ""
+    whole: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,9 +85,13 @@ class Record:
     Args:
         rank: Which one.
         strategy: The name of the strategy that would train; empty if no `Accelerator` was made.
+        counted_as: The name that estimates have for it, if its own code has not run.
+        axes: Along which the ranks divide the work, and how many there are along each.
+        offloaded: Whether parameters, gradients and optimizer states are in main memory.
         precision: The mixed precision.
         sizes: The models, in elements; None if none was prepared.
         moments: The fullest moments of its passes.
+        parts: What it holds when it holds most, in bytes by kind, if the strategy's own code has run.
         events: What it would have done together with the others, in order.
         files: What it would have written.
         stopped: Why and where the script ended before its end; empty if it did not.
@@ -91,9 +99,13 @@ class Record:
 
     rank: int
     strategy: str = ""
+    counted_as: str = ""
+    axes: Mapping[str, int] = field(default_factory=dict[str, int])
+    offloaded: bool = False
     precision: str = "no"
     sizes: Sizes | None = None
     moments: tuple[Moment, ...] = ()
+    parts: Mapping[str, int] = field(default_factory=dict[str, int])
     events: tuple[Event, ...] = ()
     files: tuple[File, ...] = ()
     stopped: str = ""

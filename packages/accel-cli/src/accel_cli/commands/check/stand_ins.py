@@ -5,20 +5,26 @@ Each stand-in is set into the module that has the real one, before the modules t
 
 from __future__ import annotations
 
+import functools
 import itertools
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.data import DataLoader
 
+from accel_cli.commands.check.checkpoint import FORMS, files_of
 from accel_cli.commands.check.collectives import AloneCollectives, operations
 from accel_cli.commands.check.observer import is_without_values, made_up, nbytes_of
 from accel_cli.commands.check.strategy import loading
+from accel_train.checkpoint.sharded import form_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from accel_cli.commands.check.observer import Observer
     from accel_cli.commands.check.record import Order
@@ -34,8 +40,10 @@ def install(observer: Observer, order: Order) -> None:
         order: Which rank is played.
     """
     _values()
+    _division(observer)
+    _optimizers()
     _communication(observer, order)
-    _storage(observer, order)
+    _storage(observer)
     _data(observer, order.batches)
 
 
@@ -52,6 +60,57 @@ def _values() -> None:
     tensor: Any = torch.Tensor
     for name, make in (("tolist", _list), ("numpy", _array), ("__array__", _array)):
         setattr(tensor, name, _instead(getattr(tensor, name), make))
+
+
+_OF_PROPAGATION = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
+"""What finds the shape of a result by whole tensors without values; versions of torch have one of the two."""
+
+_OF_MESHES = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate")
+"""The methods of a device mesh that need the values of its tensor of ranks; torch 2.6 lacks some."""
+
+
+def _division(observer: Observer) -> None:
+    """What divides models: meshes keep their values, and models are emptied with their names.
+
+    `Module.to` would exchange tensors without values in place.
+    """
+    for name in _OF_MESHES:
+        if name in vars(DeviceMesh):
+            setattr(DeviceMesh, name, _within(observer.outside, vars(DeviceMesh)[name]))
+    shapes: Any = ShardingPropagator
+    name = next(one for one in _OF_PROPAGATION if one in vars(shapes))
+    setattr(shapes, name, _within(observer.uncounted, vars(shapes)[name]))
+    values: Any = import_module("accel_plugins.sharding.values")
+
+    def empty(model: Any, taken: Any) -> None:
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        for first, names in taken.names.items():
+            old = tensors[first]
+            new: Any = torch.empty(old.shape, dtype=old.dtype, device="meta")
+            if isinstance(old, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+            for name in names:
+                values.put_tensor(model, name, new)
+
+    values._empty = empty
+
+
+def _optimizers() -> None:
+    """Optimizers change all weights at once, as they do on accelerators."""
+    place: Any = import_module("torch.optim.optimizer")
+    real = place._get_foreach_kernels_supported_devices
+    place._get_foreach_kernels_supported_devices = lambda: [*real(), "cpu"]
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:
+    real: Callable[..., Any] = getattr(method, "__func__", method)
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return real(*args, **kwargs)
+
+    return type(method)(call) if isinstance(method, (staticmethod, classmethod)) else call
 
 
 def _instead(real: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -80,7 +139,8 @@ def _communication(observer: Observer, order: Order) -> None:
     made = operations(observer, order.world)
     _set("accel_ops.pad", pad_across_processes=made.pop("pad_across_processes"))
     _set("accel_ops.collect", **made)
-    _set("accel_plugins.registry", load=loading(observer))
+    registry: Any = import_module("accel_plugins.registry")
+    registry.load = loading(observer, registry.load)
 
 
 class Planned:
@@ -100,8 +160,7 @@ class Planned:
         return self.path
 
 
-def _storage(observer: Observer, order: Order) -> None:
-    layout: Any = import_module("accel_train.checkpoint.layout")
+def _storage(observer: Observer) -> None:
     saving: Any = import_module("accel_train.checkpoint.save")
 
     def save(run: Any, output_dir: Any, *, safe: bool, blocking: bool, to_disk: bool) -> Planned:
@@ -110,15 +169,10 @@ def _storage(observer: Observer, order: Order) -> None:
         folder = saving.target_of(run, output_dir)
         if run.is_automatic:
             run.project.iteration += 1
-        if run.commits:
-            for index, model in enumerate(run.prepared.models):
-                observer.wrote(
-                    str(folder / layout.weights_name(index, safe=safe)), nbytes_of(model.state_dict())
-                )
-            for index, optimizer in enumerate(run.prepared.optimizers):
-                size = nbytes_of(list(optimizer.state.values()))
-                observer.wrote(str(folder / layout.optimizer_name(index)), size)
-        observer.wrote(str(folder / layout.rng_name(order.rank)), 0)
+        with observer.silence():
+            form = FORMS[form_of(run)]
+            for name, nbytes, whole in files_of(run, safe=safe):
+                observer.wrote(str(folder / name), nbytes, form=form, whole=whole)
         return Planned(str(folder))
 
     def load(*args: Any, **kwargs: Any) -> None:

@@ -1,10 +1,24 @@
-"""The strategy of a rank that is tried: models stay as they are, and what all ranks would do is noted."""
+"""The strategy of a rank that is tried: what all ranks would do is noted.
+
+Strategies that divide models with PyTorch's own means run as they are, on a process group that sends nothing.
+Of the others models stay as they are, and an estimate tells their memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed.fsdp import CPUOffloadPolicy
+
+from accel_cli.commands.check.checkpoint import Divided
+from accel_cli.commands.check.observer import Chosen
+from accel_plugins.dcp.role import StateForm
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.fsdp.forms import form_of
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.strategies.replicated import ReplicatedPersister
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
@@ -22,25 +36,19 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
+REAL = frozenset({"fsdp2", "tp"})
+"""Strategies whose own code divides models here: copies, shards, tensor and context parallelism."""
 
-class ObservedWrapper:
-    """Tells an observer which models are prepared.
 
-    Args:
-        observer: Who is told.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        self._observer = observer
+class UnchangedWrapper:
+    """Leaves models as they are."""
 
     def check(self, bundle: Bundle) -> None:
         """Let everything pass."""
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Leave the models as they are."""
-        if bundle.models and not evaluation:
-            self._observer.saw("prepare")
-            self._observer.prepared(bundle.models)
+        """Return the bundle."""
+        del evaluation
         return bundle
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -48,65 +56,179 @@ class ObservedWrapper:
         return model
 
 
-class ObservedStepper:
-    """Steps as plain PyTorch does, and tells an observer when ranks would bring gradients together.
+class ObservedWrapper:
+    """Tells an observer which models are prepared.
 
     Args:
         observer: Who is told.
-        plain: Does the work.
+        inner: Does the work.
+        divides: Whether models are divided by it.
     """
 
-    def __init__(self, observer: Observer, plain: TorchStepper) -> None:
+    def __init__(self, observer: Observer, inner: Any, *, divides: bool) -> None:
         self._observer = observer
-        self._plain = plain
+        self._inner = inner
+        self._divides = divides
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what the strategy refuses."""
+        with self._observer.silence():
+            self._inner.check(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Wrap, and tell."""
+        if bundle.models and not evaluation:
+            self._observer.saw("prepare")
+        with self._observer.silence():
+            wrapped = self._inner.wrap(bundle, evaluation=evaluation)
+        if wrapped.models and not evaluation:
+            self._observer.prepared(wrapped.models, divided=self._divides)
+        return wrapped
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model inside."""
+        return self._inner.unwrap(model)
+
+
+class ObservedStepper:
+    """Steps as it is told, and tells an observer when ranks would bring gradients together.
+
+    Args:
+        observer: Who is told.
+        inner: Does the work.
+        communicates: Whether it communicates by itself, so that the observer sees it anyway.
+    """
+
+    def __init__(self, observer: Observer, inner: Any, *, communicates: bool) -> None:
+        self._observer = observer
+        self._inner = inner
+        self._communicates = communicates
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._plain, name)
+        return getattr(self._inner, name)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Add the gradients of `loss / accumulation` to the parameters."""
-        if sync:
+        if sync and not self._communicates:
             self._observer.saw("backward")
-        self._plain.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
+        self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Nothing: the gradients are local anyway."""
-        del model
-        return contextlib.nullcontext()
+        """A context in which gradients stay local."""
+        return self._inner.no_sync(model) if self._communicates else contextlib.nullcontext()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Step the optimizer, whose state is not counted: an estimate knows it."""
-        del closure
-        ledger = self._observer.ledger
-        with contextlib.nullcontext() if ledger is None else ledger.stepping():
+        """Step the optimizer, and tell that what it makes is its state."""
+        with self._observer.stepping(optimizer):
+            if self._communicates:
+                return self._inner.step(optimizer, closure)
             optimizer.step()
         return True
 
 
-def loading(observer: Observer) -> Callable[[str], Callable[..., Strategy]]:
+def loading(observer: Observer, load: Callable[[str], Callable[..., Strategy]]) -> Callable[[str], Any]:
     """Make what takes the place of `accel_plugins.registry.load`.
 
     Args:
         observer: Who is told.
+        load: The real one.
     """
 
-    def load(name: str) -> Callable[..., Strategy]:
+    def observed(name: str) -> Callable[..., Strategy]:
         def build(
             settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
         ) -> Strategy:
-            del settings, handlers
-            observer.strategy = name
-            place = runtime.topology
-            stepper: Any = ObservedStepper(observer, TorchStepper(precision=precision))
-            return Strategy(
-                name=name,
-                wrapper=ObservedWrapper(observer),
-                stepper=stepper,
-                persister=ReplicatedPersister(is_main=place.is_main),
-                sharding=BatchSharding(num_shards=place.world_size, shard_index=place.rank),
-                features=frozenset(Feature),
-            )
+            is_real = name in REAL
+            make = load(name) if is_real else partial(_stand_in, name)
+            with observer.outside():  # meshes of ranks need their values
+                plain = make(settings, runtime, precision, handlers)
+            observer.strategy = _chosen(name, plain, handlers)
+            wrapper = ObservedWrapper(observer, plain.wrapper, divides=is_real)
+            stepper: Any = ObservedStepper(observer, plain.stepper, communicates=is_real)
+            return replace(plain, wrapper=wrapper, stepper=stepper)
 
         return build
 
-    return load
+    return observed
+
+
+def _stand_in(
+    name: str,
+    settings: Settings,
+    runtime: Runtime,
+    precision: PrecisionPolicy,
+    handlers: Mapping[type, Any],
+) -> Strategy:
+    del settings
+    place = runtime.topology
+    shards: Any = None
+    if name == "fsdp1":
+        shards = Divided(saved=form_of(_plugin(handlers)))
+    elif name == "deepspeed":
+        stage = int(_engine(handlers).get_value("zero_optimization.stage", 0))
+        shards = Divided(saved=StateForm.OWN, stage=stage, width=4 if precision.name == "no" else 2)
+    return Strategy(
+        name=name,
+        wrapper=UnchangedWrapper(),
+        stepper=TorchStepper(precision=precision),
+        persister=ReplicatedPersister(is_main=place.is_main),
+        sharding=BatchSharding(num_shards=place.world_size, shard_index=place.rank),
+        features=frozenset(Feature),
+        shards=shards,
+    )
+
+
+def _chosen(name: str, plain: Strategy, handlers: Mapping[type, Any]) -> Chosen:
+    axes = (
+        {}
+        if plain.mesh is None
+        else dict(zip(plain.mesh.mesh_dim_names or (), plain.mesh.shape, strict=True))
+    )
+    offloads = name == "fsdp2" and isinstance(_plugin(handlers).cpu_offload, CPUOffloadPolicy)
+    counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
+    return Chosen(name=name, counted_as=counted_as, axes=axes, offloaded=offloads)
+
+
+def _as_one(handlers: Mapping[type, Any]) -> str:
+    del handlers
+    return "one device"
+
+
+def _as_ddp(handlers: Mapping[type, Any]) -> str:
+    del handlers
+    return "DDP"
+
+
+def _as_fsdp(handlers: Mapping[type, Any]) -> str:
+    plugin = _plugin(handlers)
+    offload = plugin.cpu_offload
+    if getattr(offload, "offload_params", offload):
+        return "FSDP2, offloaded"
+    return {"NO_SHARD": "DDP", "SHARD_GRAD_OP": "FSDP2, gathered once"}.get(
+        getattr(plugin.sharding_strategy, "name", ""), "FSDP2"
+    )
+
+
+def _as_zero(handlers: Mapping[type, Any]) -> str:
+    plugin = _engine(handlers)
+    stage = int(plugin.get_value("zero_optimization.stage", 0))
+    away = plugin.get_value("zero_optimization.offload_optimizer.device", None) not in {None, "none"}
+    return f"ZeRO-{stage}{', offloaded' if away and stage > 1 else ''}" if stage else "DDP"
+
+
+# By the name of the strategy; others are taken for copies.
+_COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
+    "single": _as_one,
+    "ddp": _as_ddp,
+    "fsdp1": _as_fsdp,
+    "deepspeed": _as_zero,
+}
+
+
+def _plugin(handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin:
+    return handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin()
+
+
+def _engine(handlers: Mapping[type, Any]) -> DeepSpeedPlugin:
+    given = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+    return next(iter(given.values())) if isinstance(given, dict) else given

@@ -1,0 +1,173 @@
+"""What `save_state` would write: the files of one rank, with their sizes. Nothing is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from accel_cli.commands.estimate.memory import ADAM, MASTER
+from accel_cli.commands.estimate.trace import storage_key
+from accel_ops.dtensors import local_part
+from accel_plugins.dcp.layout import INDEX_NAME, shard_file
+from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.write import ShardWriter
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.sharded import form_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+FORMS: Mapping[StateForm, str] = {
+    StateForm.WHOLE: "whole",
+    StateForm.SHARDED: "sharded",
+    StateForm.OWN: "by rank",
+}
+"""What forms are called: one rank writes everything; all ranks write parts that any number of ranks can read;
+all ranks write parts in the strategy's own way."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divided:
+    """How a strategy that does not run here divides what it saves among the ranks.
+
+    Args:
+        saved: In which form.
+        stage: What DeepSpeed divides, 0 to 3; None for FSDP.
+        width: Bytes of an element of DeepSpeed's weights.
+    """
+
+    saved: StateForm
+    stage: int | None = None
+    width: int = MASTER
+
+    def form(self) -> StateForm:
+        """What `save_state` would write."""
+        return self.saved
+
+
+def files_of(run: Any, *, safe: bool) -> Iterator[tuple[str, int, int]]:
+    """Name the files that a rank would write, their bytes, and those of all ranks' parts together.
+
+    What is small counts nothing.
+
+    Args:
+        run: What is saved, `accel_train.checkpoint.run.Run`.
+        safe: Whether weights are written as safetensors.
+    """
+    prepared, divided = run.prepared, run.shards if isinstance(run.shards, Divided) else None
+    if divided is not None and divided.stage is not None:
+        yield from _of_deepspeed(run, divided.stage, divided.width)
+    else:
+        yield from _WRITERS[form_of(run)](run, safe, divided is not None)
+    if run.commits:
+        yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
+        yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
+    if prepared.dataloaders:
+        yield layout.position_name(run.rank), 0, 0
+    yield layout.rng_name(run.rank), 0, 0
+
+
+def _whole(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+    del estimated
+    if run.commits:
+        for index, model in enumerate(run.prepared.models):
+            nbytes = whole_nbytes(model.state_dict())
+            yield layout.weights_name(index, safe=safe), nbytes, nbytes
+        for index, optimizer in enumerate(run.prepared.optimizers):
+            nbytes = _state_nbytes(optimizer)
+            yield layout.optimizer_name(index), nbytes, nbytes
+
+
+def _sharded(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+    """The two kinds of folders, each with a file of this rank."""
+    del safe
+    for name, nbytes, state in _folders(run):
+        mine = (
+            nbytes // run.runtime.topology.world_size if estimated else ShardWriter(state(), run.rank).nbytes
+        )
+        yield f"{name}/{shard_file(run.rank)}", mine, nbytes
+        if run.commits:
+            yield f"{name}/{INDEX_NAME}", 0, 0
+
+
+def _folders(run: Any) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
+    prepared = run.prepared
+    for index, model in enumerate(prepared.models):
+        yield (
+            layout.sharded_model_name(index),
+            whole_nbytes(model.state_dict()),
+            lambda model=model: {"model": run.shards.model_tensors(model)},
+        )
+    for index, optimizer in enumerate(prepared.optimizers):
+        yield (
+            layout.sharded_optimizer_name(index),
+            _state_nbytes(optimizer),
+            lambda optimizer=optimizer: {
+                "optimizer": run.shards.optimizer_tensors(optimizer.optimizer, prepared.models)
+            },
+        )
+
+
+def _local(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+    """FSDP's local state dicts (`accel_plugins.dcp.local`)."""
+    del safe, estimated
+    ranks, prepared = run.runtime.topology.world_size, run.prepared
+    for index, model in enumerate(prepared.models):
+        stem = layout.fsdp_weights_name(index).removesuffix(".bin")
+        nbytes = whole_nbytes(model.state_dict())
+        yield f"{stem}_rank{run.rank}.bin", nbytes // ranks, nbytes
+    for index, optimizer in enumerate(prepared.optimizers):
+        number = f"_{index}" if index else ""
+        nbytes = _state_nbytes(optimizer)
+        yield f"optimizer_fsdp{number}_rank{run.rank}.bin", nbytes // ranks, nbytes
+
+
+_WRITERS: Mapping[StateForm, Callable[[Any, bool, bool], Iterator[tuple[str, int, int]]]] = {
+    StateForm.WHOLE: _whole,
+    StateForm.SHARDED: _sharded,
+    StateForm.OWN: _local,
+}
+
+
+def _of_deepspeed(run: Any, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
+    """The files of engines (`accel_plugins.deepspeed.folder`)."""
+    rank, ranks = run.rank, run.runtime.topology.world_size
+    for index, model in enumerate(run.prepared.models):
+        elements = sum(one.numel() for one in model.parameters())
+        trained = sum(one.numel() for one in model.parameters() if one.requires_grad)
+        folder = layout.engine_name(index)
+        weights, states = width * elements, (MASTER + ADAM) * trained
+        if stage == 3:
+            yield f"{folder}/zero_pp_rank_{rank}_mp_rank_00_model_states.pt", weights // ranks, weights
+        elif rank == 0:
+            size = weights + (0 if stage else ADAM * trained)
+            yield f"{folder}/mp_rank_00_model_states.pt", size, size
+        if stage:
+            prefix = "bf16_" if width == 2 else ""
+            yield (
+                f"{folder}/{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt",
+                states // ranks,
+                states,
+            )
+
+
+def whole_nbytes(data: Any) -> int:
+    """Bytes of all tensors in nested data, each once; a divided one counts whole.
+
+    Args:
+        data: As nested as it likes.
+    """
+    found: dict[int, int] = {}
+    for leaf in tree_leaves(data):
+        if isinstance(leaf, Tensor):
+            found[storage_key(local_part(leaf))] = leaf.numel() * leaf.element_size()
+    return sum(found.values())
+
+
+def _state_nbytes(optimizer: Any) -> int:
+    """That of Adam, if it has not stepped yet."""
+    known = whole_nbytes([*optimizer.state.values()])
+    return known or ADAM * sum(one.numel() for group in optimizer.param_groups for one in group["params"])

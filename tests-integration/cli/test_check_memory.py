@@ -1,0 +1,197 @@
+"""`accel check`: what ranks hold when their models are divided, beside arithmetic and what is measured."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader, TensorDataset
+
+from accel import Accelerator
+from accel.utils import ParallelismConfig
+from harness import distributed
+
+WIDTH, LAYERS = 256, 4
+NET = """\
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from accel import Accelerator
+from accel.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear({width}, 4 * {width}), nn.Linear(4 * {width}, {width})
+
+    def forward(self, x):
+        y = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(1, 2).flatten(2)
+        return x + y + self.down(nn.functional.gelu(self.up(x)))
+
+class Net(nn.Module):
+    _no_split_modules = ["Block"]
+    tp_plan = {{"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range({layers})])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+accelerator = Accelerator({arguments})
+model = Net()
+optimizer = torch.optim.AdamW(model.parameters())
+loader = DataLoader(TensorDataset(torch.randn(64, {length}, {width})), batch_size=2)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for (rows,) in loader:
+    with accelerator.maybe_context_parallel(buffers=[rows], buffer_seq_dims=[1], no_restore_buffers={{rows}}):
+        loss = model(rows).square().mean()
+        accelerator.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+if {condition}:
+    model(rows)
+accelerator.save_state("out")
+"""
+FSDP = (
+    'fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap"{})'
+)
+ELEMENTS = LAYERS * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
+
+
+@pytest.fixture
+def check(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(world, ranks, arguments, condition="False", length=64):
+        text = NET.format(width=WIDTH, layers=LAYERS, arguments=arguments, condition=condition, length=length)
+        (tmp_path / "train.py").write_text(text)
+        line = ["check", "--world", str(world), "--ranks", ranks, "--json", "train.py"]
+        done = subprocess.run(
+            [sys.executable, "-m", "accel_cli", *line], capture_output=True, text=True, check=False
+        )
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+    return run
+
+
+def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(check):
+    arguments = (
+        FSDP.format("") + ", parallelism_config=ParallelismConfig(dp_replicate_size=4, dp_shard_size=8)"
+    )
+    found = check(32, "0,9", arguments)
+    assert found["problems"] == []
+    for one in found["ranks"].values():
+        assert one["strategy"] == "fsdp2: dp_replicate 4 x dp_shard 8"
+        assert one["parts"]["parameters"] == 4 * ELEMENTS / 8
+        # AdamW counts its steps, tensor by tensor.
+        assert one["parts"]["optimizer"] == pytest.approx(8 * ELEMENTS / 8, rel=1e-3)
+    first, other = (one["files"] for one in found["ranks"].values())
+    assert first["out/pytorch_model_fsdp_0/__0_0.distcp"] == 4 * ELEMENTS / 8
+    assert other["out/pytorch_model_fsdp_0/__9_0.distcp"] == 0, "the second copy"
+    (plan,) = found["checkpoints"].values()
+    assert plan["form"] == "sharded"
+    assert plan["total"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
+
+
+def test_divided_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_is_named(check):
+    arguments = FSDP.format(', state_dict_type="FULL_STATE_DICT"')
+    arguments += ", parallelism_config=ParallelismConfig(dp_shard_size=4, tp_size=2)"
+    found = check(8, "0,7", arguments, condition="accelerator.is_main_process")
+    one = found["ranks"]["7"]
+    assert one["strategy"] == "fsdp2: dp_shard 4 x tp 2"
+    whole = LAYERS * WIDTH  # the bias that is added after the parts are summed up
+    assert one["parts"]["parameters"] == 4 * ((ELEMENTS - whole) / 8 + whole / 4)
+    assert found["ranks"]["0"]["files"]["out/model.safetensors"] == 4 * ELEMENTS
+    assert "out/model.safetensors" not in one["files"]
+    assert {plan["form"] for plan in found["checkpoints"].values()} == {"whole"}
+    (problem,) = found["problems"]
+    assert "rank 0 calls all_gather" in problem.replace("allgather", "all_gather")
+    assert "rank 7 calls save_state" in problem
+
+
+def test_parts_of_sequences_need_parts_of_the_activations(check):
+    sizes = "parallelism_config=ParallelismConfig(dp_shard_size=2{})"
+    working = [
+        check(2 * ranks, "1", f"{FSDP.format('')}, {sizes.format(more)}", length=2048)["ranks"]["1"]["parts"][
+            "working"
+        ]
+        for ranks, more in ((1, ""), (4, ", cp_size=4"))
+    ]
+    assert working[1] < working[0] / 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = x.unflatten(-1, (4, -1)).transpose(1, 2)
+        y = nn.functional.scaled_dot_product_attention(y, y, y, is_causal=True).transpose(1, 2).flatten(2)
+        return x + y + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.fixture
+def counted(check):
+    """What `accel check` says of a rank."""
+    return check(2, "1", "parallelism_config=ParallelismConfig(tp_size=2)")["ranks"]["1"]["memory"]
+
+
+@distributed(world_size=2)
+def test_what_is_counted_for_divided_layers_is_within_a_tenth_of_what_is_measured(counted):
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters())
+        loader = DataLoader(TensorDataset(torch.randn(6, 64, WIDTH)), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for (rows,) in loader:
+            loss = model(rows).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+    live = peak = 0
+    for event in sorted(events, key=lambda one: one.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    assert abs(counted - peak) <= peak / 10, (counted, peak)
+
+
+def test_the_files_of_an_engine_are_those_that_it_writes(check):
+    found = check(8, "0,3", "deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), mixed_precision='bf16'")
+    folder = "out/pytorch_model"
+    first, other = (one["files"] for one in found["ranks"].values())
+    part = f"{folder}/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
+    assert first[f"{folder}/mp_rank_00_model_states.pt"] == 2 * ELEMENTS
+    assert {name: size for name, size in other.items() if size} == {part: 12 * ELEMENTS // 8}
+    assert found["ranks"]["3"]["strategy"] == "ZeRO-2"
+    (plan,) = found["checkpoints"].values()
+    assert (plan["form"], plan["total"]) == ("by rank", 14 * ELEMENTS)
