@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper, OffloadWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from accel_plugins.bundle import Bundle
@@ -63,6 +63,7 @@ def test_two_ranks_conform(tmp_path):
         BLOCKS
         | {"forward_prefetch": True, "limit_all_gathers": False, "state_dict_type": "SHARDED_STATE_DICT"},
         BLOCKS | {"activation_checkpointing": True},
+        BLOCKS | {"activation_checkpointing_offload": True},
         {"state_dict_type": "LOCAL_STATE_DICT"},
         {"sharding_strategy": "NO_SHARD"},
     ],
@@ -121,6 +122,8 @@ def test_groups_that_cut_through_a_flat_parameter_are_refused():
 def test_blocks_compute_their_activations_again():
     model = wrap(make_strategy(activation_checkpointing=True, **BLOCKS), make_model())
     assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 2
+    model = wrap(make_strategy(activation_checkpointing_offload=True, **BLOCKS), make_model())
+    assert sum(isinstance(module, OffloadWrapper) for module in model.modules()) == 2
     with pytest.raises(SettingsError, match=r"no block of the model is wrapped"):
         wrap(make_strategy(activation_checkpointing=True), make_model())
 
@@ -178,3 +181,8 @@ def test_what_cannot_be_done_is_said():
     optimizer.step()
     with pytest.raises(SettingsError, match=r"AdamW has stepped before prepare"):
         wrap(strategy, stepped, optimizer)
+    foreign = torch.optim.SGD(make_model().parameters(), lr=0.1)
+    with pytest.raises(SettingsError, match=r"SGD has 4 of 4 parameters.*belong to no model"):
+        wrap(strategy, make_model(), foreign)
+    late = torch.optim.SGD(model.parameters(), lr=0.1)
+    strategy.wrapper.check(Bundle(optimizers=[late]))

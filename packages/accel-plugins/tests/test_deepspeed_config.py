@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,6 +223,20 @@ def test_without_anything_the_stage_is_2():
 def test_a_field_that_cannot_be_used_is_refused(fields, story):
     with pytest.raises(SettingsError, match=story):
         without_variables(**fields)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [{"zero3_init_flag": True}, {"zero3_save_16bit_model": True}, {"transformer_moe_cls_names": "Moe"}],
+)
+def test_what_belongs_to_stage_3_is_named_at_another(field, caplog):
+    (name,) = field
+    with caplog.at_level(logging.WARNING):
+        without_variables(zero_stage=2, **field)
+        without_variables(zero_stage=3, **field)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name}={field[name]!r} has no effect with ZeRO stage 2."
+    ]
 
 
 @pytest.mark.parametrize("fields", [{"enable_msamp": True}, {"msamp_opt_level": "O1"}])

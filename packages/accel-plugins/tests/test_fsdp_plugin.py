@@ -128,6 +128,26 @@ def test_what_only_version_1_knows_is_named_in_version_2(caplog: pytest.LogCaptu
     ]
 
 
+@pytest.mark.parametrize(
+    ("fields", "story"),
+    [
+        ({"transformer_cls_names_to_wrap": ["Block"]}, "'transformer_based_wrap'"),
+        ({"min_num_params": 5, "auto_wrap_policy": "transformer_based_wrap"}, "'size_based_wrap'"),
+        ({"min_num_params": 5, "auto_wrap_policy": "size_based_wrap"}, None),
+        ({"transformer_cls_names_to_wrap": ["Block"], "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}, None),
+    ],
+    ids=str,
+)
+def test_what_only_another_policy_knows_is_named(
+    fields: dict[str, Any], story: str | None, caplog: pytest.LogCaptureFixture
+):
+    with caplog.at_level(logging.WARNING):
+        make(**fields)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (story is not None)
+    assert all(f"has no effect without auto_wrap_policy={story}" in one for one in told)
+
+
 def test_version_1_finds_its_prefetching():
     assert (
         make(fsdp_version=1, backward_prefetch="backward_pre").backward_prefetch

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
+from accel_plugins.choose import choose
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.parallelism.config import AXES, ParallelismConfig
 from accel_plugins.parallelism.handlers import (
     DeepSpeedSequenceParallelConfig,
@@ -20,9 +24,11 @@ from accel_plugins.parallelism.handlers import (
     TorchTensorParallelPlugin,
 )
 from accel_plugins.parallelism.tensor import get_model_tp_size, plan_of
+from accel_plugins.strategies import ddp, single
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
+from accel_state.topology import Topology
 
 SIZES = st.fixed_dictionaries({f"{axis}_size": st.integers(1, 4) for axis in AXES if axis != "sp"})
 
@@ -108,6 +114,23 @@ def test_options_that_cannot_be_used_are_refused(make: Any, kind: type[Exception
 def test_lengths_vary_unless_one_is_given():
     assert DeepSpeedSequenceParallelConfig().sp_seq_length_is_variable
     assert not DeepSpeedSequenceParallelConfig(sp_seq_length=8).sp_seq_length_is_variable
+
+
+def test_sequences_are_divided_by_deepspeed_only():
+    settings = ParallelismConfig(sp_size=2).to_settings(Settings())
+    topology = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2, launcher="torchrun")
+    with pytest.raises(SettingsError, match=r"ParallelismConfig\(sp_size=2\).*--use_deepspeed"):
+        choose(settings, topology, torch.device("cpu"))
+    with_engine = DeepSpeedPlugin(zero_stage=1).to_settings(settings)
+    assert choose(with_engine, topology, torch.device("cpu")) == "deepspeed"
+
+
+@pytest.mark.parametrize("module", [single, ddp])
+def test_a_strategy_without_axes_wants_as_many_processes_as_the_sizes_say(module: Any):
+    runtime: Any = SimpleNamespace(topology=SimpleNamespace(world_size=1, rank=0, is_main=True), device=None)
+    config = ParallelismConfig(dp_replicate_size=3)
+    with pytest.raises(SettingsError, match="makes 3 processes, and there are 1"):
+        module.build(Settings(), runtime, None, {ParallelismConfig: config})
 
 
 def test_two_sizes_of_one_axis_contradict():

@@ -42,6 +42,10 @@ class OptimizerBook:
         """Whether an optimizer was prepared before."""
         return optimizer in self._optimizers
 
+    def has_successor(self, parameter: Tensor) -> bool:
+        """Whether another parameter took the place of one."""
+        return parameter in self._successors
+
     def switch(self, optimizer: Optimizer) -> None:
         """Let an optimizer go on with the parameters that took the place of its own.
 

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import (
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -49,6 +49,11 @@ class Roots:
         """The first wrapper that has one of these parameters."""
         ids = {id(one) for one in parameters}
         return next((root for root in self._roots if any(id(one) in ids for one in root.parameters())), None)
+
+    def parameters(self) -> Iterator[Tensor]:
+        """The parameters of all wrappers."""
+        for root in [*self._roots]:
+            yield from root.parameters()
 
     def of_optimizer(
         self, optimizer: Optimizer, models: Sequence[nn.Module]

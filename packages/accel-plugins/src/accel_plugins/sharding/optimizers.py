@@ -15,7 +15,7 @@ from accel_plugins.sharding.parts import part_like
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch.optim import Optimizer
 
@@ -52,16 +52,7 @@ class ParameterBook:
         """
         owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
         for optimizer in optimizers:
-            everything = [one for group in optimizer.param_groups for one in group["params"]]
-            strange = [one for one in everything if id(one) not in owned and one not in self._successors]
-            if strange:
-                raise SettingsError(
-                    f"{type(optimizer).__qualname__} has {len(strange)} of {len(everything)} parameters, the "
-                    f"first of shape {tuple(strange[0].shape)}, that belong to no model that is prepared "
-                    "with it "
-                    "or was before: they would not be trained. Make the optimizer of model.parameters() of "
-                    "that very model, and pass both to prepare()."
-                )
+            refuse_strangers(optimizer, lambda one: id(one) in owned or one in self._successors)
 
     def add(self, model: nn.Module, before: Any) -> None:
         """Remember a model that was divided.
@@ -158,3 +149,24 @@ def _divided(state: Any, like: Tensor) -> Any:
         else value
         for name, value in items.items()
     }
+
+
+def refuse_strangers(optimizer: Optimizer, is_known: Callable[[Tensor], bool]) -> None:
+    """Refuse an optimizer with parameters of no model.
+
+    Args:
+        optimizer: About to be prepared.
+        is_known: Whether a parameter is one of a model that is prepared with it or was before.
+
+    Raises:
+        SettingsError: It has such a parameter.
+    """
+    everything = [one for group in optimizer.param_groups for one in group["params"]]
+    strange = [one for one in everything if not is_known(one)]
+    if strange:
+        raise SettingsError(
+            f"{type(optimizer).__qualname__} has {len(strange)} of {len(everything)} parameters, the first "
+            f"of shape {tuple(strange[0].shape)}, that belong to no model that is prepared with it or was "
+            "before: they would not be trained. Make the optimizer of model.parameters() of that very model, "
+            "and pass both to prepare()."
+        )

@@ -25,6 +25,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.rebind import OptimizerBook
 from accel_plugins.fsdp.roots import Roots, quiet
 from accel_plugins.fsdp.states import Fsdp1Shards
+from accel_plugins.sharding.optimizers import refuse_strangers
 from accel_plugins.strategies.fsdp1_step import Fsdp1Stepper
 from accel_plugins.strategies.replicated import check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
@@ -66,13 +67,17 @@ class Fsdp1Wrapper:
     book: OptimizerBook
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models without values, classes that do not occur, and optimizers that have stepped."""
+        """Refuse models without values, absent classes, and optimizers that have stepped or are of others."""
         plugin = self.plugin
         if not plugin.cpu_ram_efficient_loading and plugin.param_init_fn is None:
             check_materialised(bundle)
         for model in bundle.models:
             copy.copy(plugin).set_auto_wrap_policy(without_compiler(model))
+        models = [without_compiler(model) for model in bundle.models]
+        owned = {id(one) for model in models for one in model.parameters()}
+        owned |= {id(one) for one in self.roots.parameters()}
         for optimizer in bundle.optimizers:
+            refuse_strangers(optimizer, lambda one: id(one) in owned or self.book.has_successor(one))
             if optimizer.state and not self.book.knows(optimizer):
                 raise SettingsError(
                     f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot divide "

@@ -1,0 +1,126 @@
+"""The documented functions that save and load one sharded model or optimizer, in every form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_state.errors import CheckpointError, SettingsError
+from accel_train import Accelerator
+from accel_train.checkpoint.fsdp_files import (
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
+from harness import distributed
+
+# Version, form, whether shards go to a folder, and what a second model and optimizer are called then.
+FORMS = [
+    (1, "FULL_STATE_DICT", True, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+    (1, "SHARDED_STATE_DICT", True, {"pytorch_model_fsdp_1", "optimizer_1"}),
+    (
+        1,
+        "LOCAL_STATE_DICT",
+        True,
+        {f"{stem}_fsdp_1_rank{rank}.bin" for stem in ("pytorch_model", "optimizer") for rank in range(2)},
+    ),
+    (2, "FULL_STATE_DICT", True, {"pytorch_model_fsdp_1.bin", "optimizer_1.bin"}),
+    (2, "SHARDED_STATE_DICT", True, {"pytorch_model_fsdp_1", "optimizer_1"}),
+    (
+        2,
+        "SHARDED_STATE_DICT",
+        False,
+        {f"{stem}_fsdp_1_rank{rank}.bin" for stem in ("pytorch_model", "optimizer") for rank in range(2)},
+    ),
+]
+
+
+def make(version, form, seed=0):
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=version, state_dict_type=form)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return plugin, accelerator, *accelerator.prepare(model, optimizer)
+
+
+def step(accelerator, model, optimizer, times=1):
+    inputs = torch.ones(2, 3) * (1 + dist.get_rank())
+    for _ in range(times):
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    state = accelerator._parts.strategy.persister.full_state_dict(model)
+    return {name: value.clone() for name, value in state.items()}
+
+
+@pytest.mark.parametrize(("version", "form", "use_dcp", "names"), FORMS, ids=lambda one: str(one)[:19])
+@distributed(world_size=2)
+def test_what_was_saved_goes_on_as_if_nothing_had_happened(version, form, use_dcp, names, tmp_path):
+    plugin, accelerator, model, optimizer = make(version, form)
+    step(accelerator, model, optimizer, times=2)
+    save_fsdp_model(plugin, accelerator, model, tmp_path / "here", model_index=1, use_dcp=use_dcp)
+    save_fsdp_optimizer(
+        plugin, accelerator, optimizer, model, tmp_path / "here", optimizer_index=1, use_dcp=use_dcp
+    )
+    right = step(accelerator, model, optimizer, times=2)
+    assert {path.name for path in (tmp_path / "here").iterdir()} == names
+    plugin, accelerator, model, optimizer = make(version, form, seed=1)
+    step(accelerator, model, optimizer)
+    load_fsdp_model(plugin, accelerator, model, tmp_path / "here", model_index=1, use_dcp=use_dcp)
+    load_fsdp_optimizer(
+        plugin, accelerator, optimizer, model, tmp_path / "here", optimizer_index=1, use_dcp=use_dcp
+    )
+    for name, value in step(accelerator, model, optimizer, times=2).items():
+        assert torch.equal(value, right[name]), name
+
+
+@distributed(world_size=2)
+def test_shards_of_one_version_are_read_by_the_other(tmp_path):
+    for version, other in ((1, 2), (2, 1)):
+        folder = tmp_path / str(version)
+        plugin, accelerator, model, optimizer = make(version, "SHARDED_STATE_DICT")
+        step(accelerator, model, optimizer, times=2)
+        save_fsdp_model(plugin, accelerator, model, folder)
+        save_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+        right = step(accelerator, model, optimizer)
+        accelerator.state._reset_state()
+        plugin, accelerator, model, optimizer = make(other, "SHARDED_STATE_DICT", seed=1)
+        load_fsdp_model(plugin, accelerator, model, folder)
+        load_fsdp_optimizer(plugin, accelerator, optimizer, model, folder)
+        for name, value in step(accelerator, model, optimizer).items():
+            torch.testing.assert_close(value, right[name], rtol=0, atol=1e-6)
+        accelerator.state._reset_state()
+
+
+@pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_DICT"])
+@distributed(world_size=2)
+def test_what_is_not_there_or_does_not_fit_is_named_on_every_rank(form, tmp_path):
+    plugin, accelerator, model, optimizer = make(2, form)
+    for load in (
+        lambda: load_fsdp_model(plugin, accelerator, model, tmp_path / "nowhere"),
+        lambda: load_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path / "nowhere"),
+    ):
+        with pytest.raises(CheckpointError, match="nowhere"):
+            load()
+    save_fsdp_model(plugin, accelerator, model, tmp_path / "here")
+    save_fsdp_optimizer(plugin, accelerator, optimizer, model, tmp_path / "here")
+    other = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    other = accelerator.prepare(other)
+    with pytest.raises((CheckpointError, RuntimeError), match=r"(?s)0\.weight.*5, 3.*4, 3"):
+        load_fsdp_model(plugin, accelerator, other, tmp_path / "here")
+    with pytest.raises(SettingsError, match=r"adapter_only=True: .*Sequential has no adapter"):
+        save_fsdp_model(plugin, accelerator, model, tmp_path / "there", adapter_only=True)
+
+
+@distributed(world_size=2)
+def test_a_strategy_without_shards_is_refused(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    with pytest.raises(SettingsError, match=r"'ddp' shards nothing; use save_state"):
+        save_fsdp_model(plugin, accelerator, model, tmp_path)
