@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+from contextlib import nullcontext
 from pathlib import Path  # noqa: TC003 - ranks read the fixtures
 
 import pytest
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_state.gradient_state import GradientState
@@ -22,6 +25,7 @@ from accel_train import Accelerator
 from accel_train.checkpoint import files
 from accel_train.checkpoint.merge import merge_fsdp_weights
 from harness import distributed
+from harness.engines import deepspeed_process
 
 STEPS = 3  # of every leg of a journey
 
@@ -43,6 +47,7 @@ class Net(nn.Module):
         self.first = nn.Linear(3, 7)
         self.blocks = nn.Sequential(Block(7), Block(7))
         self.register_buffer("scale", torch.tensor([0.5, 2.0]))
+        self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
         self.scale: torch.Tensor
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,6 +57,10 @@ class Net(nn.Module):
 def plugin_of(strategy: str, **options: object) -> dict:
     if strategy in {"single", "ddp"}:
         return {}
+    if strategy == "tp":
+        return {"parallelism_config": ParallelismConfig(tp_size=2)}
+    if strategy.startswith("zero"):
+        return {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=int(strategy[4]))}
     chosen = {
         "fsdp_version": int(strategy[4]),
         "auto_wrap_policy": "transformer_based_wrap",
@@ -103,14 +112,16 @@ def whole(run: tuple) -> dict[str, torch.Tensor]:
 
 
 def one_leg(strategy: str, folder: Path, leg: int) -> None:
-    run = build(strategy)
-    if leg:
-        run[0].load_state(folder / f"leg{leg - 1}")
-    train(run, save_to=folder / f"leg{leg}")
-    state = whole(run)
-    if run[0].is_main_process:
-        torch.save(state, folder / "state.pt")
-    run[0].wait_for_everyone()
+    with deepspeed_process() if strategy.startswith("zero") else nullcontext():
+        run = build(strategy)
+        if leg:
+            run[0].load_state(folder / f"leg{leg - 1}")
+        train(run, save_to=folder / f"leg{leg}")
+        state = whole(run)
+        if run[0].is_main_process:
+            torch.save(state, folder / "state.pt")
+        run[0].wait_for_everyone()
+        run[0].free_memory()
 
 
 @distributed(world_size=2)
@@ -137,7 +148,8 @@ LEGS = {1: leg_on_one, 2: leg_on_two, 4: leg_on_four}
 @pytest.mark.parametrize(
     "journey",
     [
-        ("fsdp2@4", "ddp@2", "single@1", "fsdp2@2"),
+        ("fsdp2@4", "ddp@2", "zero3@2", "single@1"),
+        ("tp@2", "fsdp2@4", "zero2@2", "tp@2", "single@1", "fsdp2@2"),
         ("fsdp1@2", "fsdp2@4", "fsdp1@4", "single@1"),
         ("single@1", "fsdp1@2", "ddp@2", "fsdp2@2"),
     ],

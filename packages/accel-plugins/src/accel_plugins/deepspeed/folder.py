@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -18,11 +19,12 @@ from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+LATEST = "latest"
+"""The file in which DeepSpeed says which folder it has written last."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
@@ -59,22 +61,33 @@ class EngineFolder:
         if self.optimizers:
             key = "fp32_flat_groups" if divided else "single_partition_of_fp32_groups"
             found |= dict(self._unflatten([one[key] for one in self.optimizers]))
-        for name, same in first.get("shared_params", {}).items():
+        for name, same in (first.get("shared_params") or {}).items():
             if same in found:
                 found[name] = found[same]
         return found
 
+    def numbered_optimizer(self) -> dict[str, Any] | None:
+        """The state dict of the optimizer at stage 0, as torch has it; `None` for other stages.
+
+        Raises:
+            CheckpointError: The optimizer has float32 copies of weights in 16 bits.
+        """
+        if self.optimizers:
+            return None
+        state = self.models[0].get("optimizer")
+        if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
+            raise CheckpointError(
+                f"{str(self.folder)!r} is of ZeRO stage 0 with weights in 16 bits, whose optimizer state is "
+                "not read; load it with DeepSpeed at stage 0."
+            )
+        return cast("dict[str, Any]", state)
+
     def optimizer(self) -> dict[str, Any]:
-        """The state dict of the optimizer, where names stand for parameters.
+        """The state dict of the optimizer of a stage above 0, where names stand for parameters.
 
         Raises:
             CheckpointError: It does not belong to single parameters.
         """
-        if not self.optimizers:
-            raise CheckpointError(
-                f"{str(self.folder)!r} is of ZeRO stage 0, which names no parameters in the state of its "
-                "optimizer; load it with DeepSpeed at stage 0."
-            )
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         bases = [one[key] for one in self.optimizers]
         if not all(isinstance(base, dict) for base in bases):
@@ -164,6 +177,21 @@ def read_folder(folder: Path) -> EngineFolder:
 def is_engine_folder(folder: Path) -> bool:
     """Whether DeepSpeed's engine has written a folder."""
     return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
+
+
+def engine_folder(directory: Path, name: str) -> Path:
+    """The folder of a model in a checkpoint: under its name, or as DeepSpeed has named it by itself.
+
+    Args:
+        directory: The checkpoint. The file `latest` in it says what `engine.save_checkpoint` wrote last.
+        name: As a checkpoint of ours names it; if there is no such folder, the one in `latest` is taken.
+    """
+    latest = directory / LATEST
+    if not is_engine_folder(directory / name) and latest.is_file():
+        tag = latest.read_text().strip()
+        if tag == Path(tag).name and is_engine_folder(directory / tag):
+            return directory / tag
+    return directory / name
 
 
 def _counts(count: int | Sequence[int]) -> Sequence[int]:

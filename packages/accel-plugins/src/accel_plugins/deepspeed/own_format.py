@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.deepspeed.folder import read_folder
+from accel_plugins.deepspeed.folder import engine_folder, read_folder
 from accel_plugins.deepspeed.unpickle import load_file
 from accel_state.errors import CheckpointError
 
@@ -49,7 +49,7 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
     Raises:
         CheckpointError: The folder is absent or damaged, or of another model.
     """
-    folder = directory / folder_name(index)
+    folder = directory / folder_name(index) if index else engine_folder(directory, folder_name(index))
     saved = read_folder(folder)
     stage = int(engine.zero_optimization_stage())
     if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
@@ -61,7 +61,11 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
         return
     state.load_weights(saved.weights())
     if engine.optimizer is not None:
-        state.load_named_optimizer(saved.optimizer())
+        numbered = saved.numbered_optimizer()
+        if numbered is None:
+            state.load_named_optimizer(saved.optimizer())
+        else:
+            state.load_optimizer(numbered)
     for name in ("global_steps", "global_samples", "skipped_steps"):
         if name in saved.models[0]:
             setattr(engine, name, saved.models[0][name])

@@ -28,7 +28,7 @@ def part_like(whole: Tensor, like: Tensor, device: torch.device | None = None) -
         >>> part_like(torch.ones(2), torch.zeros(2))
         tensor([1., 1.])
     """
-    target = like.device if device is None else device
+    whole, target = whole.detach(), like.device if device is None else device
     if not isinstance(like, DTensor):
         return torch.empty_like(whole, device=target).copy_(whole)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)

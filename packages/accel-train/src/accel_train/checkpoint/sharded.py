@@ -11,7 +11,7 @@ from accel_plugins.dcp.layout import is_sharded_folder, note_file, shard_file
 from accel_plugins.dcp.names import parameter_names
 from accel_plugins.dcp.role import StateForm
 from accel_plugins.dcp.tensors import numbered_state
-from accel_plugins.deepspeed.folder import is_engine_folder, read_folder
+from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, read_folder
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.saving import Part
@@ -121,7 +121,7 @@ def restore_divided_model(run: Run, source: Source, index: int, model: nn.Module
     if form_of(run) is StateForm.OWN and not _is_whole(source, index):
         run.persister.load_model(model, source.folder, index)
         return True
-    engine = source.folder / layout.engine_name(index)
+    engine = _engine_folder(source, index)
     if is_engine_folder(engine):
         run.persister.load_full_state_dict(model, read_folder(engine).weights(), **options)
         return True
@@ -142,13 +142,21 @@ def restore_divided_optimizer(run: Run, source: Source, index: int, optimizer: O
         models = run.prepared.models
         run.persister.load_optimizer(optimizer, owner_of(optimizer, models), source.folder, index)
         return True
-    engine = source.folder / layout.engine_name(index)
+    engine = _engine_folder(source, index)
     if is_engine_folder(engine):
-        models = run.prepared.models
-        state = numbered_state(read_folder(engine).optimizer(), parameter_names(optimizer, models))
+        models, saved = run.prepared.models, read_folder(engine)
+        state = saved.numbered_optimizer()
+        if state is None:
+            state = numbered_state(saved.optimizer(), parameter_names(optimizer, models))
         run.persister.load_full_optimizer_state(optimizer, models, state)
         return True
     return False
+
+
+def _engine_folder(source: Source, index: int) -> Path:
+    """Where DeepSpeed has written a model; what it has named by itself is the first one."""
+    name = layout.engine_name(index)
+    return source.folder / name if index else engine_folder(source.folder, name)
 
 
 def _is_whole(source: Source, index: int) -> bool:
