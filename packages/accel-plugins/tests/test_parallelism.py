@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from accel_plugins.choose import choose
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.parallelism.config import AXES, ParallelismConfig
+from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
@@ -151,3 +152,24 @@ def test_a_plan_may_name_styles_or_be_made_of_them():
     assert type(plan["0"]) is ColwiseParallel
     assert plan["1"] is own
     assert get_model_tp_size(model) == 1
+
+
+def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere():
+    class Attention(nn.Module):
+        def __init__(self, *, is_causal: bool) -> None:
+            super().__init__()
+            self.is_causal = is_causal
+
+        def forward(self, x: torch.Tensor, attention_mask: torch.Tensor | None = None) -> bool:
+            return attention_mask is None
+
+    mesh: Any = None
+    for causal in (True, False):
+        model: Any = nn.ModuleDict({"self_attn": Attention(is_causal=causal)})
+        ContextParallel(mesh=mesh, rotation="allgather").prepare(model)
+        assert model["self_attn"](torch.ones(1))
+        if causal:
+            assert model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))
+        else:
+            with pytest.raises(UnsupportedError, match="a mask for padding only"):
+                model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))

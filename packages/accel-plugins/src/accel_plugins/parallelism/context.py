@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,7 +60,10 @@ class ContextParallel:
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
         set_rotate_method(self.rotation)
         learn_attention()
+        # Each rank gets a piece of the beginning and one of the end, where there are so many.
+        pieces = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
+            nullcontext() if pieces % 2 == 0 else _without_balance(),
             watch.region("maybe_context_parallel"),
             context_parallel(
                 self.mesh,
@@ -146,6 +149,17 @@ def learn_attention() -> None:
             rules[op] = _EitherWay(rule)
 
 
+@contextmanager
+def _without_balance() -> Generator[None]:
+    """A block in which every rank has consecutive tokens, or it makes no difference which it has."""
+    options = _dispatching()._cp_options
+    before, options.enable_load_balance = options.enable_load_balance, False
+    try:
+        yield
+    finally:
+        options.enable_load_balance = before
+
+
 class _EitherWay:
     """A rule that computes with and without causality.
 
@@ -164,12 +178,8 @@ class _EitherWay:
         names = [argument.name for argument in op._schema.arguments]
         if (dict(zip(names, args, strict=False)) | kwargs).get("is_causal"):
             return self._rule(op, args, kwargs)
-        options = _dispatching()._cp_options
-        before, options.enable_load_balance = options.enable_load_balance, False
-        try:
+        with _without_balance():
             return self._rule(op, args, kwargs)
-        finally:
-            options.enable_load_balance = before
 
 
 def _dispatching() -> Any:
@@ -235,7 +245,12 @@ def _divided(part: Tensor, like: DTensor) -> DTensor:
 
 
 def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    del module
     if kwargs.get("attention_mask") is not None:
+        if not getattr(module, "is_causal", True):
+            raise UnsupportedError(
+                f"{type(module).__name__} within maybe_context_parallel(): without causality there is a mask "
+                "for padding only, and a mask is of whole sequences, which no process has; leave "
+                "attention_mask and padding out."
+            )
         kwargs = {**kwargs, "attention_mask": None}
     return args, kwargs
