@@ -12,10 +12,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.deepspeed.folder import read_folder
+from accel_plugins.deepspeed.library import start
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.unpickle import load_file
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError
+from accel_state.partial_state import PartialState
 from accel_train import Accelerator
 from harness import distributed
 from harness.engines import deepspeed_process
@@ -111,7 +114,10 @@ def test_a_run_that_was_resumed_ends_like_the_one_that_was_not_interrupted(stage
         assert Path(shared(tmp_path), "latest").read_text() == "pytorch_model"
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (3, None), (1, None), (None, 3), (None, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 3), (3, 1), (3, None), (1, None), (0, 3), (0, None), (None, 3), (None, 2), (None, 0), (2, 0)],
+)
 @distributed(world_size=2)
 def test_a_checkpoint_goes_on_under_another_stage_or_strategy(before, after, tmp_path):
     with deepspeed_process():
@@ -125,6 +131,86 @@ def test_a_checkpoint_goes_on_under_another_stage_or_strategy(before, after, tmp
         second.train(BATCHES)
         assert_same(second.state(), right, 1e-6)
         second.end()
+
+
+def make_native(seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.05)
+
+
+def native_batch(number):
+    generator = torch.Generator().manual_seed(number)
+    return torch.randn(8, 5, generator=generator), torch.randn(8, 1, generator=generator)
+
+
+def mine(batch):
+    return [tensor[4 * dist.get_rank() : 4 * dist.get_rank() + 4] for tensor in batch]
+
+
+def train_without_us(stage, folder):
+    """Three steps and a checkpoint of DeepSpeed alone; what it has then, in plain torch."""
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    model, optimizer = make_native(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "zero_optimization": {"stage": stage},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    for number in range(3):
+        inputs, targets = mine(native_batch(number))
+        engine.backward(nn.functional.mse_loss(engine(inputs), targets))
+        engine.step()
+    engine.save_checkpoint(folder)
+    right, right_optimizer = make_native(0)
+    for own, parameter in zip(right.parameters(), model.parameters(), strict=True):
+        kept = {"step": torch.tensor(3.0)}
+        for name in ("exp_avg", "exp_avg_sq"):
+            state = (
+                safe_get_full_optimizer_state(parameter, name) if stage else optimizer.state[parameter][name]
+            )
+            kept[name] = state.detach().clone().view(own.shape)
+        right_optimizer.state[own] = kept
+        whole = safe_get_full_fp32_param(parameter) if stage else parameter
+        own.data.copy_(whole.detach().view(own.shape))
+    engine.destroy()
+    return right, right_optimizer
+
+
+@pytest.mark.parametrize(("stage", "after"), [(0, "fsdp2"), (1, "ddp"), (2, "zero3"), (3, "fsdp2")])
+@distributed(world_size=2)
+def test_a_folder_of_deepspeed_alone_goes_on_elsewhere(stage, after, tmp_path):
+    with deepspeed_process():
+        start(PartialState(cpu=True).runtime)  # without what DeepSpeed would compile for minutes
+        right, right_optimizer = train_without_us(stage, shared(tmp_path))
+        assert Path(shared(tmp_path), "latest").read_text() == "global_step3"
+        chosen = {
+            "ddp": {},
+            "fsdp2": {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+            "zero3": {"deepspeed_plugin": DeepSpeedPlugin(zero_stage=3)},
+        }
+        accelerator = Accelerator(cpu=True, **chosen[after])
+        model, optimizer = make_native(1)
+        loader = DataLoader(torch.arange(8), batch_size=4)
+        model, optimizer, _ = accelerator.prepare(model, optimizer, loader)
+        accelerator.load_state(shared(tmp_path))
+        for number in (3, 4):
+            if state := accelerator.get_state_dict(model):
+                assert_same(state, right.state_dict(), 1e-6)
+            inputs, targets = mine(native_batch(number))
+            accelerator.backward(nn.functional.mse_loss(model(inputs), targets))
+            optimizer.step()
+            optimizer.zero_grad()
+            inputs, targets = native_batch(number)
+            nn.functional.mse_loss(right(inputs), targets).backward()
+            right_optimizer.step()
+            right_optimizer.zero_grad()
+        if state := accelerator.get_state_dict(model):
+            assert_same(state, right.state_dict(), 1e-6)
+        accelerator.free_memory()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
