@@ -30,7 +30,12 @@ _NAMES = {
     storage: ("WriteResult",),
 }
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{(module.__name__, name): getattr(module, name) for module, names in _NAMES.items() for name in names},
+    **{
+        (module.__name__, name): getattr(module, name)
+        for module, names in _NAMES.items()
+        for name in names
+        if hasattr(module, name)  # BytesIOWriteData came with torch 2.7
+    },
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # pyright: ignore[reportPrivateUsage] - how a layout is pickled
     **{

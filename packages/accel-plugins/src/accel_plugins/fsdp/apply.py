@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import re
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import (
 
 from accel_plugins.fsdp.activations import checkpoint_activations
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -57,14 +58,16 @@ class FullSharding:
             "mesh": self.mesh,
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             "offload_policy": self.offload_policy,
-            "ignored_params": {one for part in ignored for one in part.parameters()},
         }
+        if ignored:
+            options["ignored_params"] = {one for part in ignored for one in part.parameters()}
         reshard = cast("bool | int", plugin.reshard_after_forward)
         for unit in inner:
             fully_shard(unit, reshard_after_forward=reshard, **options)
-        # What is around the blocks is needed again at once when the backward pass begins; torch then keeps
-        # it.
-        fully_shard(model, reshard_after_forward=None if inner and reshard is True else reshard, **options)
+        # What is around the blocks is needed again at once when the backward pass begins: told nothing, torch
+        # keeps it.
+        kept = {} if inner and reshard is True else {"reshard_after_forward": reshard}
+        fully_shard(model, **kept, **options)
         if plugin.forward_prefetch:
             _prefetch_forward(model)
 
@@ -73,8 +76,14 @@ class FullSharding:
 
         Raises:
             SettingsError: There is such a thing; or a module to be wrapped or ignored is not there.
+            UnsupportedError: Modules are to be ignored, and the installed torch cannot.
         """
         ignored = {id(one) for part in _ignored(model, self.plugin) for one in part.parameters()}
+        if ignored and "ignored_params" not in inspect.signature(fully_shard).parameters:
+            raise UnsupportedError(
+                f"FullyShardedDataParallelPlugin(ignored_modules=…): torch {torch.__version__} cannot leave "
+                "modules out of FSDP2; torch 2.7 can."
+            )
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 and id(parameter) not in ignored:
                 raise SettingsError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.fsdp.apply import FullSharding
 from accel_plugins.fsdp.forms import form_of
@@ -16,7 +18,8 @@ from accel_plugins.sharding.states import ShardedPersister
 from accel_plugins.strategies.sharded_step import ShardedStepper
 from accel_plugins.strategies.sharded_wrap import ShardedWrapper
 from accel_plugins.strategy import PLAIN_FEATURES, Feature, Strategy
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.versions import is_torch_version
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -44,8 +47,11 @@ def build(
 
     Raises:
         SettingsError: The plugin is of version 1, or the sizes do not fit the number of processes.
+        UnsupportedError: The installed torch is too old for it.
     """
     del settings
+    if runtime.device.type == "cpu":
+        _need_torch("2.9", "FSDP2 on the CPU: older ones scale its gradients wrongly there, or fail")
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=2)
     if plugin.version != 2:
         raise SettingsError(
@@ -83,7 +89,15 @@ def _context(axes: Axes) -> ContextParallel | None:
     handler = axes.config.cp_handler
     if axes.context is None or handler is None:
         return None
+    _need_torch("2.10", "ParallelismConfig(cp_size>1)")
     return ContextParallel(mesh=axes.context, rotation=handler.cp_comm_strategy or "allgather")
+
+
+def _need_torch(version: str, what: str) -> None:
+    if is_torch_version("<", version):
+        raise UnsupportedError(
+            f"{what}: it needs torch {version} or newer, and {torch.__version__} is installed."
+        )
 
 
 def in_turn(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
