@@ -126,7 +126,9 @@ class Meter(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 part = local_part(tensor)
                 self._see(part, kind)
-                entry = self._alive[storage_key(part)]
+                entry = self._alive.get(storage_key(part))
+                if entry is None:
+                    continue
                 self._bytes[entry[0]] -= entry[1]
                 self._bytes[kind] += entry[1]
                 entry[0] = kind
@@ -134,7 +136,7 @@ class Meter(TorchDispatchMode):
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
         key = storage_key(tensor)
-        if key in self._alive:
+        if key in self._alive or tensor.is_meta:
             return
 
         def forget(_: object) -> None:

@@ -1,7 +1,7 @@
 """What training takes on each device, by strategy: arithmetic on numbers of elements, nothing else.
 
 Training is with Adam, whose two moments are float32, as are the weights that it changes. Where the numbers
-of a strategy come from is said at each; the tests measure what one process, DDP and FSDP2 take.
+of a strategy come from is said at each; the tests measure what one process, DDP, FSDP2 and ZeRO take.
 """
 
 from __future__ import annotations
@@ -19,8 +19,22 @@ MASTER = 4
 ADAM = 8
 """Bytes of Adam's two moments of an element."""
 
-_DEEPSPEED_BUCKET = 500_000_000  # elements; `reduce_bucket_size`, deepspeed.ai/docs/config-json
-_DEEPSPEED_PREFETCH = 50_000_000  # elements; `stage3_prefetch_bucket_size`, the same
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """What DeepSpeed sets aside, in elements: keys of `zero_optimization` and their defaults.
+
+    See https://www.deepspeed.ai/docs/config-json.
+
+    Args:
+        reduce: `reduce_bucket_size`, for gradients on their way. All of it is allocated, whatever the model.
+        live: `stage3_max_live_parameters`, gathered at a time; those that are needed again soon stay.
+        prefetch: `stage3_prefetch_bucket_size`, which arrive at a time, in a row.
+    """
+
+    reduce: int = 500_000_000
+    prefetch: int = 50_000_000
+    live: int = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +92,7 @@ class Job:
         moments: The passes of one micro-batch; by default their end alone, with nothing but gradients.
         at_once: Whether the optimizer changes all weights at once, which takes as much memory again as they
             do. PyTorch does so on accelerators.
+        buckets: Of DeepSpeed.
     """
 
     sizes: Sizes
@@ -85,24 +100,26 @@ class Job:
     width: int = 4
     moments: tuple[Moment, ...] = ()
     at_once: bool = True
+    buckets: Buckets = field(default_factory=Buckets)
 
     @property
     def passes(self) -> tuple[Moment, ...]:
         """The moments, at least one."""
         return self.moments or (Moment(gradients=self.sizes.trainable),)
 
-    def step(self, shards: int = 1) -> int:
+    def step(self, shards: int = 1, *, flat: bool = False) -> int:
         """Bytes that the optimizer takes for itself while it changes the weights.
 
         Args:
             shards: Into how many shards they are divided.
+            flat: Whether all weights are one tensor.
 
         Adam divides by the root of its second moment: one copy of all (`torch.optim.adamw`, foreach) or two
         of the largest.
         """
         if self.at_once:
             return MASTER * _ceil(self.sizes.trainable, shards)
-        return 2 * MASTER * _ceil(self.sizes.largest, shards)
+        return 2 * MASTER * _ceil(self.sizes.trainable if flat else self.sizes.largest, shards)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,26 +221,45 @@ def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
 def _zero(job: Job, *, stage: int, offload: bool) -> Parts:
     """DeepSpeed: weights in the precision of the computation, and float32 copies of a shard of them.
 
-    See "Memory requirements" (deepspeed.readthedocs.io/en/latest/memory.html); the buckets are those of its
-    default configuration.
+    In the passes there is, besides, the bucket. Stages 1 and 2 have the gradients of the shard twice, as they
+    came and in a row, and stage 1 all others, too. Stage 3 has room for those of the shard, what is
+    gathered, and another bucket, in which gradients are put in order or weights arrive. In the step
+    gradients are copied to float32 (`deepspeed.runtime.zero`, stage_1_and_2.py and stage3.py).
     """
-    sizes, width = job.sizes, job.width
+    sizes, width, buckets = job.sizes, job.width, job.buckets
     shard = _ceil(sizes.trainable, job.devices)
-    bucket = width * min(_DEEPSPEED_BUCKET, sizes.trainable)
     weights = width * (_ceil(sizes.parameters, job.devices) if stage == 3 else sizes.parameters)
     optimizer = (MASTER + ADAM) * shard
-    gradients = width * (sizes.trainable if stage == 1 else shard)
-    gathered = width * (2 * sizes.block + min(_DEEPSPEED_PREFETCH, sizes.parameters)) if stage == 3 else 0
-    working = max(moment.activations for moment in job.passes)
-    stepping = MASTER * shard + (0 if offload else job.step(job.devices))
+    bucket = width * buckets.reduce
+    room = width * shard if stage == 3 else 0
+    sorting = width * min(buckets.reduce, sizes.trainable) if stage == 3 else 0
+    gathered = width * min(buckets.live, sizes.parameters) if stage == 3 else 0
+    arriving = width * min(buckets.prefetch, sizes.parameters) if stage == 3 else 0
+
+    def at(moment: Moment) -> tuple[int, int, int]:
+        """Gradients, what communicates, and the rest."""
+        mine = width * min(moment.gradients, shard)
+        found = {1: mine + width * moment.gradients, 2: 2 * mine, 3: room}[stage]
+        return found, bucket + gathered + max(sorting, arriving), moment.activations
+
+    stepping = (
+        MASTER * shard + room,
+        bucket if stage == 3 else 0,
+        job.step(job.devices, flat=True),
+    )
+    passes = [at(moment) for moment in job.passes]
+    if offload:
+        passes = [(0, communication, working) for _, communication, working in passes]
+    gradients, communication, working = max(passes if offload else [*passes, stepping], key=sum)
     parts = {
         "parameters": (0 if offload and stage == 3 else weights) + sizes.buffers,
-        "gradients": 0 if offload else gradients,
+        "gradients": gradients,
         "optimizer": 0 if offload else optimizer,
-        "communication": bucket + gathered,
-        "working": working if offload else max(working, stepping - bucket - gathered),
+        "communication": communication,
+        "working": working,
     }
-    host = optimizer + MASTER * shard + gradients + (weights if stage == 3 else 0)
+    # Gradients in float32, and the weights in the precision of the computation, on their way to the device.
+    host = optimizer + (MASTER + width) * shard
     return parts, host if offload else 0
 
 
