@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 KINDS = [*product(["no", "bf16"], [1, 3], [False, True])]
 HARDEST = [("no", 3, True), ("bf16", 3, True)]
-QUICKEST = ["ddp", "zero2"]
+QUICKEST = ["zero2"]
 STEPS = 20
 
 
