@@ -62,6 +62,8 @@ BRANCHES = {
         "deepspeed.zero_stage": "3",
         "deepspeed.offload_optimizer_device": "nvme",
         "deepspeed.offload_optimizer_nvme_path": "/nvme",
+        "deepspeed.offload_param_device": "nvme",
+        "deepspeed.offload_param_nvme_path": "/other",
         "deepspeed.gradient_clipping": "1.0",
         "hosts.launcher": "openmpi",
         "hosts.hostfile": "hosts",
@@ -85,8 +87,17 @@ BRANCHES = {
         "megatron.num_micro_batches": "8",
     },
     "FP8 with transformer-engine": {"precision.mixed_precision": "fp8", "fp8.margin": "2"},
-    "FP8 with torchao": {
+    "FP8 with MS-AMP": {
         "precision.mixed_precision": "fp8",
+        "fp8.backend": "MSAMP",
+        "fp8.opt_level": "O1",
+    },
+    "FP8 with torchao": {
+        "launch.distributed_type": "MULTI_GPU",
+        "launch.num_processes": "2",
+        "fsdp": "true",
+        "precision.mixed_precision": "fp8",
+        "fp8.enable_fsdp_float8_all_gather": "true",
         "fp8.backend": "AO",
         "fp8.pad_inner_dim": "false",
     },
