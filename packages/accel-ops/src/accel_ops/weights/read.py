@@ -144,9 +144,10 @@ def _load_bin(path: Path) -> dict[str, Tensor]:
         except RuntimeError:  # the format from before torch 1.6, or a damaged file: read it without mapping
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]  # an empty file says nothing
         raise CheckpointError(
             f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would have to "
-            f"run code to load. Save it again, best as safetensors. ({str(error).splitlines()[0]})"
+            f"run code to load. Save it again, best as safetensors. ({reason})"
         ) from error
     if not isinstance(found, dict):
         raise CheckpointError(f"{str(path)!r} holds a {type(found).__name__!r}, not a state dict")
