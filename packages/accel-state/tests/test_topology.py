@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from itertools import groupby
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ SRUN = {
     "SLURM_NTASKS": "6",
     "SLURM_LOCALID": "1",
     "SLURM_STEP_TASKS_PER_NODE": "4,2",
+    "SLURM_NODEID": "1",
     "SLURM_STEP_ID": "0",
     "SLURM_JOB_ID": "4711",
     "SLURM_STEP_NODELIST": "node[03-04]",
@@ -51,6 +54,25 @@ def test_every_launcher_tells_every_rank_its_place(row, nodes, per_node, data):
     assert found.is_local_main == (rank % per_node == 0)
 
 
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=6).filter(lambda counts: sum(counts) > 1))
+def test_nodes_of_slurm_may_run_different_numbers_of_processes(counts: list[int]):
+    runs = [(count, len([*same])) for count, same in groupby(counts)]
+    listed = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)
+    places = [(node, local, count) for node, count in enumerate(counts) for local in range(count)]
+    for rank, (node, local, count) in enumerate(places):
+        found = detect(
+            {
+                "SLURM_PROCID": str(rank),
+                "SLURM_NTASKS": str(len(places)),
+                "SLURM_LOCALID": str(local),
+                "SLURM_NODEID": str(node),
+                "SLURM_STEP_TASKS_PER_NODE": listed,
+                "SLURM_STEP_ID": "0",
+            }
+        )
+        assert (found.rank, found.local_rank, found.local_world_size) == (rank, local, count)
+
+
 def test_a_process_that_nobody_launched_is_alone():
     assert detect({"PATH": "/bin"}) == Topology(launcher="single")
 
@@ -65,7 +87,7 @@ def test_torchrun_inside_a_slurm_step_wins():
 def test_slurm_wins_over_the_pmi_variables_that_srun_sets():
     environ = SRUN | {"PMI_RANK": "5", "PMI_SIZE": "6"}
     assert detect(environ).launcher == "Slurm"
-    assert detect(environ).local_world_size == 4
+    assert detect(environ).local_world_size == 2
 
 
 @pytest.mark.parametrize("step", ["4294967290", "4294967291", ""])

@@ -91,6 +91,7 @@ class LauncherEnvironment:
         world_size: Variable of the number of processes.
         local_rank: Variable of the rank within the machine.
         local_world_size: Variable of the number of processes of the machine.
+        node: Variable of the machine's index, for a launcher that lists the numbers of all machines.
         applies: A further condition on the environment.
         address: Where rank 0 is, if the launcher lets one know.
     """
@@ -100,6 +101,7 @@ class LauncherEnvironment:
     world_size: str
     local_rank: str
     local_world_size: str
+    node: str | None = None
     applies: Callable[[Mapping[str, str]], bool] = _always
     address: Callable[[Mapping[str, str]], str | None] = _nowhere
 
@@ -160,6 +162,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         world_size="SLURM_NTASKS",
         local_rank="SLURM_LOCALID",
         local_world_size="SLURM_STEP_TASKS_PER_NODE",
+        node="SLURM_NODEID",
         applies=_inside_srun,
         address=_slurm_host,
     ),
@@ -266,17 +269,22 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
 def _local_world_size(environ: Mapping[str, str], row: LauncherEnvironment, world_size: int) -> int:
     """How many processes this machine runs; a launcher that does not say it is taken to use one machine.
 
-    Slurm writes one number for each node, as `4` or `4(x2),3`; other values are for unequal nodes.
+    Slurm lists those of all nodes, as `4(x2),3` (https://slurm.schedmd.com/srun.html, output
+    environment variables).
     """
     text = environ.get(row.local_world_size, "")
     if not text:
         return world_size
-    match = re.match(r"\d+", text)
-    if match is None or int(match[0]) < 1:
-        raise SettingsError(
-            f"{row.local_world_size}={text!r} in the environment is not a positive whole number."
-        )
-    return int(match[0])
+    counts: list[int] = []
+    for entry in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", entry)
+        if match is None or int(match[1]) < 1:
+            raise SettingsError(
+                f"{row.local_world_size}={text!r} in the environment is not a positive whole number."
+            )
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(environ, row.node) if row.node in environ else 0
+    return counts[min(node, len(counts) - 1)]
 
 
 @dataclass(slots=True)
