@@ -147,7 +147,9 @@ def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bo
             f"model {name!r} comes with code of its own; --trust_remote_code lets it run on this machine."
         )
     transformers: Any = import_module("transformers")
-    place = name if trust and not Path(name).exists() else str(config)
+    place = str(config)
+    if trust:  # its code lies beside the configuration, or where the hub has it
+        place = name if not Path(name).exists() else str(config.parent if config.name == CONFIG else config)
     try:
         made = transformers.AutoConfig.from_pretrained(place, trust_remote_code=trust)
         with init_empty_weights():

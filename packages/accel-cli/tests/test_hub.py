@@ -1,0 +1,157 @@
+"""Models of the hub: in its cache, behind its doors, with code of their own. Without a network."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.weights import sizes_of
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+constants = pytest.importorskip("huggingface_hub.constants")
+pytest.importorskip("transformers")
+
+COMMIT = "0" * 39 + "1"
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_hidden_layers": 3,
+    "vocab_size": 64,
+    "tie_word_embeddings": False,
+}
+LLAMA_ELEMENTS = 2 * 64 * 16 + 3 * (4 * 16 * 16 + 3 * 16 * 32 + 2 * 16) + 16
+OWN_CONFIG = """
+from transformers import PretrainedConfig
+
+class TinyConfig(PretrainedConfig):
+    model_type = "tiny-of-its-own"
+
+    def __init__(self, width=8, **more):
+        super().__init__(**more)
+        self.width = width
+"""
+OWN_MODEL = """
+import torch
+from transformers import PreTrainedModel
+from .configuration_tiny import TinyConfig
+
+class TinyModel(PreTrainedModel):
+    config_class = TinyConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.layer = torch.nn.Linear(config.width, config.width)
+        self.post_init()
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of the hub, and no way to it."""
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    return tmp_path / "hub"
+
+
+def put(cache: Path, name: str, files: dict[str, str]) -> None:
+    """What `huggingface_hub` leaves behind after it has got files of a model."""
+    model = cache / f"models--{name.replace('/', '--')}"
+    (model / "refs").mkdir(parents=True)
+    (model / "refs/main").write_text(COMMIT)
+    write(model / "snapshots" / COMMIT, files)
+
+
+def write(folder: Path, files: dict[str, str]) -> None:
+    folder.mkdir(parents=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+
+
+def own_code() -> dict[str, str]:
+    """A model that comes with its own code."""
+    auto_map = {"AutoConfig": "configuration_tiny.TinyConfig", "AutoModel": "modeling_tiny.TinyModel"}
+    config = {"auto_map": auto_map, "model_type": "tiny-of-its-own", "width": 12}
+    return {
+        "config.json": json.dumps(config),
+        "configuration_tiny.py": OWN_CONFIG,
+        "modeling_tiny.py": OWN_MODEL,
+    }
+
+
+def test_a_model_in_the_cache_needs_no_hub(cache: Path) -> None:
+    put(cache, "someone/tiny-llama", {"config.json": json.dumps(LLAMA)})
+    model = skeleton_of("someone/tiny-llama")
+    assert type(model).__name__ == "LlamaForCausalLM"
+    assert sizes_of(model).parameters == LLAMA_ELEMENTS
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_model_that_is_nowhere_is_told() -> None:
+    with pytest.raises(SettingsError, match=r"'someone/absent': neither a file here nor in the hub's cache"):
+        skeleton_of("someone/absent")
+
+
+@pytest.mark.parametrize("place", ["folder", "cache"])
+def test_code_of_a_model_runs_only_when_it_is_trusted(cache: Path, tmp_path: Path, place: str) -> None:
+    name = f"someone/own-{place}"
+    if place == "folder":
+        name = str(tmp_path / "own-folder")
+        write(Path(name), own_code())
+    else:
+        put(cache, name, own_code())
+    with pytest.raises(SettingsError, match=r"code of its own; --trust_remote_code"):
+        skeleton_of(name)
+    assert not (tmp_path / "modules").exists()
+    model = skeleton_of(name, trust_remote_code=True)
+    assert type(model).__name__ == "TinyModel"
+    assert sizes_of(model).parameters == 12 * 12 + 12
+
+
+class Gate(BaseHTTPRequestHandler):
+    """A hub that gives no file of a model before somebody has agreed to its terms."""
+
+    def do_HEAD(self) -> None:
+        """Answer as the hub does."""
+        self.send_response(403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to this model is restricted.")
+        self.end_headers()
+
+    do_GET = do_HEAD  # noqa: N815 - the documented name
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the documented name
+        """Say nothing."""
+
+
+@pytest.fixture
+def gate() -> Iterator[str]:
+    """The address of such a hub on this machine."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Gate) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_model_behind_a_gate_is_told(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", gate)
+    monkeypatch.setattr(
+        constants, "HUGGINGFACE_CO_URL_TEMPLATE", gate + "/{repo_id}/resolve/{revision}/{filename}"
+    )
+    with pytest.raises(SettingsError, match=r"'someone/gated'.*(403|[Gg]ated|restricted)"):
+        skeleton_of("someone/gated")
