@@ -121,6 +121,23 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(cache: Path, tmp_path: Pat
     assert sizes_of(model).parameters == 12 * 12 + 12
 
 
+def test_a_configuration_of_timm_says_more_than_the_architecture(cache: Path, tmp_path: Path) -> None:
+    timm = pytest.importorskip("timm")
+    content = {
+        "architecture": "vit_tiny_patch16_224",
+        "num_classes": 7,
+        "model_args": {"img_size": 64},
+        "pretrained_cfg": {},
+    }
+    put(cache, "someone/vit", {"config.json": json.dumps(content)})
+    expected = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=64)
+    found = sizes_of(skeleton_of("someone/vit")).parameters
+    assert found == sum(parameter.numel() for parameter in expected.parameters())
+    write(tmp_path / "odd", {"config.json": json.dumps(content | {"architecture": "vit_of_nobody"})})
+    with pytest.raises(SettingsError, match="timm does not know it"):
+        skeleton_of(str(tmp_path / "odd"))
+
+
 class Gate(BaseHTTPRequestHandler):
     """A hub that gives no file of a model before somebody has agreed to its terms."""
 

@@ -175,11 +175,13 @@ def _timm(name: str, config: Path | None = None, content: Any = None, trust: boo
             f"model {name!r} is defined by timm, which is not installed: install timm"
         )
     timm: Any = import_module("timm")
-    known = name if content is None else content.get("architecture", name)
+    content = content or {}
+    options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
+    options |= content.get("model_args", {})
     try:
         with init_empty_weights():
-            return timm.create_model(known, pretrained=False)
-    except RuntimeError as error:
+            return timm.create_model(content.get("architecture", name), pretrained=False, **options)
+    except (RuntimeError, TypeError) as error:
         raise SettingsError(f"model {name!r}: timm does not know it: {error}") from None
 
 
