@@ -12,15 +12,17 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops.collect import broadcast, gather, gather_object, reduce
 from accel_ops.pad import pad_across_processes
+from accel_state.accelerator_state import AcceleratorState
 from accel_train.accelerator import Accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor
 
-_STEPS, _ROWS, _FEATURES = 4, 4, 8  # rows: for each process and step
+_STEPS, _ROWS = 4, 4  # rows: for each process and step
+_FEATURES, _HIDDEN = 8, 48
 
 
 class DiffersError(AssertionError):
@@ -45,6 +47,21 @@ class Session:
     def world_size(self) -> int:
         """How many processes there are."""
         return self.accelerator.num_processes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """What a few steps came to.
+
+    Args:
+        losses: Of each backward pass, over all processes.
+        weights: The whole weights at the end; of the main process.
+        batch_size: Rows of each backward pass, over all processes.
+    """
+
+    losses: list[float]
+    weights: dict[str, Tensor]
+    batch_size: int
 
 
 def processes(session: Session) -> str:
@@ -103,29 +120,33 @@ def data_loader(session: Session) -> str:
 
 def training(session: Session) -> str:
     """A few steps give the losses and the weights that plain PyTorch gives on one process."""
-    losses, weights = _train(session, precision="no")
-    wanted_losses, wanted_weights = _train_plainly(session)
-    _expect_close(losses, wanted_losses, 1e-4, "the losses")
+    if _needs_transformers(session):
+        return ""
+    found = _train(session, precision="no")
+    wanted = _train_plainly(session, found.batch_size)
+    _expect_close(found.losses, wanted.losses, 1e-4, "the losses")
     if session.accelerator.is_main_process:
-        for name, weight in wanted_weights.items():
-            _expect_close(weights[name].cpu().flatten().tolist(), weight.flatten().tolist(), 1e-4, name)
-    return f"{_STEPS} steps equal those of one process"
+        for name, weight in wanted.weights.items():
+            _expect_close(found.weights[name].cpu().flatten().tolist(), weight.flatten().tolist(), 1e-4, name)
+    return f"{len(found.losses)} steps equal those of one process"
 
 
 def mixed_precision(session: Session) -> str:
     """The config's precision trains, to about the same losses."""
-    if session.precision == "no":
+    if session.precision == "no" or _needs_transformers(session):
         return ""
-    losses, _ = _train(session, precision=session.precision)
-    wanted, _ = _train_plainly(session)
-    if not all(map(math.isfinite, losses)):
-        raise DiffersError(f"the losses in {session.precision} are {losses}")
-    _expect_close(losses, wanted, 5e-2, f"the losses in {session.precision}")
+    found = _train(session, precision=session.precision)
+    wanted = _train_plainly(session, found.batch_size)
+    if not all(map(math.isfinite, found.losses)):
+        raise DiffersError(f"the losses in {session.precision} are {found.losses}")
+    _expect_close(found.losses, wanted.losses, 5e-2, f"the losses in {session.precision}")
     return f"{session.precision} trains"
 
 
 def checkpoint(session: Session) -> str:
     """A state that was saved and loaded goes on as it would have gone on."""
+    if _needs_transformers(session):
+        return ""
     accelerator = session.accelerator
     model, optimizer, loader = _prepared(session, accelerator)
     _epoch(accelerator, model, optimizer, loader)
@@ -150,33 +171,70 @@ CHECKS: Mapping[str, Callable[[Session], str]] = {
 """The checks in their order. One that returns nothing has nothing to check."""
 
 
-class _Net(nn.Module):
-    """Two layers, the first in a block of its own, so that sharding has something to divide."""
-
+class _Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.block = nn.Sequential(nn.Linear(_FEATURES, 2 * _FEATURES), nn.Tanh())
-        self.head = nn.Linear(2 * _FEATURES, 1)
+        self.up = nn.Linear(_FEATURES, _HIDDEN)
+        self.down = nn.Linear(_HIDDEN, _FEATURES)
 
     def forward(self, rows: Tensor) -> Tensor:
-        return self.head(self.block(rows))
+        return rows + self.down(torch.tanh(self.up(rows)))
 
 
-def _net() -> _Net:
+class _Net(nn.Module):
+    """Blocks, so that sharding has something to divide.
+
+    Args:
+        names: What the classes of its blocks are called: a config that names blocks of another model to be
+            wrapped, or to be left whole, finds them here.
+    """
+
+    def __init__(self, names: Sequence[str] = ("Block",)) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([type(name, (_Block,), {})() for name in names])
+        self.head = nn.Linear(_FEATURES, 1)
+        self.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def forward(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return self.head(rows)
+
+
+def _net(accelerator: Accelerator) -> _Net:
+    fsdp, deepspeed = accelerator.state.fsdp_plugin, accelerator.deepspeed_plugin
+    names = [] if fsdp is None else list(fsdp.transformer_cls_names_to_wrap or ())
+    if deepspeed is not None and deepspeed.transformer_moe_cls_names:
+        names += deepspeed.transformer_moe_cls_names.split(",")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
-        return _Net()
+        return _Net([name.strip() for name in names] or ["Block"])
+
+
+def _needs_transformers(session: Session) -> bool:
+    """Whether the config divides sequences in a way that only models of transformers can be trained."""
+    config = session.accelerator.parallelism_config
+    return config is not None and config.sp_enabled
+
+
+def _clipping(accelerator: Accelerator) -> float | None:
+    """The norm to which DeepSpeed clips gradients, whatever the loop says."""
+    plugin = accelerator.deepspeed_plugin
+    if plugin is None:
+        return None
+    norm = plugin.gradient_clipping or plugin.get_value("gradient_clipping")
+    return norm if isinstance(norm, int | float) and norm > 0 else None
 
 
 def _rows(session: Session) -> TensorDataset:
     generator = torch.Generator().manual_seed(11)
-    count = _STEPS * _ROWS * session.world_size
+    count = _STEPS * session.accelerator.gradient_accumulation_steps * _ROWS * session.world_size
     rows = torch.randn(count, _FEATURES, generator=generator)
     return TensorDataset(rows, rows.sum(dim=1, keepdim=True))
 
 
 def _prepared(session: Session, accelerator: Accelerator) -> tuple[Any, Any, Any]:
-    model = _net()
+    model = _net(accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     loader: Any = DataLoader(_rows(session), batch_size=_ROWS)
     return accelerator.prepare(model, optimizer, loader)
@@ -186,35 +244,45 @@ def _epoch(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) ->
     """Train for one epoch; return the loss of each step over all processes."""
     losses: list[Tensor] = []
     for rows, wanted in loader:
-        loss = nn.functional.mse_loss(model(rows).float(), wanted)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(rows).float(), wanted)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(reduce(loss.detach().float().reshape(1), "mean"))
     return [float(loss) for loss in losses]
 
 
-def _train(session: Session, *, precision: str) -> tuple[list[float], dict[str, Tensor]]:
+def _train(session: Session, *, precision: str) -> Trained:
+    # Its plugins know the precision of the last one.
+    AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for such uses
     accelerator = Accelerator(mixed_precision=precision)
     model, optimizer, loader = _prepared(session, accelerator)
+    batch_size = loader.total_batch_size  # processes that share a model's layers share batches
     losses = _epoch(accelerator, model, optimizer, loader)
     weights = accelerator.get_state_dict(model)
     accelerator.free_memory()
-    return losses, weights
+    return Trained(losses=losses, weights=weights, batch_size=batch_size)
 
 
-def _train_plainly(session: Session) -> tuple[list[float], dict[str, Tensor]]:
+def _train_plainly(session: Session, batch_size: int) -> Trained:
     """The same with plain PyTorch on this process alone, on the CPU."""
-    model = _net()
+    accelerator = session.accelerator
+    model, every = _net(accelerator), accelerator.gradient_accumulation_steps
+    clipping = _clipping(accelerator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     losses: list[float] = []
-    for rows, wanted in DataLoader(_rows(session), batch_size=_ROWS * session.world_size):
+    for index, (rows, wanted) in enumerate(DataLoader(_rows(session), batch_size=batch_size), start=1):
         loss = nn.functional.mse_loss(model(rows), wanted)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        (loss / every).backward()
         losses.append(loss.item())
-    return losses, {name: weight.detach() for name, weight in model.state_dict().items()}
+        if index % every == 0:
+            if clipping is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: weight.detach() for name, weight in model.state_dict().items()}
+    return Trained(losses=losses, weights=weights, batch_size=batch_size)
 
 
 def _expect(found: object, wanted: object, what: str) -> None:

@@ -1,0 +1,63 @@
+"""What `accel test` checks of training passes under every configuration file of the examples."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import yaml
+
+from accel_cli.commands.selftest import checks
+from accel_state.environ import patch_environment
+from accel_state.settings.environ import to_environ
+from accel_state.settings.file import given_by_file
+from accel_state.settings.merge import combine
+from accel_train.accelerator import Accelerator
+from harness import distributed
+from harness.engines import deepspeed_process
+
+FOLDER = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/strategies/configs"
+CHECKS = (checks.data_loader, checks.training, checks.mixed_precision, checks.checkpoint)
+
+
+def check(config: str, folder: Path, accumulation: int) -> list[str]:
+    path = FOLDER / f"{config}.yaml"
+    content = yaml.safe_load(path.read_text())
+    if "deepspeed_config" in content:
+        content["deepspeed_config"]["gradient_accumulation_steps"] = accumulation
+    settings = combine(given_by_file(content, str(path))).settings
+    environ = to_environ(settings) | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(accumulation)}
+    engine = deepspeed_process() if "deepspeed_config" in content else nullcontext()
+    with engine, warnings.catch_warnings(), patch_environment(**environ):
+        # Layers that were divided return views; nothing changes them in place here.
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        accelerator = Accelerator()
+        session = checks.Session(
+            accelerator=accelerator, precision=settings.precision.mixed_precision, folder=folder
+        )
+        said = [one(session) for one in CHECKS]
+        accelerator.free_memory()
+    return said
+
+
+@pytest.mark.parametrize("config", ["ddp", "bf16", "fsdp1", "fsdp2", "tp", "zero1", "zero2", "zero3"])
+@distributed(world_size=2)
+def test_a_configuration_passes(config: str, tmp_path: Path) -> None:
+    said = check(config, tmp_path, accumulation=1)
+    assert said[1] == f"{8 if config == 'tp' else 4} steps equal those of one process"
+    assert said[2] == ("bf16 trains" if config == "bf16" else "")
+
+
+@pytest.mark.parametrize("config", ["hsdp", "fsdp2_tp"])
+@distributed(world_size=4)
+def test_a_configuration_of_several_axes_passes(config: str, tmp_path: Path) -> None:
+    check(config, tmp_path, accumulation=1)
+
+
+@pytest.mark.parametrize("config", ["fsdp2", "zero2"])
+@distributed(world_size=2)
+def test_micro_batches_of_a_configuration_are_accumulated(config: str, tmp_path: Path) -> None:
+    said = check(config, tmp_path, accumulation=3)
+    assert said[1] == "12 steps equal those of one process"
