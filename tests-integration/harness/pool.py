@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 PATIENCE = 180.0  # seconds a body may take: the machine may be busy, a hang is forever
 GRACE = 2.0  # seconds for the other ranks once one has failed: they may be stuck waiting for it
 START = 120.0  # seconds for the nursery to import torch
-LOG_TAIL = 4000  # characters of the ranks' output shown with a failure
+LOG_TAIL = 20000  # characters of the ranks' output shown with a failure; a crash alone fills thousands
 HERE = Path(__file__).resolve().parent
 
 bodies: dict[tuple[str, str], Callable[..., None]] = {}
