@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
@@ -42,6 +43,7 @@ def main(address: str, *preload: str) -> None:
         importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # ranks are reaped by the kernel
     control = Client(address, "AF_UNIX")
+    gc.freeze()  # what is imported by now stays: collections look at what test bodies leave
     while True:
         try:
             world_size, folder = control.recv()
@@ -127,6 +129,9 @@ def _answer(job: Job) -> Answer:
             bodies[job.module, job.name](**job.fixtures)
             dist.barrier()
             _reset()
+            # All ranks at once, and not some day in a data worker, which would wait for threads that a fork
+            # does not copy.
+            gc.collect()
         _check_left_behind(before, groups)
     except pytest.skip.Exception as skipped:
         return Answer(skipped=str(skipped))
