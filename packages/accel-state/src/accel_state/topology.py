@@ -283,7 +283,7 @@ def _local_world_size(environ: Mapping[str, str], row: LauncherEnvironment, worl
                 f"{row.local_world_size}={text!r} in the environment is not a positive whole number."
             )
         counts += [int(match[1])] * int(match[2] or 1)
-    node = _number(environ, row.node) if row.node in environ else 0
+    node = _number(environ, row.node) if row.node is not None and row.node in environ else 0
     return counts[min(node, len(counts) - 1)]
 
 
