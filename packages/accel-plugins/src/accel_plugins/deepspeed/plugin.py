@@ -324,14 +324,15 @@ class DeepSpeedPlugin:
         return sources
 
     def _settle_init_flag(self) -> None:
-        for name in _OF_STAGE_3 if not self.hf_ds_config.is_zero3() else ():
+        if self.hf_ds_config.is_zero3():
+            if self.zero3_init_flag is None:
+                self.zero3_init_flag = True
+            return
+        stage = self.get_value("zero_optimization.stage")
+        for name in _OF_STAGE_3:
             if getattr(self, name):
-                stage = self.get_value("zero_optimization.stage")
                 logger.warning("%s=%r has no effect with ZeRO stage %s.", name, getattr(self, name), stage)
-        if not self.hf_ds_config.is_zero3():
-            self.zero3_init_flag = False
-        if self.zero3_init_flag is None:
-            self.zero3_init_flag = self.hf_ds_config.is_zero3()
+        self.zero3_init_flag = False
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:

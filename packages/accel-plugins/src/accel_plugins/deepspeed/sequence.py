@@ -67,17 +67,15 @@ class SequencePart:
             labels = torch.nn.functional.pad(found.pop("labels"), (0, 1), value=_IGNORED)
             found["shift_labels"] = labels[..., 1:]
         begin = length // self.size * self.rank
-        for name, value in found.items():
+        for name, value in [*found.items()]:
             if not isinstance(value, Tensor) or value.dim() < 2:
                 continue
             if value.shape[1] != length:
                 raise SettingsError(
                     f"sp_size={self.size}: {name!r} of a batch has the shape {tuple(value.shape)}, and "
-                    f"{_KEY!r} {tuple(found[_KEY].shape)}; dim 1 must be the sequence in both."
+                    f"{_KEY!r} {tuple(batch[_KEY].shape)}; dim 1 must be the sequence in both."
                 )
-        for name, value in [*found.items()]:
-            if isinstance(value, Tensor) and value.dim() > 1:
-                found[name] = value[:, begin : begin + length // self.size].contiguous()
+            found[name] = value[:, begin : begin + length // self.size].contiguous()
         return found
 
     def _length_of(self, tokens: Tensor) -> int:

@@ -192,13 +192,9 @@ def estimate_of(record: Record, world: int) -> Estimate:
         world: How many ranks there would be.
     """
     if record.parts:
-        away = (
-            {kind: size for kind, size in record.parts.items() if kind != "working"}
-            if record.offloaded
-            else {}
-        )
-        here = {kind: size for kind, size in record.parts.items() if kind not in away}
-        return Estimate(strategy=_title(record), parts=here, host=sum(away.values()))
+        here = {"working": record.parts["working"]} if record.offloaded else record.parts
+        host = sum(record.parts.values()) - sum(here.values())
+        return Estimate(strategy=_title(record), parts=here, host=host)
     assert record.sizes is not None  # noqa: S101 - for ourselves
     width = 4 if record.precision == "no" else 2
     job = Job(sizes=record.sizes, devices=world, width=width, moments=record.moments)

@@ -156,14 +156,15 @@ class Observer:
     @contextlib.contextmanager
     def uncounted(self) -> Generator[None]:
         """Within it, tensors that come and go take no memory of the rank."""
-        before = None if self.meter is None else self.meter.is_paused
-        if self.meter is not None:
-            self.meter.is_paused = True
+        meter = self.meter
+        if meter is None:
+            yield
+            return
+        before, meter.is_paused = meter.is_paused, True
         try:
             yield
         finally:
-            if self.meter is not None:
-                self.meter.is_paused = bool(before)
+            meter.is_paused = before
 
     @contextlib.contextmanager
     def silence(self) -> Generator[None]:
