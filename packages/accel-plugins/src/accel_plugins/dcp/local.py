@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from accel_state.topology import Topology
 
 _PART, _SHAPE = "part", "shape_of_whole"
+MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
+"""What files are of, as `local_file` wants it."""
 
 
 def save_local(state: Any, path: Path, world_size: int) -> None:
@@ -108,29 +110,44 @@ class LocalFiles:
 
     def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Write `pytorch_model_fsdp_rank0.bin`, or `pytorch_model_fsdp_1_rank0.bin` and so on."""
-        path = self._file(directory, "pytorch_model_fsdp", index)
+        path = self._file(directory, MODEL, index)
         save_local(self.shards.model_tensors(model), path, self.topology.world_size)
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""
         like = self.shards.model_tensors(model)
-        path = self._file(directory, "pytorch_model_fsdp", index)
+        path = self._file(directory, MODEL, index)
         self.shards.load_model(
             model, load_local(path, self.topology.world_size, lambda keys, *_: like[keys[0]])
         )
 
     def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         """Write `optimizer_fsdp_rank0.bin`, or `optimizer_fsdp_1_rank0.bin` and so on."""
-        path = self._file(directory, "optimizer_fsdp", index)
+        path = self._file(directory, OPTIMIZER, index)
         save_local(self.shards.optimizer_tensors(optimizer, [model]), path, self.topology.world_size)
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""
         room = self.shards.room_for(optimizer, [model])
-        path = self._file(directory, "optimizer_fsdp", index)
+        path = self._file(directory, OPTIMIZER, index)
         state = load_local(path, self.topology.world_size, lambda keys, *what: room(keys[1], *what))
         self.shards.load_optimizer(optimizer, [model], state)
 
     def _file(self, directory: Path, stem: str, index: int) -> Path:
-        number = f"_{index}" if index else ""
-        return directory / f"{stem}{number}_rank{self.topology.rank}.bin"
+        return directory / local_file(stem, index, self.topology.rank)
+
+
+def local_file(stem: str, index: int, rank: int) -> str:
+    """The name of the file with a rank's part of a model or an optimizer.
+
+    Args:
+        stem: What it is of.
+        index: Which of several; the first has no number.
+        rank: Whose part it is.
+
+    Example:
+        >>> local_file(MODEL, 1, 0)
+        'pytorch_model_fsdp_1_rank0.bin'
+    """
+    number = f"_{index}" if index else ""
+    return f"{stem}{number}_rank{rank}.bin"

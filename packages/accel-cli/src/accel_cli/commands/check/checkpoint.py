@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from accel_cli.commands.estimate.memory import ADAM, MASTER
 from accel_cli.commands.estimate.trace import storage_key
 from accel_ops.dtensors import local_part
+from accel_plugins.dcp import local
 from accel_plugins.dcp.layout import INDEX_NAME, shard_file
 from accel_plugins.dcp.role import StateForm
 from accel_plugins.dcp.write import ShardWriter
@@ -116,13 +117,11 @@ def _local(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, in
     del safe, estimated
     ranks, prepared = run.runtime.topology.world_size, run.prepared
     for index, model in enumerate(prepared.models):
-        stem = layout.fsdp_weights_name(index).removesuffix(".bin")
         nbytes = whole_nbytes(model.state_dict())
-        yield f"{stem}_rank{run.rank}.bin", nbytes // ranks, nbytes
+        yield local.local_file(local.MODEL, index, run.rank), nbytes // ranks, nbytes
     for index, optimizer in enumerate(prepared.optimizers):
-        number = f"_{index}" if index else ""
         nbytes = _state_nbytes(optimizer)
-        yield f"optimizer_fsdp{number}_rank{run.rank}.bin", nbytes // ranks, nbytes
+        yield local.local_file(local.OPTIMIZER, index, run.rank), nbytes // ranks, nbytes
 
 
 _WRITERS: Mapping[StateForm, Callable[[Any, bool, bool], Iterator[tuple[str, int, int]]]] = {
