@@ -179,15 +179,16 @@ def is_engine_folder(folder: Path) -> bool:
     return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
-def engine_folder(directory: Path, name: str) -> Path:
-    """The folder of a model in a checkpoint: under its name, or as DeepSpeed has named it by itself.
+def engine_folder(directory: Path, name: str, index: int) -> Path:
+    """The folder of a model in a checkpoint: under its name, or the first as DeepSpeed named it by itself.
 
     Args:
         directory: The checkpoint. The file `latest` in it says what `engine.save_checkpoint` wrote last.
         name: As a checkpoint of ours names it; if there is no such folder, the one in `latest` is taken.
+        index: Which of several models; DeepSpeed by itself names one.
     """
     latest = directory / LATEST
-    if not is_engine_folder(directory / name) and latest.is_file():
+    if not index and not is_engine_folder(directory / name) and latest.is_file():
         tag = latest.read_text().strip()
         if tag == Path(tag).name and is_engine_folder(directory / tag):
             return directory / tag

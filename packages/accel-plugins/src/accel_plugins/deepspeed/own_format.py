@@ -49,7 +49,7 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
     Raises:
         CheckpointError: The folder is absent or damaged, or of another model.
     """
-    folder = directory / folder_name(index) if index else engine_folder(directory, folder_name(index))
+    folder = engine_folder(directory, folder_name(index), index)
     saved = read_folder(folder)
     stage = int(engine.zero_optimization_stage())
     if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:

@@ -121,7 +121,7 @@ def restore_divided_model(run: Run, source: Source, index: int, model: nn.Module
     if form_of(run) is StateForm.OWN and not _is_whole(source, index):
         run.persister.load_model(model, source.folder, index)
         return True
-    engine = _engine_folder(source, index)
+    engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
         run.persister.load_full_state_dict(model, read_folder(engine).weights(), **options)
         return True
@@ -142,7 +142,7 @@ def restore_divided_optimizer(run: Run, source: Source, index: int, optimizer: O
         models = run.prepared.models
         run.persister.load_optimizer(optimizer, owner_of(optimizer, models), source.folder, index)
         return True
-    engine = _engine_folder(source, index)
+    engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
         models, saved = run.prepared.models, read_folder(engine)
         state = saved.numbered_optimizer()
@@ -151,12 +151,6 @@ def restore_divided_optimizer(run: Run, source: Source, index: int, optimizer: O
         run.persister.load_full_optimizer_state(optimizer, models, state)
         return True
     return False
-
-
-def _engine_folder(source: Source, index: int) -> Path:
-    """Where DeepSpeed has written a model; what it has named by itself is the first one."""
-    name = layout.engine_name(index)
-    return source.folder / name if index else engine_folder(source.folder, name)
 
 
 def _is_whole(source: Source, index: int) -> bool:
