@@ -70,6 +70,17 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def train(self, batch: torch.Tensor) -> None:
+        """One step."""
+        self.backward(batch)
+        self.step()
+
+    def follow(self, number: int) -> None:
+        """The same step with the plain model, which then has the same weights."""
+        self.plainly(number)
+        self.plain_step()
+        self.assert_right()
+
     def plainly(self, number: int, scale: float = 1.0) -> None:
         """Add the gradients of a whole batch to those of the plain model."""
         batch = batches_of(2)[ROWS * number : ROWS * number + ROWS]
@@ -176,23 +187,16 @@ def states_and_samples(strategy: str, folder: Path) -> None:
 
         accelerator.register_for_checkpointing(counter)
         batches = [*run.loader]
-        run.backward(batches[0])
-        run.step()
+        run.train(batches[0])
         counter.count = 1
         accelerator.save_state(str(folder / "state"), flush=False)
         counter.count = 2
-        run.backward(batches[1])
-        run.step()
+        run.train(batches[1])
         accelerator.load_state(str(folder / "state"))
         assert counter.count == 1
-        run.plainly(0)
-        run.plain_step()
-        run.assert_right()
-        run.backward(batches[1])
-        run.step()
-        run.plainly(1)
-        run.plain_step()
-        run.assert_right()
+        run.follow(0)
+        run.train(batches[1])
+        run.follow(1)
 
         accelerator.save_model(run.model, folder / "weights")
         accelerator.wait_for_everyone()
@@ -216,22 +220,15 @@ def tied_weights(strategy: str, folder: Path) -> None:
     with under(strategy):
         run = Run(strategy, tied=True)
         batches = [*run.loader]
-        run.backward(batches[0])
-        run.step()
-        run.plainly(0)
-        run.plain_step()
-        run.assert_right()
+        run.train(batches[0])
+        run.follow(0)
         run.accelerator.save_state(str(folder / "state"), flush=False)
         run.accelerator.save_model(run.model, folder / "weights")
-        run.backward(batches[1])
-        run.step()
+        run.train(batches[1])
         run.accelerator.load_state(str(folder / "state"))
         run.assert_right()
-        run.backward(batches[1])
-        run.step()
-        run.plainly(1)
-        run.plain_step()
-        run.assert_right()
+        run.train(batches[1])
+        run.follow(1)
         assert run.inside.head.weight is run.inside.embedding.weight
         saved = load_state_dict(folder / "weights" / "model.safetensors")
         assert len({"head.weight", "embedding.weight"} & saved.keys()) == 1

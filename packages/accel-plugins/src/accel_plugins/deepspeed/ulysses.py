@@ -142,11 +142,10 @@ class SequenceParallel:
 
     def release(self) -> None:
         """Let all models compute as they did before."""
-        for core, modules in [*_taken.values()]:
+        for name, (core, modules) in [*_taken.items()]:
             for module in [*self.seen]:
                 modules.pop(module, None)
             if not modules:
-                name = next(key for key, (known, _) in _taken.items() if known is core)
                 _functions()[name] = core
                 del _taken[name]
         self.seen.clear()
