@@ -10,14 +10,14 @@ from accel_cli.launch.args import FLAGS, help_text, read_arguments
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_state.errors import AccelError, SettingsError
-from accel_state.settings import OPTIONS, combine, from_environ, given_by_environ, given_by_file
+from accel_state.settings import OPTIONS, combine, from_environ, given_by_environ, given_by_file, weigh
 from accel_state.settings.file import to_content
 from accel_state.settings.options import BY_KEY, BY_VARIABLE
 
 
 def plan(*line, environ=None, file=None, gpus=4):
     read = read_arguments([*line, "train.py"])
-    merged = combine(read.given, given_by_environ(environ or {}), given_by_file(file or {}, "run.yaml"))
+    merged = weigh(read.given, given_by_environ(environ or {}), given_by_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8))
 
 
@@ -54,9 +54,18 @@ def test_everything_that_does_not_fit_is_told_at_once():
     with pytest.raises(SettingsError) as caught:
         plan("--fsdp_version", "2", "--num_processes", "3", "--num_machines", "2", "--machine_rank", "5")
     said = str(caught.value).splitlines()
-    assert said[0] == "several settings do not fit:"
+    assert said[0] == "several settings cannot be used:"
     assert len(said) == 5
     assert all(line.startswith("- ") for line in said[1:])
+
+
+def test_two_engines_are_told_with_everything_else_that_does_not_fit():
+    with pytest.raises(SettingsError) as caught:
+        plan("--cpu", "--multi_gpu", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm")
+    engines, third, device = caught.value.problems
+    assert "--use_fsdp for FSDP: choose one" in third + engines
+    assert "--use_megatron_lm for Megatron-LM: choose one" in third + engines
+    assert "--cpu asks for the CPU and argument --multi_gpu for MULTI_GPU" in device
 
 
 def test_a_file_keeps_settings_of_an_engine_that_is_not_used():

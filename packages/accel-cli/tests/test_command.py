@@ -146,6 +146,16 @@ def test_a_config_file_that_cannot_be_used_is_named(name, text, parts, tmp_path)
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
+def test_what_is_wrong_with_variables_and_the_file_is_told_at_once(tmp_path, capsys, monkeypatch):
+    (tmp_path / "run.yaml").write_text("num_proceses: 2\n")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "perhaps")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf61")
+    assert main(["launch", "--config_file", str(tmp_path / "run.yaml"), "train.py"]) == 2
+    told = capsys.readouterr().err
+    assert told.count("\n- ") == 3
+    assert all(word in told for word in ("ACCELERATE_USE_CPU", "'bf61'", "key num_proceses"))
+
+
 def test_an_empty_config_file_says_nothing(tmp_path):
     (tmp_path / "a.yaml").write_text("# nothing\n")
     assert file.given_by_config(str(tmp_path / "a.yaml"), {}) == {}

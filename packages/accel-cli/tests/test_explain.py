@@ -93,7 +93,7 @@ def test_keys_are_not_shown(explained):
     )  # fmt: skip
     assert "AKIA1" not in text
     assert "hush" not in text
-    assert "AWS_SECRET_ACCESS_KEY=(not shown)" in text
+    assert "AWS_SECRET_ACCESS_KEY=<redacted>" in text
 
 
 def test_an_older_file_is_noted(explained):

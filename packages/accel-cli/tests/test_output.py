@@ -45,5 +45,13 @@ def test_a_terminal_gets_the_same_cells_with_colours(monkeypatch):
     assert "a [b] line" in text
 
 
+def test_a_long_line_is_left_to_the_terminal_so_that_it_can_be_copied(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    show("accel launch " + "x " * 60, stream=stream)
+    assert stream.getvalue().count("\n") == 1
+
+
 def test_a_table_without_rows_has_its_head():
     assert as_text(Table(head=("a", "b"), rows=())) == "a  b"

@@ -43,6 +43,7 @@ def test_a_flag_may_be_written_with_dashes_and_its_value_stays_as_it_is(parser, 
         (["--how_often", "0"], ["at least 1"]),
         (["--first_name"], ["--first_name"]),
         (["--firs", "x"], ["--firs"]),
+        (["--firs", "x", "--in_hast"], ["- argument --firs is", "- argument --in_hast is", "--in_haste?"]),
     ],
 )
 def test_a_mistake_is_answered_with_the_flag_and_the_way_out(parser, words, parts):

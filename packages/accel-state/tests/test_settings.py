@@ -353,7 +353,7 @@ def test_all_keys_that_cannot_be_used_are_told_at_once():
         given_by_file({"num_proceses": 2, "num_machines": 0, "debug": True}, "run.yaml")
     said = str(caught.value).splitlines()
     assert [line[:24] for line in said] == [
-        "several keys cannot be u",
+        "several settings cannot ",
         "- key num_proceses of ru",
         "- key num_machines of ru",
     ]
@@ -367,6 +367,11 @@ def test_all_keys_that_cannot_be_used_are_told_at_once():
         ({"distributed_type": "TPU"}, {"distributed_type": "XLA"}, "XLA"),
         ({"use_mps_device": True}, {}, "not needed any more"),
         ({"ipex_config": {"ipex": False}}, {}, "not needed any more"),
+        (
+            {"fsdp_config": {"min_num_params": 2000, "sharding_strategy": 1}},
+            {"fsdp_config": {"fsdp_min_num_params": 2000, "fsdp_sharding_strategy": 1}},
+            "'fsdp_config.min_num_params' is 'fsdp_config.fsdp_min_num_params' now",
+        ),
         ({"mpirun_config": {"mpirun_ccl": "1"}}, {"mpirun_config": {}}, "not needed any more"),
         (
             {"distributed_type": "TP", "tp_config": {"tp_size": 4}},

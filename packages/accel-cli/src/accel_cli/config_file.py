@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -27,8 +27,8 @@ class ConfigFile:
     """
 
     path: Path | None = None
-    content: Mapping[str, Any]
-    given: dict[str, Given]
+    content: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    given: dict[str, Given] = field(default_factory=dict[str, Given])
     notes: tuple[str, ...] = ()
 
 
@@ -57,7 +57,7 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     """
     path = Path(named).expanduser() if named is not None else default_config_file(environ)
     if path is None:
-        return ConfigFile(content={}, given={})
+        return ConfigFile()
     translation = translate(read(path))
     advice = f"`accel config update --config_file {path}` rewrites the file"
     notes = [f"{path} is of an older format: {note}" for note in translation.notes]

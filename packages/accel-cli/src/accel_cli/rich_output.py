@@ -33,7 +33,7 @@ def write(items: Iterable[Table | str], stream: TextIO) -> None:
     console = Console(file=stream, highlight=False)
     for item in items:
         if isinstance(item, str):
-            console.print(Text(item))
+            console.print(Text(item), soft_wrap=True)  # a command line is copied as it is
             continue
         frame = Frame(title=item.title or None, title_justify="left")
         for name in item.head:

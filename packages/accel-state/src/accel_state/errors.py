@@ -1,7 +1,7 @@
 """The errors of every accel package, and how they are related. Imports nothing.
 
 AccelError
-├── SettingsError                   (ValueError)           an argument, variable or file key is unusable
+├── SettingsError                   (ValueError)           arguments, variables or file keys are unusable
 ├── MissingDependencyError          (ImportError)          an optional library is not installed
 ├── CheckpointError                 (ValueError)           weights are damaged, unsafe or do not fit
 ├── CheckpointWriteError            (OSError)              a checkpoint could not be written on some rank
@@ -18,7 +18,25 @@ class AccelError(Exception):
 
 
 class SettingsError(AccelError, ValueError):
-    """A setting cannot be used. The message names the value, where it came from, and the way out."""
+    """Settings cannot be used. The message names each value, where it came from, and the way out.
+
+    Args:
+        *problems: A sentence for each thing that is wrong.
+
+    Example:
+        >>> print(SettingsError("--lr is 'x'", "--lr needs --train"))
+        several settings cannot be used:
+        - --lr is 'x'
+        - --lr needs --train
+    """
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        several = ("several settings cannot be used:",) if self.problems[1:] else ()
+        return "\n- ".join((*several, *self.problems))
 
 
 class MissingDependencyError(AccelError, ImportError):

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, Layer, Option
-from accel_state.settings.file import joined
+from accel_state.settings import OPTIONS, Given, Layer, Option, Problems
+from accel_state.settings.file import USUAL_PLACE, joined
 from accel_state.settings.merge import parse
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
             values follow or are joined with `=`; the first word that is neither is the script.
 
     Raises:
-        SettingsError: A flag is unknown, lacks its value, or has one that cannot be used.
+        SettingsError: Flags are unknown, lack their values, or have some that cannot be used; the message
+            names all. After an unknown flag that resembles none nobody knows where the script begins.
 
     Example:
         >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
@@ -81,27 +82,35 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
     given: dict[str, Given] = {}
     others: dict[str, str] = {}
     rest = list(arguments)
+    problems = Problems()
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
         if word == "--":
             break
         if word in {"-h", "--help"}:
             return Arguments(given={}, script=None, script_arguments=())
-        name, flag, text = _split(word)
-        if flag.const is not None:
-            if text is not None:
-                raise SettingsError(f"argument {name} takes no value, but got {text!r}.")
-            text = flag.const
-        elif text is None:
-            if not rest:
-                raise SettingsError(f"argument {name} needs a value.")
-            text = rest.pop(0)
-        if flag.option is None:
-            others[_key(name)] = text
-        elif (value := parse(flag.option, text, Layer.ARGUMENT, f"argument {name}")) is not None:
-            given[flag.option.path] = joined(given.get(flag.option.path), value)
-    if not rest:
+        name, text = _split(word)
+        if (key := _key(name)) not in FLAGS:
+            near = get_close_matches(key, [flag for flag in FLAGS if flag.startswith("--")], n=1)
+            hint = f"; did you mean {near[0]}?" if near else "."
+            problems.found.append(
+                f"argument {name} is unknown{hint} Flags of the script come after the script."
+            )
+            if not near:
+                problems.tell()
+            elif FLAGS[near[0]].const is None and text is None:
+                del rest[:1]
+            continue
+        with problems:
+            flag = FLAGS[key]
+            text = _text(name, flag, text, rest)
+            if flag.option is None:
+                others[key] = text
+            elif (value := parse(flag.option, text, Layer.ARGUMENT, f"argument {name}")) is not None:
+                given[flag.option.path] = joined(given.get(flag.option.path), value)
+    if not rest and not problems.found:
         raise SettingsError(f"no script to run.\n{USAGE}")
+    problems.tell()
     return Arguments(
         given=given,
         config_file=others.get(_CONFIG_FILE),
@@ -115,26 +124,30 @@ def _key(name: str) -> str:
     return "--" + name[2:].replace("-", "_") if name.startswith("--") else name
 
 
-def _split(word: str) -> tuple[str, _Flag, str | None]:
+def _split(word: str) -> tuple[str, str | None]:
     """The flag that a word holds, as it is written there, and the value joined to it."""
     name, equals, text = word.partition("=")
     if not name.startswith("--"):
         name, text, equals = (word[:2], word[2:], word[2:]) if len(word) > 2 else (word, "", "")
-    key = _key(name)
-    if key in FLAGS:
-        return name, FLAGS[key], text if equals else None
-    near = get_close_matches(key, [flag for flag in FLAGS if flag.startswith("--")], n=1)
-    raise SettingsError(
-        f"argument {name} is unknown{f'; did you mean {near[0]}?' if near else '.'}"
-        " Flags of the script come after the script."
-    )
+    return name, text if equals else None
+
+
+def _text(name: str, flag: _Flag, text: str | None, rest: list[str]) -> str:
+    """What a flag is given: what is joined to it, what it stands for, or the next word, which is taken."""
+    if flag.const is not None:
+        if text is not None:
+            raise SettingsError(f"argument {name} takes no value, but got {text!r}.")
+        return flag.const
+    if text is None and not rest:
+        raise SettingsError(f"argument {name} needs a value.")
+    return rest.pop(0) if text is None else text
 
 
 def help_text() -> str:
     """What `accel launch --help` tells."""
     sections: dict[str, list[str]] = {
         "the command": [
-            _entry(f"{_CONFIG_FILE} FILE", "Settings in YAML or JSON; without it the default config file."),
+            _entry(f"{_CONFIG_FILE} FILE", f"Settings in YAML or JSON; by default {USUAL_PLACE}."),
             _entry(_EXPLAIN, "Tell where each setting comes from and what would be run, and run nothing."),
         ]
     }
@@ -167,8 +180,7 @@ def _details(option: Option) -> str:
         f" One of {', '.join(option.choices)}." if len(option.choices) > 4 and option.const is None else ""
     )
     default = f" With --use_{option.section}: {option.launched}." if option.launched else ""
-    where = "; ".join(place for place in (option.variable, option.key and f"key {option.key}") if place)
-    return f"{option.help}{choices}{default}{f' [{where}]' if where else ''}"
+    return f"{option.help}{choices}{default} {option.places}".rstrip()
 
 
 def _entry(names: str, text: str) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_cli.config_file import read_config
+from accel_cli.config_file import ConfigFile, read_config
 from accel_cli.launch.args import help_text, read_arguments
 from accel_cli.launch.explain import explain
 from accel_cli.launch.hostfile import read_hosts
@@ -18,9 +18,10 @@ from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.runners import RUNNERS
 from accel_cli.launch.slurm import given_by_slurm
+from accel_cli.output import show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import combine, given_by_environ
+from accel_state.settings import Given, Problems, given_by_environ, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -39,20 +40,25 @@ def run(arguments: Sequence[str]) -> int:
         0 after help or explanations. Otherwise this process becomes the script, or what starts its workers.
 
     Raises:
-        SettingsError: Something does not add up; nothing was started.
+        SettingsError: Things do not add up; nothing was started.
     """
     line = read_arguments(arguments)
     if line.script is None:
         sys.stdout.write(help_text())
         return 0
     environ = read()
-    file = read_config(line.config_file, environ)
-    merged = combine(line.given, given_by_environ(environ), given_by_slurm(environ), file.given)
+    problems, outside, file = Problems(), dict[str, Given](), ConfigFile()
+    with problems:
+        outside = given_by_environ(environ)
+    with problems:
+        file = read_config(line.config_file, environ)
+    problems.tell()
+    merged = weigh(line.given, outside, given_by_slurm(environ), file.given)
     machine = look_around(merged.settings, environ)
     plan = make_plan(merged, line.script, line.script_arguments, environ, machine)
     job = RUNNERS[plan.runner](plan)
     if line.explain:
-        sys.stdout.write(explain(plan, job, environ, file.notes))
+        show(*explain(plan, job, environ, file.notes))
         return 0
     for note in file.notes:
         sys.stderr.write(f"accel launch: note: {note}\n")

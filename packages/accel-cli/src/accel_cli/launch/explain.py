@@ -5,7 +5,8 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from accel_cli.output import Table, as_text
+from accel_cli.output import Table
+from accel_cli.secrets_kept import without_secrets
 from accel_state.settings import OPTIONS
 from accel_state.settings.environ import as_text as value_text
 from accel_state.settings.merge import TITLES
@@ -17,12 +18,10 @@ if TYPE_CHECKING:
     from accel_cli.launch.job import Job
     from accel_cli.launch.plan import LaunchPlan
 
-_SECRET = ("access_key", "secret", "token", "password", "api_key")
-HIDDEN = "(not shown)"
-"""What stands in the place of a secret."""
 
-
-def explain(plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Sequence[str] = ()) -> str:
+def explain(
+    plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Sequence[str] = ()
+) -> list[Table | str]:
     """Tell what would be run, and why.
 
     Args:
@@ -32,16 +31,15 @@ def explain(plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Seque
         notes: What else is to be said.
 
     Returns:
-        Lines of text.
+        What `accel_cli.output.show` shows.
     """
-    parts = [
-        as_text(Table(head=("setting", "value", "comes from"), rows=tuple(_settings(plan)))),
-        f"way: {WAYS[plan.runner]}",
-        f"command:\n  {shlex.join(job.command)}",
-        "\n  ".join(["environment, as far as it differs:", *_differences(environ, job.environ)]),
-        *(f"note: {note}" for note in notes),
+    return [
+        Table(head=("setting", "value", "comes from"), rows=tuple(_settings(plan))),
+        f"\nway: {WAYS[plan.runner]}",
+        f"\ncommand:\n  {shlex.join(job.command)}",
+        "\n  ".join(["\nenvironment, as far as it differs:", *_differences(environ, job.environ)]),
+        *(f"\nnote: {note}" for note in notes),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 WAYS: Mapping[str, str] = {
@@ -67,7 +65,7 @@ def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
         elif who.value is not None:
             value = value_at(plan.merged.settings, option.path)
             off = option.section in TITLES and not value_at(plan.merged.settings, option.section)
-            text = HIDDEN if _is_secret(option.path) else value_text(who.value if value is None else value)
+            text = without_secrets(option.path, value_text(who.value if value is None else value))
             if not off:
                 rows.append((option.path, text, who.origin))
             elif option.name and who.layer < 3:
@@ -83,12 +81,8 @@ def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
 
 def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     changed = [
-        f"{name}={HIDDEN if _is_secret(name) else shlex.quote(value)}"
+        f"{name}={shown if (shown := without_secrets(name, value)) != value else shlex.quote(value)}"
         for name, value in after.items()
         if before.get(name) != value
     ]
     return [*changed, *(f"unset {name}" for name in before if name not in after)] or ["(nothing)"]
-
-
-def _is_secret(name: str) -> bool:
-    return any(part in name.lower() for part in _SECRET)

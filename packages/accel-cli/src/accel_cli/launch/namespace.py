@@ -14,7 +14,7 @@ from accel_cli.launch.command import look_around
 from accel_cli.launch.plan import LaunchPlan, make_plan
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, Layer, combine, given_by_environ, given_by_file
+from accel_state.settings import OPTIONS, Given, Layer, Problems, given_by_environ, given_by_file, weigh
 from accel_state.settings.environ import as_text
 from accel_state.settings.file import joined
 from accel_state.settings.merge import parse
@@ -162,7 +162,7 @@ def plan_of(
         )
     environ = read()
     given = given_by_namespace({**vars(args), **(said or {})})
-    merged = combine(given, given_by_environ(environ), file or {})
+    merged = weigh(given, given_by_environ(environ), file or {})
     words = tuple(map(str, getattr(args, "training_script_args", None) or ()))
     return make_plan(merged, str(args.training_script), words, environ, look_around(merged.settings, environ))
 
@@ -174,9 +174,10 @@ def given_by_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
         flags: Value by flag without dashes. `None`, false and empty ones were not said.
 
     Raises:
-        SettingsError: A value cannot be used.
+        SettingsError: Values cannot be used; the message names all.
     """
     found: dict[str, Given] = {}
+    problems = Problems()
     for option in OPTIONS:
         consts = dict.fromkeys(option.flags, option.const) | dict(option.more_flags)
         for flag, const in consts.items():
@@ -186,9 +187,11 @@ def given_by_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
                 continue
             texts = [const] if const is not None else value if isinstance(value, list) else [value]
             for text in texts:
-                given = parse(option, as_text(text), Layer.ARGUMENT, f"args.{name}")
-                if given is not None:
-                    found[option.path] = joined(found.get(option.path), given)
+                with problems:
+                    given = parse(option, as_text(text), Layer.ARGUMENT, f"args.{name}")
+                    if given is not None:
+                        found[option.path] = joined(found.get(option.path), given)
+    problems.tell()
     return found
 
 

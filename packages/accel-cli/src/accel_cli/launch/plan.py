@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from accel_cli.launch.checks import Facts, device_ids, problems, processes_wanted, uses_cpu
 from accel_cli.launch.machine import VISIBLE_DEVICES
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, LaunchSettings, Layer, combine, worker_environ
+from accel_state.settings import OPTIONS, Given, LaunchSettings, Layer, weigh, worker_environ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,12 +77,10 @@ def make_plan(
     Raises:
         SettingsError: Settings contradict each other or do not fit the machine; all that do are named.
     """
-    merged = combine(merged.given, HANDED_OVER)
+    conflicts, merged = merged.conflicts, weigh(merged.given, HANDED_OVER)
     facts = Facts(merged=merged, machine=machine, environ=environ)
-    found = problems(facts)
-    if found:
-        several = "several settings do not fit:" if len(found) > 1 else ""
-        raise SettingsError("\n- ".join([several, *found]) if several else found[0])
+    if found := (*conflicts, *problems(facts)):
+        raise SettingsError(*found)
     launch = replace(
         merged.settings.launch, num_processes=processes_wanted(facts), num_machines=facts.machines
     )

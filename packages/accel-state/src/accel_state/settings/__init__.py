@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from accel_state.settings.merge import Layer as Layer
     from accel_state.settings.merge import Merged as Merged
     from accel_state.settings.merge import combine as combine
+    from accel_state.settings.merge import weigh as weigh
     from accel_state.settings.model import DynamoSettings as DynamoSettings
     from accel_state.settings.model import LaunchSettings as LaunchSettings
     from accel_state.settings.model import PrecisionSettings as PrecisionSettings
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from accel_state.settings.places import MpiSettings as MpiSettings
     from accel_state.settings.places import SageMakerSettings as SageMakerSettings
     from accel_state.settings.places import TpuSettings as TpuSettings
+    from accel_state.settings.problems import Problems as Problems
 
 __all__ = [
     "OPTIONS",
@@ -52,6 +54,7 @@ __all__ = [
     "Option",
     "ParallelismSettings",
     "PrecisionSettings",
+    "Problems",
     "ProcessSettings",
     "SageMakerSettings",
     "Settings",
@@ -64,6 +67,7 @@ __all__ = [
     "given_by_file",
     "to_content",
     "to_environ",
+    "weigh",
     "worker_environ",
 ]
 
@@ -77,7 +81,7 @@ _MODULES = {
     ),
     "environ": ("from_environ", "given_by_environ", "to_environ", "worker_environ"),
     "file": ("default_config_file", "given_by_file", "to_content"),
-    "merge": ("Given", "Layer", "Merged", "combine"),
+    "merge": ("Given", "Layer", "Merged", "combine", "weigh"),
     "model": (
         "DynamoSettings",
         "LaunchSettings",
@@ -89,6 +93,7 @@ _MODULES = {
     "option": ("Option",),
     "options": ("OPTIONS",),
     "places": ("HostSettings", "MpiSettings", "SageMakerSettings", "TpuSettings"),
+    "problems": ("Problems",),
 }
 
 __getattr__, __dir__ = attach(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from accel_state.settings.merge import Given, Layer, combine, parse
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.options import BY_PATH, BY_VARIABLE
+from accel_state.settings.problems import Problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,17 +33,20 @@ def given_by_environ(environ: Mapping[str, str]) -> dict[str, Given]:
         Path to value and origin. An empty variable counts as unset.
 
     Raises:
-        SettingsError: A variable cannot be read; the message names it.
+        SettingsError: Variables cannot be read; the message names all.
     """
-    found = {
-        option.path: parse(option, environ[name], Layer.ENVIRONMENT, f"variable {name}")
-        for name, option in BY_VARIABLE.items()
-        if name in environ
-    }
+    found: dict[str, Given | None] = {}
+    problems = Problems()
+    for name, option in BY_VARIABLE.items():
+        if name in environ:
+            with problems:
+                found[option.path] = parse(option, environ[name], Layer.ENVIRONMENT, f"variable {name}")
     for path, names in IN_PARTS.items():
         if found.get(path) is None and any(environ.get(name) for name in names):
             text = ",".join(environ.get(name) or "false" for name in names)
-            found[path] = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variables {', '.join(names)}")
+            with problems:
+                found[path] = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variables {', '.join(names)}")
+    problems.tell()
     return {path: given for path, given in found.items() if given is not None}
 
 

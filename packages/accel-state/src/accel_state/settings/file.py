@@ -13,6 +13,7 @@ from accel_state.settings.merge import Given, Layer, parse
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.older import translate
 from accel_state.settings.options import BY_KEY, OPTIONS
+from accel_state.settings.problems import Problems
 from accel_state.settings.rows.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
 
 FILE_NAMES = ("default_config.yaml", "default_config.json")
 """What the default config file may be called, in the order in which it is looked for."""
+
+USUAL_PLACE = f"accelerate/{FILE_NAMES[0]} below $HF_HOME or ~/.cache/huggingface"
+"""Where that is, for help."""
 
 ALWAYS_WRITTEN = (
     "launch.compute_environment",
@@ -80,18 +84,13 @@ def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
         2
     """
     found: dict[str, Given] = {}
-    problems: list[str] = []
+    problems = Problems()
     for key, value in _flat(translate(content).content, source):
-        try:
+        with problems:
             for given in _read(key, value, f"key {key} of {source}"):
                 path = BY_KEY[key].path
                 found[path] = joined(found.get(path), given)
-        except SettingsError as error:
-            problems.append(str(error))
-    if problems:
-        raise SettingsError(
-            "\n- ".join(["several keys cannot be used:", *problems] if problems[1:] else problems)
-        )
+    problems.tell()
     if any(path.startswith("parallelism.") for path in found):
         origin = f"key parallelism_config of {source}"
         found["parallelism"] = Given(value=True, layer=Layer.FILE, origin=origin)

@@ -58,10 +58,12 @@ class Merged:
     Args:
         settings: The outcome.
         given: Path to the winning value.
+        conflicts: A sentence for each decision that sources made differently which are equally strong.
     """
 
     settings: Settings
     given: Mapping[str, Given]
+    conflicts: tuple[str, ...] = ()
 
     def who(self, path: str) -> Given:
         """Who decided about `path`; `DEFAULT` if nobody did."""
@@ -109,9 +111,26 @@ def combine(*sources: Mapping[str, Given]) -> Merged:
         SettingsError: Two engines are asked for by sources that are equally strong.
 
     Example:
+        >>> asked = {"fsdp": Given(value=True, layer=Layer.ARGUMENT, origin="argument --use_fsdp")}
+        >>> combine(asked).settings.fsdp.fsdp_version
+        1
+    """
+    merged = weigh(*sources)
+    if merged.conflicts:
+        raise SettingsError(*merged.conflicts)
+    return merged
+
+
+def weigh(*sources: Mapping[str, Given]) -> Merged:
+    """Let the strongest source of each setting win, and note where none is stronger.
+
+    Args:
+        *sources: Path to value, in any order; a lower `Layer` wins.
+
+    Example:
         >>> low = {"launch.num_machines": Given(value=2, layer=Layer.FILE, origin="key num_machines")}
         >>> high = {"launch.num_machines": Given(value=4, layer=Layer.ARGUMENT, origin="--num_machines")}
-        >>> combine(low, high).settings.launch.num_machines
+        >>> weigh(low, high).settings.launch.num_machines
         4
     """
     given: dict[str, Given] = {}
@@ -119,7 +138,8 @@ def combine(*sources: Mapping[str, Given]) -> Merged:
         for path, value in source.items():
             if value.layer <= given.get(path, DEFAULT).layer:
                 given[path] = value
-    given |= _switches(given)
+    switches, conflicts = _switches(given)
+    given |= switches
     sections: dict[str, dict[str, Any]] = {}
     for path, value in given.items():
         section, _, name = path.partition(".")
@@ -132,22 +152,22 @@ def combine(*sources: Mapping[str, Given]) -> Merged:
     made |= {name: kind(**sections.pop(name)) for name, kind in BY_CONTENT.items() if name in sections}
     defaults = Settings()
     made |= {section: replace(getattr(defaults, section), **values) for section, values in sections.items()}
-    return Merged(settings=replace(defaults, **made), given=given)
+    return Merged(settings=replace(defaults, **made), given=given, conflicts=conflicts)
 
 
-def _switches(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Which engine is on: of several that are asked for, the one that the strongest source asks for."""
+def _switches(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...]]:
+    """Which engine is on, of several that are asked for: that of the strongest source. And its equals."""
     kind = given.get("launch.distributed_type", DEFAULT)
     asked = {name: given[name] for name in ENGINES if name in given}
     by_kind = ENGINE_TYPES.get(str(kind.value))
     if by_kind is not None and kind.layer <= asked.get(by_kind, DEFAULT).layer:
         asked[by_kind] = replace(kind, value=True)
     on = sorted((one.layer, name) for name, one in asked.items() if one.value)
-    if len(on) > 1 and on[0][0] == on[1][0]:
-        first, second = (asked[name] for _, name in on[:2])
-        raise SettingsError(
-            f"{first.origin} asks for {TITLES[on[0][1]]} and {second.origin} for {TITLES[on[1][1]]}: "
-            "choose one."
-        )
+    conflicts = tuple(
+        f"{asked[on[0][1]].origin} asks for {TITLES[on[0][1]]} and {asked[name].origin} for {TITLES[name]}: "
+        "choose one."
+        for layer, name in on[1:]
+        if layer == on[0][0]
+    )
     lost = {name: replace(asked[name], value=False) for _, name in on[1:]}
-    return asked | lost
+    return asked | lost, conflicts

@@ -27,6 +27,8 @@ _WHY = {
     "mpirun_config.mpirun_ccl": "oneCCL is not configured by the command",
 }
 _TENSOR_PARALLEL = {"tp_size": "parallelism_config_tp_size"}
+_FSDP = ("min_num_params", "offload_params", "sharding_strategy")
+"""Keys of `fsdp_config` that had no prefix once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +90,11 @@ def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
             name = _TENSOR_PARALLEL.get(key, key)
             sizes.setdefault(name, value)
             notes.append(f"'tp_config.{key}' is 'parallelism_config.{name}' now")
+    if isinstance(fsdp := result.get("fsdp_config"), dict):
+        for key in _FSDP:
+            if key in fsdp:
+                fsdp.setdefault(f"fsdp_{key}", fsdp.pop(key))
+                notes.append(f"'fsdp_config.{key}' is 'fsdp_config.fsdp_{key}' now")
     if isinstance(result.get("mpirun_config"), dict) and "mpirun_ccl" in result["mpirun_config"]:
         del result["mpirun_config"]["mpirun_ccl"]
         notes.append(f"'mpirun_config.mpirun_ccl' is not needed any more: {_WHY['mpirun_config.mpirun_ccl']}")

@@ -61,3 +61,9 @@ class Option:
     def name(self) -> str:
         """Its name in that section; empty for the switch of a section."""
         return self.path.partition(".")[2]
+
+    @property
+    def places(self) -> str:
+        """Where else it can be said, for help: `"[VARIABLE; key table.key]"`; empty if nowhere."""
+        found = [place for place in (self.variable, self.key and f"key {self.key}") if place]
+        return f"[{'; '.join(found)}]" if found else ""

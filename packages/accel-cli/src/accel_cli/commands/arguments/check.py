@@ -40,7 +40,7 @@ def parser() -> Parser:
         metavar="SECONDS",
         help="for each rank (default: %(default)s)",
     )
-    add_config_file(made, "the config file to use; by default the usual one")
+    add_config_file(made, "use")
     made.add_argument("--json", action="store_true", help="the findings as JSON")
     made.add_argument("--quiet", "-q", action="store_true", help="show only what is wrong")
     made.add_argument("script", help="the script")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_cli.commands.arguments.parser import Parser
+from accel_cli.commands.arguments.parser import Parser, add_config_file, setting
 
 ACTIONS = ("default", "update")
 
@@ -16,14 +16,13 @@ def parser() -> Parser:
         " format.",
     )
     made.add_argument("action", nargs="?", choices=ACTIONS, help="without one, questions are asked")
-    made.add_argument(
-        "--config_file",
-        metavar="FILE",
-        help="the file to write, YAML or JSON; without it the default one, which `accel launch` reads",
-    )
+    add_config_file(made, "write, YAML or JSON")
     made.add_argument(
         "--mixed_precision",
         choices=("no", "fp16", "bf16"),
-        help="with `default`: the precision of forward and backward passes (default: no)",
+        help=setting(
+            "precision.mixed_precision",
+            "with `default`: the precision of forward and backward passes (default: no)",
+        ),
     )
     return made

@@ -10,6 +10,6 @@ def parser() -> Parser:
     made = Parser(
         "env", "Tell what a bug report should say: versions, devices, launcher and settings; no secrets."
     )
-    add_config_file(made, "the config file to look at; by default the usual one")
+    add_config_file(made, "look at")
     made.add_argument("--json", action="store_true", help="as JSON rather than as text")
     return made

@@ -7,6 +7,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from accel_state.errors import SettingsError
+from accel_state.settings.file import USUAL_PLACE
+from accel_state.settings.options import BY_PATH
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer  # pyright: ignore[reportPrivateUsage] - groups have no public name
@@ -47,8 +49,8 @@ class Parser(ArgumentParser):
         """
         options, unknown = self.parse_known_args(self._spelled(words))
         if unknown:
-            name = unknown[0].partition("=")[0]
-            raise SettingsError(f"argument {name} is unknown{self._nearest(name)}")
+            names = [word.partition("=")[0] for word in unknown if word.startswith("-")] or unknown
+            raise SettingsError(*(f"argument {name} is unknown{self._nearest(name)}" for name in names))
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -117,6 +119,26 @@ def number(low: float, *, whole: bool = True) -> Callable[[str], float]:
     return read
 
 
-def add_config_file(parser: _ActionsContainer, help: str) -> None:  # noqa: A002 - argparse's own name
-    """Declare `--config_file`, as every command has it."""
+def add_config_file(parser: _ActionsContainer, use: str) -> None:
+    """Declare `--config_file`, as every command has it.
+
+    Args:
+        parser: The parser, or a group of it.
+        use: What the file is for.
+    """
+    help = f"the config file to {use}; by default {USUAL_PLACE}"  # noqa: A001 - argparse's own name
     parser.add_argument("--config_file", metavar="FILE", help=help)
+
+
+def setting(path: str, text: str) -> str:
+    """The help of a flag that is a setting: with where else it can be said.
+
+    Args:
+        path: Of a row of `accel_state.settings.OPTIONS`.
+        text: What the flag means.
+
+    Example:
+        >>> setting("process.use_cpu", "use the CPU")
+        'use the CPU [ACCELERATE_USE_CPU; key use_cpu]'
+    """
+    return f"{text} {BY_PATH[path].places}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_cli.commands.arguments.parser import Parser, add_config_file, number
+from accel_cli.commands.arguments.parser import Parser, add_config_file, number, setting
 
 
 def parser() -> Parser:
@@ -12,12 +12,21 @@ def parser() -> Parser:
         "Tell in less than two minutes whether this machine trains correctly with a config: collectives, data"
         " loading, equality with one process, mixed precision, checkpoints, and how fast data moves.",
     )
-    add_config_file(made, "the config file to test; by default the usual one")
+    add_config_file(made, "test")
     made.add_argument(
-        "--num_processes", type=number(1), metavar="N", help="as for accel launch, in place of the config's"
+        "--num_processes",
+        type=number(1),
+        metavar="N",
+        help=setting("launch.num_processes", "as for accel launch, in place of the config's"),
     )
-    made.add_argument("--cpu", action="store_true", help="as for accel launch: use the CPU")
-    made.add_argument("--mixed_precision", choices=("no", "fp16", "bf16", "fp8"), help="as for accel launch")
+    made.add_argument(
+        "--cpu", action="store_true", help=setting("process.use_cpu", "as for accel launch: use the CPU")
+    )
+    made.add_argument(
+        "--mixed_precision",
+        choices=("no", "fp16", "bf16", "fp8"),
+        help=setting("precision.mixed_precision", "as for accel launch"),
+    )
     made.add_argument("--json", action="store_true", help="the results as JSON")
     made.add_argument("--quiet", "-q", action="store_true", help="show only what failed")
     return made

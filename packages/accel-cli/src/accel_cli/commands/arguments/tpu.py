@@ -9,7 +9,7 @@ def parser() -> Parser:
     """Make the parser."""
     made = Parser("tpu-config", "Run commands on all machines of a Google Cloud TPU pod before training.")
     where = made.add_argument_group("the pod (each is taken from the config file if it is not given)")
-    add_config_file(where, "the config file to read; by default the usual one")
+    add_config_file(where, "read")
     where.add_argument("--tpu_name", metavar="NAME", help="the name of the TPU [key tpu_name]")
     where.add_argument("--tpu_zone", metavar="ZONE", help="its zone [key tpu_zone]")
     where.add_argument("--use_alpha", action="store_true", help="use `gcloud alpha`")
