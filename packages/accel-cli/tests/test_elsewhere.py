@@ -297,7 +297,7 @@ def test_the_sdk_of_sagemaker_accepts_the_arguments(kind, script):
     told = json.dumps(run_sagemaker.estimator_arguments(plan(file=file, script=script)))
     environ = {"AWS_DEFAULT_REGION": "us-east-1", "HOME": str(Path(script).parent)}
     done = subprocess.run([sys.executable, "-c", CHECK, told], env=environ, capture_output=True, check=True)
-    count, rate, image = json.loads(done.stdout)
+    count, rate, image = json.loads(done.stdout.splitlines()[-1])  # the SDK logs before it
     assert (count, rate) == (2, "1")
     assert "pytorch-training:1.10.2-transformers4.17.0" in image
 

@@ -29,7 +29,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         estimators = load("sagemaker.huggingface")
     except ImportError:
         raise MissingDependencyError(
-            "Amazon SageMaker is reached with its SDK: `pip install 'sagemaker<3'`."
+            "Amazon SageMaker is reached with its SDK: `pip install 'accel-cli[sagemaker]'`."
         ) from None
     estimators.HuggingFace(**told["estimator"]).fit(inputs=told["inputs"])
 
