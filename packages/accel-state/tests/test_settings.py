@@ -369,7 +369,13 @@ def test_all_keys_that_cannot_be_used_are_told_at_once():
         ({"ipex_config": {"ipex": False}}, {}, "not needed any more"),
         (
             {"fsdp_config": {"min_num_params": 2000, "sharding_strategy": 1}},
-            {"fsdp_config": {"fsdp_min_num_params": 2000, "fsdp_sharding_strategy": 1}},
+            {
+                "fsdp_config": {
+                    "fsdp_auto_wrap_policy": "SIZE_BASED_WRAP",
+                    "fsdp_min_num_params": 2000,
+                    "fsdp_sharding_strategy": 1,
+                }
+            },
             "'fsdp_config.min_num_params' is 'fsdp_config.fsdp_min_num_params' now",
         ),
         ({"mpirun_config": {"mpirun_ccl": "1"}}, {"mpirun_config": {}}, "not needed any more"),

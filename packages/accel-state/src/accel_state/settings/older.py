@@ -91,6 +91,8 @@ def _inside(content: Mapping[str, Any], result: dict[str, Any]) -> list[str]:
             sizes.setdefault(name, value)
             notes.append(f"'tp_config.{key}' is 'parallelism_config.{name}' now")
     if isinstance(fsdp := result.get("fsdp_config"), dict):
+        if fsdp.get("min_num_params"):
+            fsdp.setdefault("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP")
         for key in _FSDP:
             if key in fsdp:
                 fsdp.setdefault(f"fsdp_{key}", fsdp.pop(key))
