@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -195,6 +196,30 @@ def test_the_report_tells_settings_and_who_made_them_but_no_other_variable(witho
         "process.debug": f"True (key debug of {tmp_path / 'run.yaml'})",
     }
     assert "secret" not in json.dumps(facts)
+
+
+def test_what_is_broken_is_reported_and_does_not_end_the_report(monkeypatch, tmp_path):
+    def fail(module):
+        raise OSError("libcudart.so.13: cannot open shared object file")
+
+    monkeypatch.setattr(env_report, "_LATE", {"torch": ("json", fail)})
+    (tmp_path / "run.yaml").write_text("num_proceses: 2\n")
+    environ = {"RANK": "one", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "HF_HOME": "/nowhere"}
+    facts = env_report.report(environ, str(tmp_path / "run.yaml"))
+    assert facts["torch"] == "cannot be asked: OSError: libcudart.so.13: cannot open shared object file"
+    assert "key num_proceses" in facts["settings"]
+    assert "'one'" in facts["launcher"]
+    assert facts["variables"]["RANK"] == "one"
+
+
+def test_every_device_is_reported_with_its_memory():
+    class Module:
+        device_count = staticmethod(lambda: 2)
+        get_device_properties = staticmethod(lambda index: SimpleNamespace(name="H200", total_memory=150e9))
+
+    kind = SimpleNamespace(module=Module, name="cuda", backend="nccl")
+    facts = env_report._devices(SimpleNamespace(available_kind=lambda: kind))
+    assert (facts["count"], facts["names"]) == (2, ["H200, 150.0 GB"] * 2)
 
 
 def test_the_report_tells_the_launcher(without_torch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
+from shutil import which
 from types import SimpleNamespace
 
 import pytest
@@ -212,6 +214,20 @@ def test_a_pod_takes_some_machines_root_and_a_file_of_commands():
     words = run_pod.arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
     assert words[-1] == "vm-1,vm-2"
     assert words[words.index("--command") + 1].startswith("ls; pwd; sudo env ")
+
+
+@pytest.mark.skipif(which("gcloud") is None, reason="gcloud is not installed")
+def test_gcloud_reads_the_command_line_of_a_pod(tmp_path):
+    line = ["gcloud", *run_pod.arguments(plan(file=POD))]
+    environ = {**os.environ, "CLOUDSDK_CONFIG": str(tmp_path), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
+    told = [
+        subprocess.run([*line, *more], env=environ, capture_output=True, text=True, check=False)
+        for more in ([], ["--no-such-flag"])
+    ]
+    assert [one.returncode for one in told] == [1, 2], (
+        "without an account; and with a flag that it does not know"
+    )
+    assert "account" in told[0].stderr
 
 
 def test_a_pod_that_has_no_name_is_refused():

@@ -1,5 +1,10 @@
 from __future__ import annotations
 
+import os
+import shlex
+import subprocess
+from shutil import which
+
 import pytest
 
 from accel_cli.commands import tpu
@@ -19,6 +24,16 @@ def test_the_command_line_names_pod_zone_commands_and_all_workers(capsys):
         "gcloud compute tpus tpu-vm ssh pod --zone us-central1-a"
         " --command 'set -e; echo hello; ls -l' --worker all\n"
     )
+
+
+@pytest.mark.skipif(which("gcloud") is None, reason="gcloud is not installed")
+@pytest.mark.parametrize("more", [[], ["--use_alpha"]])
+def test_gcloud_reads_the_command_line(capsys, tmp_path, more):
+    assert main([*BASE, "--command", "echo hello", *more]) == 0
+    line = shlex.split(capsys.readouterr().out)
+    environ = {**os.environ, "CLOUDSDK_CONFIG": str(tmp_path), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
+    told = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
+    assert (told.returncode, "account" in told.stderr) == (1, True), "2 is for what it cannot read"
 
 
 def test_the_pod_and_its_commands_may_be_in_the_config_file(capsys, tmp_path):

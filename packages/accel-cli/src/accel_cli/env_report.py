@@ -6,15 +6,18 @@ import json
 import os
 import platform
 import shutil
+import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.config_file import given_by_config
 from accel_cli.secrets_kept import without_secrets
 from accel_state.environ import read
+from accel_state.errors import SettingsError
 from accel_state.settings import combine, default_config_file, given_by_environ
 from accel_state.topology import detect
 
@@ -24,15 +27,13 @@ if TYPE_CHECKING:
 
 # The libraries that matter beside our own packages.
 _LIBRARIES = (
-    "numpy",
-    "torch",
-    "safetensors",
-    "transformers",
-    "datasets",
-    "deepspeed",
-    "bitsandbytes",
-    "torch-xla",
-)
+    "bitsandbytes", "datasets", "deepspeed", "diffusers", "huggingface-hub", "megatron-core", "numpy", "peft",
+    "safetensors", "sagemaker", "timm", "tokenizers", "torch", "torch-xla", "torchao", "torchdata",
+    "torchvision", "transformer-engine", "transformers", "triton",
+)  # fmt: skip
+
+# What launchers start, and what builds the kernels of engines.
+_PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "srun")
 
 # What the variables begin with that change how a program trains.
 _PREFIXES = (
@@ -48,8 +49,7 @@ def run(options: Namespace) -> int:
     Args:
         options: What `accel_cli.commands.arguments.env` reads.
 
-    Raises:
-        SettingsError: The config file cannot be used.
+    What is broken on this machine is reported, and does not end the report.
     """
     facts = report(read(), options.config_file)
     sys.stdout.write(json.dumps(facts, indent=2) + "\n" if options.json else as_text(facts))
@@ -69,11 +69,12 @@ def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[s
         "platform": platform.platform(),
         "python": platform.python_version(),
         "libraries": {name: version for name, version in _packages("").items() if name in _LIBRARIES},
-        "cpu": {"cores": os.cpu_count(), "memory in GB": _memory()},
-        **{name: fact(import_module(module)) for name, (module, fact) in _LATE.items() if _is_there(module)},
-        "launcher": _launcher(environ),
+        "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
+        "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
+        **{name: _late(module, fact) for name, (module, fact) in _LATE.items() if _is_there(module)},
+        "launcher": _unless_wrong(lambda: _launcher(environ)),
         "config file": config_file or str(default_config_file(environ) or "none"),
-        "settings": _settings(environ, config_file),
+        "settings": _unless_wrong(lambda: _settings(environ, config_file)),
         "variables": _variables(environ),
     }
 
@@ -103,6 +104,30 @@ def _memory() -> float | None:
     if "SC_PHYS_PAGES" not in getattr(os, "sysconf_names", {}):
         return None
     return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9, 1)
+
+
+def _shared_memory() -> float | None:
+    """What data workers hand their batches over in; containers often have little of it."""
+    place = Path("/dev/shm")  # noqa: S108 - nothing is written there
+    return round(shutil.disk_usage(place).total / 1e9, 1) if place.is_dir() else None
+
+
+def _unless_wrong(fact: Callable[[], Any]) -> Any:
+    try:
+        return fact()
+    except SettingsError as error:
+        return without_secrets("", f"cannot be used: {'; '.join(error.problems)}")
+
+
+def _late(module: str, fact: Callable[[Any], Any]) -> Any:
+    try:
+        return fact(import_module(module))
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+    ) as error:  # a broken installation, or driver
+        return f"cannot be asked: {type(error).__name__}: {error}"
 
 
 def _launcher(environ: Mapping[str, str]) -> str:
@@ -135,6 +160,8 @@ def _torch(torch: Any) -> dict[str, Any]:
         "version": torch.__version__,
         "built for CUDA": torch.version.cuda,
         "built for ROCm": torch.version.hip,
+        "NCCL": _version(torch.cuda.nccl.version()) if torch.cuda.is_available() else None,
+        "cuDNN": torch.backends.cudnn.version(),
         "distributed": torch.distributed.is_available(),
         "threads": torch.get_num_threads(),
     }
@@ -143,13 +170,32 @@ def _torch(torch: Any) -> dict[str, Any]:
 def _devices(kinds: Any) -> dict[str, Any]:
     kind = kinds.available_kind()
     count = kind.module.device_count() if hasattr(kind.module, "device_count") else 1
-    names = getattr(kind.module, "get_device_name", None)
+    tell = getattr(kind.module, "get_device_properties", None)
     return {
         "kind": kind.name,
         "count": count,
-        "names": [names(index) for index in range(count)] if names is not None else [],
+        "names": [_device(tell(index)) for index in range(count)] if tell is not None else [],
+        "driver": _driver(),
         "process group": kind.backend,
     }
+
+
+def _device(properties: Any) -> str:
+    return f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
+
+
+def _driver() -> str | None:
+    """The version of NVIDIA's driver."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return None
+    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    return told[0] if told else None
+
+
+def _version(parts: tuple[int, ...]) -> str:
+    return ".".join(map(str, parts))
 
 
 def _stages(order: Any) -> str:
