@@ -1,4 +1,4 @@
-"""Starting with `mpirun`, for real where there is one."""
+"""Starting with `mpirun`, for real where there is one: that of Open MPI, or Hydra as Intel MPI and MPICH have it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ import pytest
 
 pytestmark = pytest.mark.skipif(shutil.which("mpirun") is None, reason="there is no mpirun on this machine")
 
+IS_OPEN = (
+    shutil.which("mpirun") is not None
+    and "Open MPI"
+    in subprocess.run(["mpirun", "--version"], capture_output=True, text=True, check=False).stdout
+)
 TELL = """\
 import json, os, pathlib, sys
 from accel_state.environ import read
@@ -31,7 +36,7 @@ if "fail" in sys.argv and place.rank == 1:
 def job(tmp_path):
     """Run a command line on two slots of this machine; give how it ended and what each process told."""
     (tmp_path / "tell.py").write_text(TELL)
-    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    (tmp_path / "hosts").write_text("localhost slots=2\n" if IS_OPEN else "localhost:2\n")
 
     def run(*command):
         environ = {
@@ -56,7 +61,13 @@ def test_mpirun_starts_the_processes_with_the_settings(job, words, code):
     line = ["--cpu", "--mixed_precision", "bf16", "--mpirun_hostfile", "hosts", "--num_processes", "2"]
     done, facts = job(*ACCEL, *line, "--main_process_port", "0", "tell.py", *words)
     assert done.returncode == code, done.stderr
-    same = {"world": 2, "launcher": "Open MPI", "argv": words, "precision": "bf16", "cpu": True}
+    same = {
+        "world": 2,
+        "launcher": "Open MPI" if IS_OPEN else "Intel MPI",
+        "argv": words,
+        "precision": "bf16",
+        "cpu": True,
+    }
     assert facts == [{"rank": rank, "port": facts[0]["port"], **same} for rank in range(2)]
 
 
