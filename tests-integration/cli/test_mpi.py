@@ -1,4 +1,4 @@
-"""Starting with `mpirun`, for real where there is one: that of Open MPI, or Hydra as Intel MPI and MPICH have it."""
+"""Starting with `mpirun`, for real where there is one: Open MPI, or Hydra, as of Intel MPI and MPICH."""
 
 from __future__ import annotations
 
