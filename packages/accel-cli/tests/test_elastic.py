@@ -1,16 +1,25 @@
 from __future__ import annotations
 
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from accel_cli.launch import elastic
+from accel_cli.launch import elastic, signals
+from accel_cli.launch.last_words import stood_file, words_of_error
+
+NOBODY = 2**22 + 1  # more than there are process ids
 
 
-def failure(exitcode, error=None):
+def failure(exitcode, error=None, **details):
     """A failed worker, as torch notes it."""
-    told = {"message": {"message": error, "extraInfo": {"py_callstack": f"Traceback\n{error}\n"}}}
-    return SimpleNamespace(exitcode=exitcode, error_file_data=told if error else {"message": ""})
+    told = {"message": {"message": error, "extraInfo": {"py_callstack": f"Traceback\n{error}\n", **details}}}
+    return SimpleNamespace(exitcode=exitcode, error_file_data=told if error else {"message": ""}, pid=NOBODY)
 
 
 class ChildFailedError(Exception):
@@ -31,8 +40,11 @@ def run(arguments, outcome=None):
     seen = []
 
     def main(received):
-        seen.append(received)
-        if outcome:
+        folder, *rest = received
+        seen.append(rest)
+        if callable(outcome):
+            outcome(Path(folder.removeprefix("--log_dir=")))
+        if isinstance(outcome, Exception):
             raise outcome
 
     modules = {
@@ -72,5 +84,86 @@ def test_quiet_leaves_out_the_summary_and_is_not_passed_on(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_of_failures_in_one_second_the_earlier_one_comes_last(capsys):
+    failures = {0: failure(1, "RuntimeError: peer", time=8.7), 1: failure(3, "ValueError: boom", time=8.2)}
+    assert run(["train.py"], ChildFailedError(failures, first=0))[0] == 3
+    assert capsys.readouterr().err.endswith(
+        "rank 1 failed with ValueError: boom\nTraceback\nValueError: boom\n"
+    )
+
+
 def test_a_signal_to_the_launcher_gives_its_exit_code():
     assert run(["train.py"], SignalException())[0] == 143
+
+
+def interrupted(folder):
+    """What five workers of the last of two attempts leave when they are interrupted."""
+    for attempt in (1, 9, 10):
+        for rank, kind in enumerate(["KeyboardInterrupt", "OSError", "KeyboardInterrupt", None, None]):
+            error = folder / f"none_x/attempt_{attempt}/{rank}/error.json"
+            error.parent.mkdir(parents=True)
+            if kind:
+                trace = f"Traceback of attempt {attempt}\n"
+                error.write_text(json.dumps(words_of_error(kind, "", trace, rank, 0)))
+            if rank < 4:
+                stack = (
+                    'Stack:\n  File "a.py", line 2 in f\n  File "a.py", line 3 in <module>\nStack:\n  File'
+                )
+                stood_file(str(error), rank).write_text(stack)
+    raise SignalException
+
+
+def test_interrupted_workers_tell_where_they_stood_in_one_piece(capsys):
+    assert run(["train.py"], interrupted)[0] == 143
+    assert capsys.readouterr().err == (
+        "accel launch: ranks 0, 2 were interrupted\nTraceback of attempt 10\n"
+        "accel launch: rank 1 failed with OSError: \nTraceback of attempt 10\n"
+        "accel launch: rank 3 was interrupted, and did not end\n"
+        'Stack (most recent call last):\n  File "a.py", line 3 in <module>\n  File "a.py", line 2 in f\n'
+    )
+    assert run(["--quiet", "train.py"], interrupted)[0] == 143
+    assert capsys.readouterr().err == ""
+
+
+def test_an_interrupt_before_anything_runs_is_no_traceback():
+    def load(name):
+        raise KeyboardInterrupt
+
+    assert elastic.main(["train.py"], load) == 130
+
+
+def test_signals_that_nohup_or_a_shell_has_turned_off_stay_so(monkeypatch):
+    monkeypatch.setattr(signals, "children", list)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        relay = signals.Relay(lambda message, number: OSError(message))
+        with relay.listening():
+            os.kill(os.getpid(), signal.SIGHUP)
+            with pytest.raises(OSError, match="got SIGTERM"):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert relay.first is signal.SIGTERM
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_that_asks_for_no_end_is_passed_on_and_a_second_interrupt_kills(monkeypatch):
+    monkeypatch.setattr(signals, "_SAME", 0)
+    source = "import signal; signal.sigwait([signal.SIGUSR1]); print('told', flush=True); signal.pause()"
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1, signal.SIGTERM]); "
+    relay = signals.Relay(lambda message, number: OSError(message))
+    with relay.listening(), subprocess.Popen(
+        [sys.executable, "-c", block + "print('here', flush=True); " + source],
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as worker:  # fmt: skip
+        monkeypatch.setattr(signals, "children", lambda: [worker.pid])
+        assert worker.stdout.readline() == "here\n"
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert worker.stdout.readline() == "told\n"
+        with pytest.raises(OSError, match="got SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # of a supervisor that says it twice
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert worker.poll() is None
+        os.kill(os.getpid(), signal.SIGINT)
+        assert worker.wait() == -signal.SIGKILL

@@ -122,7 +122,7 @@ def explain(everyone: Sequence[Whereabouts | None], *, silent: Iterable[int] = (
     for rank, place in enumerate(everyone):
         groups[_story(place, silent=rank in gone)].append(rank)
     return "; ".join(
-        f"{_ranks(ranks)} {_VERBS[verb][len(ranks) > 1]} {story}"
+        f"{name_ranks(ranks)} {_VERBS[verb][len(ranks) > 1]} {story}"
         for (verb, story), ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
     )
 
@@ -145,8 +145,16 @@ def _story(place: Whereabouts | None, *, silent: bool) -> tuple[str, str]:
     return ("die", f"last seen {where}") if silent else ("be", where)
 
 
-def _ranks(ranks: list[int]) -> str:
-    """Such as `rank 3` or `ranks 0-2, 5`."""
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in ascending order.
+
+    Args:
+        ranks: One or more.
+
+    Example:
+        >>> name_ranks([3]), name_ranks([0, 1, 2, 5])
+        ('rank 3', 'ranks 0-2, 5')
+    """
     spans: list[list[int]] = []
     for rank in ranks:
         if spans and spans[-1][-1] == rank - 1:

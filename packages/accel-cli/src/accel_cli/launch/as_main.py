@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import builtins
+import contextlib
+import faulthandler
 import json
+import os
+import signal
 import sys
 import time
 import traceback
@@ -13,14 +18,13 @@ from pathlib import Path
 from runpy import _run_module_as_main  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownVariableType] - `python -m`
 from typing import TYPE_CHECKING, Any
 
+from accel_cli.launch.last_words import ERROR_FILE, OURS, read_words, stood_file, tell_all, words_of_error
 from accel_state.environ import read
+from accel_state.errors import SettingsError
+from accel_state.topology import detect
 
 if TYPE_CHECKING:
     from types import TracebackType
-
-_OURS = (__file__, str(Path(__file__).with_name("worker.py")), "<frozen runpy>")
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-"""The variable in which torch.distributed.run tells a worker where to write its error."""
 
 
 def run(arguments: list[str]) -> None:
@@ -33,9 +37,10 @@ def run(arguments: list[str]) -> None:
     rest = list(arguments)
     aloud = rest[:1] == ["--aloud"] and bool(rest.pop(0))
     is_module = rest[:1] == ["-m"] and bool(rest.pop(0))
-    error_file = read().get(ERROR_FILE)
-    if error_file and not aloud:
-        sys.excepthook = partial(_record, error_file)
+    error_file = None if aloud else read().get(ERROR_FILE)
+    sys.excepthook = partial(_tell, error_file or None)
+    if error_file:
+        _note_where(stood_file(error_file, _rank()))
     sys.argv[:] = rest
     names = sys.modules["__main__"].__dict__
     names.clear()
@@ -62,29 +67,54 @@ def _run_file(script: str, names: dict[str, Any]) -> None:
     exec(code, names)  # noqa: S102 - the script is what the user asked to run
 
 
-def _record(
-    error_file: str, kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Write an error as torch.distributed.run reads it; one of the user's keyboard is shown as ever."""
-    if issubclass(kind, KeyboardInterrupt):
-        sys.__excepthook__(kind, error, trace)
-        return
-    text = "".join(traceback.format_exception(kind, error, _of_script(trace)))
-    told: dict[str, Any] = {
-        "message": {
-            "message": f"{kind.__name__}: {error}",
-            "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
-        }
-    }
+def _rank() -> int:
     try:
-        Path(error_file).write_text(json.dumps(told), encoding="utf-8")
-    except OSError:
-        sys.stderr.write(text)
+        return detect(read()).rank
+    except SettingsError:  # which the script will be told
+        return 0
+
+
+def _tell(
+    error_file: str | None,
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Write an error down as torch.distributed.run reads it, or show it in one piece."""
+    text = "".join(traceback.format_exception(kind, error, _of_script(trace)))
+    record = words_of_error(kind.__name__, str(error), text, _rank(), time.time())
+    if error_file:
+        with contextlib.suppress(OSError):
+            Path(error_file).write_text(json.dumps(record), encoding="utf-8")
+            return
+    sys.stderr.write(tell_all({_rank(): read_words(record)}))
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
     """The traceback without the frames of this module and of runpy, which are there in every one."""
     found = trace
-    while found is not None and found.tb_frame.f_code.co_filename in _OURS:
+    while found is not None and found.tb_frame.f_code.co_filename in OURS:
         found = found.tb_next
     return found
+
+
+def _note_where(file: Path) -> None:
+    """Write down at what line an interrupt from the keyboard comes, as long as it has not ended this process.
+
+    One that waits for other ranks in C++ does not get to its `KeyboardInterrupt`.
+    """
+    if sys.platform == "win32" or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        return
+    try:
+        stream = file.open("w", encoding="utf-8")
+    except OSError:
+        return
+    atexit.register(file.unlink, missing_ok=True)
+    faulthandler.register(signal.SIGINT, stream, all_threads=False, chain=True)
+    os.register_at_fork(after_in_child=_forget_where)
+
+
+def _forget_where() -> None:
+    """Leave the file to the process that has forked this one."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        faulthandler.unregister(signal.SIGINT)

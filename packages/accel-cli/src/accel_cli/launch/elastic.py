@@ -8,10 +8,17 @@ from __future__ import annotations
 import signal
 import sys
 from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, cast
 
+from accel_cli.launch.last_words import tell, tell_all, words_in, words_of_failure
+from accel_cli.launch.signals import Relay, kill
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
+
+_OF_SIGNAL = 128  # and its number: the exit code of a shell
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
@@ -26,59 +33,50 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         ended it, or this process.
     """
     quiet = arguments[:1] == ["--quiet"]
-    run = load("torch.distributed.run")
-    multiprocessing = load("torch.distributed.elastic.multiprocessing")
-    signals = load("torch.distributed.elastic.multiprocessing.api")
     try:
-        run.main(list(arguments[quiet:]))
-    except multiprocessing.errors.ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if not quiet:
-            sys.stderr.write(tell(error.failures, rank))
-        return _exit_code(cast("int", failure.exitcode))
-    except signals.SignalException as error:
-        return _exit_code(-int(error.sigval))
+        run = load("torch.distributed.run")
+        multiprocessing = load("torch.distributed.elastic.multiprocessing")
+        signals = load("torch.distributed.elastic.multiprocessing.api")
+    except KeyboardInterrupt:  # nothing runs yet
+        return _OF_SIGNAL + signal.SIGINT
+    relay = Relay(signals.SignalException)
+    # Torch makes this the handler of signals when it starts the workers; it would give up at a second one.
+    signals._terminate_process_handler = relay.end
+    with TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder, relay.listening():
+        try:
+            # A folder that was asked for comes later in the line, and wins.
+            run.main([f"--log_dir={folder}", *arguments[quiet:]])
+        except multiprocessing.errors.ChildFailedError as error:
+            return _failed(error, quiet=quiet)
+        except signals.SignalException as error:
+            _write("" if quiet else tell_all(words_in(Path(folder))))
+            return _OF_SIGNAL + int(error.sigval)
     return 0
 
 
-def tell(failures: Mapping[int, Any], first: int) -> str:
-    """What happened: a line for each rank that failed, and last the traceback of the one that failed first.
-
-    Args:
-        failures: What torch noted, by rank.
-        first: The rank that failed first.
-    """
-    others = [_line(rank, failure) for rank, failure in sorted(failures.items()) if rank != first]
-    trace = _trace(failures[first])
-    return "\n".join([*others, _line(first, failures[first]), *([trace.rstrip()] if trace else []), ""])
-
-
-def _line(rank: int, failure: Any) -> str:
-    if failure.exitcode < 0:
-        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
-    elif _trace(failure):
-        how = f"failed with {_summary(failure)}"
-    else:
-        how = f"ended with exit code {failure.exitcode}"
-    return f"accel launch: rank {rank} {how}"
+def _failed(error: Any, *, quiet: bool) -> int:
+    """Tell what has failed, and give the exit code."""
+    words = {rank: words_of_failure(failure) for rank, failure in error.failures.items()}
+    first, _ = error.get_first_failure()
+    if words[first].trace:  # torch knows whole seconds only, in which others may have failed of it
+        first = min((rank for rank in words if words[rank].trace), key=lambda rank: words[rank].time)
+    kill([failure.pid for failure in error.failures.values()], signal.SIGTERM)  # what they have left behind
+    if not quiet:
+        _write(tell(words, first))
+    return _exit_code(cast("int", error.failures[first].exitcode))
 
 
-def _summary(failure: Any) -> str:
-    """The first line of what the error says."""
-    return str(failure.error_file_data["message"].get("message", "an error")).partition("\n")[0]
-
-
-def _trace(failure: Any) -> str:
-    """The traceback that the worker wrote down, if it did."""
-    data = failure.error_file_data
-    message = data.get("message") if isinstance(data, dict) else None
-    details = message.get("extraInfo") if isinstance(message, dict) else None
-    return str(details.get("py_callstack", "")) if isinstance(details, dict) else ""
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:  # the terminal is gone
+        pass
 
 
 def _exit_code(code: int) -> int:
     """As a shell reports it: a process that a signal ended has a negative code in Python."""
-    return code if code >= 0 else 128 - code
+    return code if code >= 0 else _OF_SIGNAL - code
 
 
 if __name__ == "__main__":
