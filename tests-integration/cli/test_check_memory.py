@@ -63,6 +63,7 @@ for (rows,) in loader:
 if {condition}:
     model(rows)
 accelerator.save_state("out")
+accelerator.save_model(model, "weights")
 """
 FSDP = (
     'fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap"{})'
@@ -100,6 +101,8 @@ def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(check)
         # AdamW counts its steps, tensor by tensor.
         assert one["parts"]["optimizer"] == pytest.approx(8 * ELEMENTS / 8, rel=1e-3)
     first, other = (one["files"] for one in found["ranks"].values())
+    assert [one["host memory"] for one in found["ranks"].values()] == [4 * ELEMENTS, 0], "save_model"
+    assert first["weights/model*.safetensors"] == 4 * ELEMENTS
     assert first["out/pytorch_model_fsdp_0/__0_0.distcp"] == 4 * ELEMENTS / 8
     assert other["out/pytorch_model_fsdp_0/__9_0.distcp"] == 0, "the second copy"
     (plan,) = found["checkpoints"].values()
@@ -117,6 +120,8 @@ def test_divided_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_
     assert one["parts"]["parameters"] == 4 * ((ELEMENTS - whole) / 8 + whole / 4)
     assert found["ranks"]["0"]["files"]["out/model.safetensors"] == 4 * ELEMENTS
     assert "out/model.safetensors" not in one["files"]
+    # A whole state dict is brought together, of the optimizer too.
+    assert found["ranks"]["0"]["host memory"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
     assert {plan["form"] for plan in found["checkpoints"].values()} == {"whole"}
     (problem,) = found["problems"]
     assert "rank 0 calls all_gather" in problem.replace("allgather", "all_gather")
@@ -195,3 +200,21 @@ def test_the_files_of_an_engine_are_those_that_it_writes(check):
     assert found["ranks"]["3"]["strategy"] == "ZeRO-2"
     (plan,) = found["checkpoints"].values()
     assert (plan["form"], plan["total"]) == ("by rank", 14 * ELEMENTS)
+
+
+def test_what_a_configuration_of_deepspeed_says_is_counted(check):
+    """Buckets, what is filled in by the hidden size, an optimizer that the configuration describes."""
+    zero = {"stage": 2, "reduce_bucket_size": 1_000_000, "offload_optimizer": {"device": "cpu"}}
+    config = {"zero_optimization": zero, "bf16": {"enabled": True}, "train_batch_size": "auto"}
+    one = check(8, "3", f"deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config})")["ranks"]["3"]
+    largest, shard = 4 * WIDTH * WIDTH, ELEMENTS / 8
+    assert one["strategy"] == "ZeRO-2, offloaded"
+    assert one["parts"]["parameters"] == 2 * ELEMENTS
+    assert one["parts"]["communication"] == 2 * (1_000_000 + largest)
+    assert one["host memory"] == 18 * shard + 2 * largest
+
+
+def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(check):
+    config = {"zero_optimization": {"stage": 2}, "train_batch_size": 7}
+    (problem,) = check(8, "3", f"deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config})")["problems"]
+    assert "train_batch_size is 7 in the configuration, and 16" in problem

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -243,6 +244,7 @@ def test_a_checkpoint_goes_on_where_it_was(layout, tmp_path):
     for name, value in step().items():
         assert torch.equal(value, right[name])
     accelerator.save_model(model, tmp_path / "weights")
+    accelerator.save_model(model, tmp_path / "cut", max_shard_size=1000)
     accelerator.wait_for_everyone()
     alone = make_model()
     from accel_ops.weights.read import load_state_dict
@@ -250,6 +252,16 @@ def test_a_checkpoint_goes_on_where_it_was(layout, tmp_path):
     found = load_state_dict(tmp_path / "weights" / "model.safetensors")
     alone.load_state_dict(found, strict=False)
     assert torch.equal(alone.blocks[0].up.weight, right["blocks.0.up.weight"])
+    files = [*(tmp_path / "cut").glob("*.safetensors")]
+    cut = {name: value for file in files for name, value in load_state_dict(file).items()}
+    assert len(files) > 1
+    assert cut.keys() == found.keys()
+    assert all(torch.equal(cut[name], found[name]) for name in cut)
+    (tmp_path / "file").touch()
+    fails = pytest.raises(FileExistsError) if accelerator.is_main_process else nullcontext()
+    with fails:  # and nobody waits for the main process
+        accelerator.save_model(model, tmp_path / "file")
+    accelerator.wait_for_everyone()
 
 
 @distributed(world_size=4)

@@ -85,7 +85,7 @@ def test_another_number_of_processes_in_the_config_is_told():
 def test_a_player_is_on_the_cpu_and_knows_its_place():
     order = Order(script="a.py", arguments=(), rank=9, world=16, local_world=8, batches=2, output="o")
     merged = combine({"precision.mixed_precision": Given(value="bf16", layer=Layer.FILE, origin="")})
-    environ = player_environ(order, merged, {"HOME": "/root"})
+    environ = {**player_environ(merged, {"HOME": "/root"}), **order.place}
     wanted = {
         "HOME": "/root", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
         "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16",

@@ -6,11 +6,13 @@ import itertools
 import json
 import logging
 import struct
+import tempfile
+import weakref
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -23,7 +25,7 @@ from accel_ops.weights.shards import shard_checkpoint, split_state_dict
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int, dtype_byte_size
 from accel_ops.weights.tensors import named_module_tensors
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
-from accel_ops.weights.write import save, save_state_dict
+from accel_ops.weights.write import save, save_state_dict, save_state_parts
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.labels import CustomDtype
 
@@ -279,6 +281,61 @@ def test_a_state_dict_comes_back_from_shards(tmp_path, safe):
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensors[name]) for name in tensors)
     assert {name: path.name for name, path in found.weight_map.items()} == plan.weight_map
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_a_state_dict_in_parts_is_written_as_it_is_whole(tmp_path, safe):
+    tensors = {f"layer{i}.weight": torch.randn(8) for i in range(5)}
+    tensors["tied.weight"] = tensors["layer2.weight"]
+    names = [[*tensors][:2], ["layer2.weight", "tied.weight"], ["layer3.weight"], ["layer4.weight"]]
+    parts = ({name: tensors[name] for name in own} for own in names)
+    options = {"max_shard_size": 64, "safe_serialization": safe}
+    whole = save_state_dict(tensors, tmp_path / "whole", **options)
+    assert save_state_parts(parts, tmp_path / "parts", **options) == whole
+    files = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    assert sorted(path.name for path in (tmp_path / "parts").iterdir()) == files
+    assert len(files) == 4, "three shards and their index"
+    for name in files:
+        here, there = (tmp_path / folder / name for folder in ("whole", "parts"))
+        if name.endswith(".bin"):  # torch writes the name of the file into it
+            assert str(torch.load(here)) == str(torch.load(there))
+        else:
+            assert here.read_bytes() == there.read_bytes()
+
+
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=12),
+    st.integers(16, 200),
+)
+@settings(max_examples=25, deadline=None)
+def test_no_more_is_held_than_a_file_and_a_part(sizes, limit):
+    alive, most = [], []
+
+    def parts():
+        for number, size in enumerate(sizes):
+            made = torch.zeros(size)
+            alive.append((weakref.ref(made), 4 * size))
+            most.append(sum(nbytes for one, nbytes in alive if one() is not None))
+            yield {f"t{number}": made}
+            del made
+
+    with tempfile.TemporaryDirectory() as folder:
+        save_state_parts(parts(), folder, max_shard_size=limit)
+    assert max(most) <= max(limit, 4 * max(sizes)) + 4 * max(sizes)
+
+
+def test_parts_that_break_off_leave_the_earlier_files(tmp_path):
+    save_state_dict({"a": torch.zeros(8), "b": torch.zeros(8)}, tmp_path, max_shard_size=32)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def parts():
+        yield {"a": torch.ones(8)}
+        yield {"b": torch.ones(8)}
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        save_state_parts(parts(), tmp_path, max_shard_size=32)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_second_save_leaves_no_shard_of_the_first(tmp_path):

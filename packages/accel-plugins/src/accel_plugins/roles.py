@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -147,6 +147,18 @@ class Persister(Protocol):
             model: Prepared or not.
             keep: Whether this rank needs it. Otherwise it takes part in bringing it together, and what is
                 returned may be empty.
+        """
+        ...
+
+    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """The same state dict in parts that share no memory, one after the other.
+
+        Where models are sharded each part is brought together when it is asked for, so that no process has to
+        have room for the whole: every rank asks for all.
+
+        Args:
+            model: Prepared or not.
+            keep: As in `full_state_dict`.
         """
         ...
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_ops.weights.names import SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_NAME, shard_suffix
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_ops.weights.tensors import id_tensor_storage
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
+Group = TypeVar("Group")
 DEFAULT_SHARD_SIZE = "10GB"
 
 
@@ -70,23 +71,70 @@ def split_state_dict(
         {'model-00001-of-00002.safetensors': ('a', 'b'), 'model-00002-of-00002.safetensors': ('c',)}
     """
     limit = convert_file_size_to_int(max_shard_size)
-    groups: dict[object, list[str]] = defaultdict(list)
+    shards = [*filled(groups_of(state_dict), limit)]
+    return numbered(
+        [[name for names in groups for name in names] for groups, _ in shards],
+        total_size=sum(size for _, size in shards),
+        pattern=pattern,
+    )
+
+
+def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
+    """Tell which tensors share memory, so that they have to be in the same file.
+
+    Args:
+        state_dict: Name to tensor, on any device, the meta device too.
+
+    Returns:
+        The groups, in order, each with its bytes.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(4)
+        >>> [(list(group), size) for group, size in groups_of({"a": weight, "b": weight})]
+        [(['a', 'b'], 16)]
+    """
+    groups: dict[object, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in state_dict.items():
-        groups[_memory(name, tensor)].append(name)
-    shards: list[list[str]] = [[]]
-    filled = total = 0
-    for names in groups.values():
-        size = _group_bytes([state_dict[name] for name in names])
-        if shards[-1] and filled + size > limit:
-            shards.append([])
-            filled = 0
-        shards[-1].extend(names)
-        filled += size
-        total += size
+        groups[_memory(name, tensor)][name] = tensor
+    return ((group, _group_bytes([*group.values()])) for group in groups.values())
+
+
+def filled(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tuple[list[Group], int]]:
+    """Fill shards in order, each as far as it goes; there is one at least.
+
+    Args:
+        groups: What has to stay together, with its bytes. The next one is asked for before a shard that it
+            does not fit into is given.
+        limit: Bytes of a shard; a larger group has one of its own.
+
+    Example:
+        >>> list(filled([("a", 3), ("b", 3), ("c", 9)], 6))
+        [(['a', 'b'], 6), (['c'], 9)]
+    """
+    shard: list[Group] = []
+    size = 0
+    for group, nbytes in groups:
+        if shard and size + nbytes > limit:
+            yield shard, size
+            shard, size = [], 0
+        shard.append(group)
+        size += nbytes
+    yield shard, size
+
+
+def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) -> ShardPlan:
+    """Name the files of shards, once it is known how many there are.
+
+    Args:
+        shards: The names of the tensors in each.
+        total_size: Bytes of all tensors.
+        pattern: The file name, with `{suffix}`.
+    """
     count = len(shards)
     return ShardPlan(
         files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},
-        total_size=total,
+        total_size=total_size,
     )
 
 

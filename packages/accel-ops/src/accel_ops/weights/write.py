@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -19,11 +20,12 @@ from accel_ops.weights.names import (
     WEIGHTS_INDEX_NAME,
     WEIGHTS_PATTERN_NAME,
 )
-from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, ShardPlan, split_state_dict
+from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, ShardPlan, filled, groups_of, numbered
+from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_state import runtime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from torch import Tensor
 
@@ -53,7 +55,8 @@ def save(
             raise TypeError("safetensors are written to a path, not into an open file: pass the path")
         torch.save(obj, f)
     elif safe_serialization:
-        _write_safetensors(clean_state_dict_for_safetensors(obj), Path(f))
+        tensors = clean_state_dict_for_safetensors(obj)
+        _replace(Path(f), lambda temporary: _save_file(tensors, temporary))
     else:
         _replace(Path(f), lambda temporary: torch.save(obj, temporary))
 
@@ -81,21 +84,66 @@ def save_state_dict(
     Raises:
         FileExistsError: `folder` is a file.
     """
+    return save_state_parts(
+        [state_dict], folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization
+    )
+
+
+def save_state_parts(
+    parts: Iterable[Mapping[str, Tensor]],
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+    safe_serialization: bool = True,
+) -> ShardPlan:
+    """Write a state dict that comes in parts; no more of it is held than one file and one part.
+
+    Files get their names when all are written, as these tell how many there are.
+
+    Args:
+        parts: Name to tensor. Different parts share no memory.
+        folder: As of `save_state_dict`, which see.
+        max_shard_size: As there.
+        safe_serialization: As there.
+
+    Returns:
+        Which tensor went to which file.
+
+    Raises:
+        FileExistsError: `folder` is a file.
+
+    Example:
+        >>> import tempfile
+        >>> halves = ({name: torch.zeros(4)} for name in "ab")
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     sorted(save_state_parts(halves, folder, max_shard_size=16).weight_map.items())
+        [('a', 'model-00001-of-00002.safetensors'), ('b', 'model-00002-of-00002.safetensors')]
+    """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
+    limit = convert_file_size_to_int(max_shard_size)
     pattern, index_name = (
         (SAFE_WEIGHTS_PATTERN_NAME, SAFE_WEIGHTS_INDEX_NAME)
         if safe_serialization
         else (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME)
     )
-    tensors = clean_state_dict_for_safetensors(state_dict) if safe_serialization else dict(state_dict)
-    plan = split_state_dict(tensors, max_shard_size=max_shard_size, pattern=pattern)
-    for file, names in plan.files.items():
-        part = {name: tensors[name] for name in names}
-        if safe_serialization:
-            _write_safetensors(part, target / file)
-        else:
-            _replace(target / file, lambda temporary, part=part: torch.save(part, temporary))
+    clean = clean_state_dict_for_safetensors if safe_serialization else dict
+    write = _save_file if safe_serialization else torch.save
+    shards: list[list[str]] = []
+    total = 0
+    with contextlib.ExitStack() as staged:
+        files: list[Path] = []
+        for groups, size in filled((group for part in parts for group in groups_of(clean(part))), limit):
+            tensors = {name: tensor for group in groups for name, tensor in group.items()}
+            shards.append([*tensors])
+            total += size
+            files.append(staged.enter_context(_beside(target / pattern.format(suffix=""))))
+            _fill(files[-1], lambda temporary, tensors=tensors: write(tensors, temporary))
+            groups.clear()  # or they would be there until the next file is full
+            del tensors
+        plan = numbered(shards, total_size=total, pattern=pattern)
+        for temporary, file in zip(files, plan.files, strict=True):
+            temporary.replace(target / file)
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
         _replace(target / index_name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
@@ -112,19 +160,30 @@ def _remove_older(folder: Path, pattern: str, index_name: str, plan: ShardPlan) 
             path.unlink(missing_ok=True)
 
 
-def _write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
     # The metadata is what transformers and others look for.
-    _replace(path, lambda temporary: save_file(dict(tensors), temporary, metadata={"format": "pt"}))
+    save_file(dict(tensors), path, metadata={"format": "pt"})
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside the target and rename: readers see the old file or the new one, mappings stay whole."""
+    with _beside(path) as temporary:
+        _fill(temporary, write)
+        temporary.replace(path)
+
+
+@contextlib.contextmanager
+def _beside(path: Path) -> Generator[Path]:
+    """A path of a file that is removed in the end, unless it has another name by then."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        temporary.touch(exist_ok=False)
-        mode = temporary.stat().st_mode  # what the process's umask gives; safetensors writes 0600
-        write(temporary)
-        temporary.chmod(mode)
-        temporary.replace(path)
+        yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _fill(path: Path, write: Callable[[Path], object]) -> None:
+    path.touch(exist_ok=False)
+    mode = path.stat().st_mode  # what the process's umask gives; safetensors writes 0600
+    write(path)
+    path.chmod(mode)

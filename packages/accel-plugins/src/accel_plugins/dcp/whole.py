@@ -11,10 +11,10 @@ from torch import Tensor
 from accel_plugins.dcp.local import LocalFiles
 from accel_plugins.dcp.role import StateForm
 from accel_plugins.dcp.tensors import named_state, numbered_state
-from accel_plugins.sharding.parts import part_like, whole_of
+from accel_plugins.sharding.parts import names_of_each, part_like, whole_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -80,9 +80,14 @@ class ShardsPersister:
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """The whole state dict, on the CPU; tied tensors share memory."""
         state = self.shards.model_tensors(model)
-        once = {id(value): value for value in state.values()}
-        found = {key: self._whole(value, keep=keep) for key, value in once.items()}
-        return {name: found[id(value)] for name, value in state.items()} if keep else {}
+        found: StateDict = {}
+        for part in self._parts(state, keep=keep):
+            found |= part
+        return {name: found[name] for name in state} if keep else {}
+
+    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """One tensor after the other, on the CPU; tied ones together."""
+        return self._parts(self.shards.model_tensors(model), keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load this rank's parts of a whole state dict."""
@@ -119,6 +124,12 @@ class ShardsPersister:
     @property
     def _local(self) -> LocalFiles:
         return LocalFiles(shards=self.shards, topology=self.topology)
+
+    def _parts(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
+        for names, value in names_of_each(state):
+            whole = self._whole(value, keep=keep)
+            yield dict.fromkeys(names, whole) if keep else {}
+            del whole  # before the next one comes
 
     def _whole(self, state: Any, *, keep: bool) -> Any:
         """The same nested dictionaries with whole tensors; where they are not kept, without."""

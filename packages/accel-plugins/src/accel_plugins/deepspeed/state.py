@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from accel_plugins.deepspeed.gathered import GatheredParameters, is_divided
 from accel_plugins.deepspeed.library import part
+from accel_plugins.sharding.parts import names_of_each
 from accel_state.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -51,6 +52,21 @@ class EngineState:
             if keep:
                 found[name] = seen[id(value)]
         return found
+
+    @torch.no_grad()
+    def weight_parts(self, *, keep: bool) -> Iterator[dict[str, Any]]:
+        """The same, one tensor after the other where they are divided; tied ones together.
+
+        Args:
+            keep: Whether this rank needs them; else they are empty.
+        """
+        if not any(is_divided(p) for p in self._module.parameters()):
+            yield self.weights(keep=keep, exact=False)
+            return
+        for names, value in names_of_each(self._module.state_dict(keep_vars=True)):
+            whole = self._whole(value, keep=keep, exact=False, to_host=True)
+            yield dict.fromkeys(names, whole) if keep else {}
+            del whole  # before the next one comes
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:

@@ -10,6 +10,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from torch import Tensor
 
 
@@ -39,6 +41,22 @@ def part_like(whole: Tensor, like: Tensor, device: torch.device | None = None) -
     return DTensor(
         part, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
     )  # pyright: ignore[reportCallIssue] - what FSDP does itself
+
+
+def names_of_each(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
+    """Bring the names of every entry of a state dict together, as tied weights have several.
+
+    Args:
+        state: Where what is tied is one object.
+
+    Example:
+        >>> names_of_each({"a": (one := torch.ones(1)), "b": 3, "c": one})
+        [(('a', 'c'), tensor([1.])), (('b',), 3)]
+    """
+    names: dict[int, list[str]] = {}
+    for name, value in state.items():
+        names.setdefault(id(value), []).append(name)
+    return [(tuple(own), state[own[0]]) for own in names.values()]
 
 
 def whole_of(part: Tensor, device: torch.device) -> Tensor:

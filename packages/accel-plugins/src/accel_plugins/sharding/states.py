@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel
-from accel_plugins.sharding.parts import part_like, whole_of
+from accel_plugins.sharding.parts import names_of_each, part_like, whole_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch.optim import Optimizer
@@ -55,14 +55,14 @@ class ShardedPersister:
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """The whole state dict on the CPU; tied tensors share memory."""
         state = _core(model).state_dict(keep_vars=True)
-        found: dict[int, Any] = {}
-        for value in state.values():
-            if id(value) not in found:
-                whole = whole_of(value, self.device) if isinstance(value, Tensor) else value
-                found[id(value)] = (
-                    whole.cpu() if keep and isinstance(whole, Tensor) else whole if keep else None
-                )
-        return {name: found[id(value)] for name, value in state.items()} if keep else {}
+        found: StateDict = {}
+        for part in self._parts(state, keep=keep):
+            found |= part
+        return {name: found[name] for name in state} if keep else {}
+
+    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """One tensor after the other, on the CPU; tied ones together."""
+        return self._parts(_core(model).state_dict(keep_vars=True), keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load this rank's parts of it."""
@@ -102,6 +102,12 @@ class ShardedPersister:
             for key, items in state["state"].items()
         }
         optimizer.load_state_dict({**state, "state": mine})
+
+    def _parts(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
+        for names, value in names_of_each(state):
+            whole = self._whole(value, keep=keep)
+            yield dict.fromkeys(names, whole) if keep else {}
+            del whole  # before the next one comes
 
     def _whole(self, value: Any, *, keep: bool) -> Any:
         if not isinstance(value, Tensor):

@@ -118,29 +118,14 @@ class DeepSpeedWrapper:
 
     def _config_for(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
         """The configuration of one engine, complete."""
-        plugin = self.plugin
-        world_size = self.runtime.topology.world_size // (self.sequences.size if self.sequences else 1)
-        optimizer = next(iter(bundle.optimizers), None)
-        split_into = world_size if self.split_batches else 1
-        facts = Facts(
-            world_size=world_size,
-            micro_batch=batch_size_of(
-                bundle.dataloaders, smallest=plugin.is_train_batch_min, split_into=split_into
-            ),
+        config = configuration_of(
+            self.plugin,
+            model,
+            bundle,
+            world_size=self.runtime.topology.world_size // (self.sequences.size if self.sequences else 1),
             accumulation=self.accumulation,
-            hidden_size=hidden_size_of(model),
-            optimizer=optimizer,
-            scheduler=next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None),
-            schedule_shards=1 if self.split_batches else world_size,
+            split_batches=self.split_batches,
         )
-        config = complete(plugin.deepspeed_config, facts)
-        zero = config["zero_optimization"]
-        if (
-            isinstance(optimizer, Optimizer)
-            and zero.get("stage")
-            and "zero_allow_untested_optimizer" not in config
-        ):
-            config["zero_allow_untested_optimizer"] = True  # who passes it wants it
         return parsed(config, config_names(self.deepspeed))
 
     def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
@@ -211,7 +196,7 @@ def build(
             runtime=runtime,
             deepspeed=deepspeed,
             plugins=plugins,
-            accumulation=_accumulation(handlers.get(GradientAccumulationPlugin)),
+            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
             split_batches=loading.split_batches,
             stepper=stepper,
             sequences=sequences,
@@ -230,6 +215,60 @@ def build(
     )
 
 
+def configuration_of(
+    plugin: DeepSpeedPlugin,
+    model: nn.Module,
+    bundle: Bundle,
+    *,
+    world_size: int,
+    accumulation: Known,
+    split_batches: bool,
+) -> dict[str, Any]:
+    """The configuration of one engine, complete.
+
+    Args:
+        plugin: Has what was said.
+        model: For which it is made.
+        bundle: What is prepared with it.
+        world_size: How many ranks have batches of their own.
+        accumulation: Micro-batches of a step.
+        split_batches: Whether a batch of a loader is divided among the ranks.
+
+    Raises:
+        SettingsError: Something contradicts, or stays open.
+    """
+    optimizer = next(iter(bundle.optimizers), None)
+    facts = Facts(
+        world_size=world_size,
+        micro_batch=batch_size_of(
+            bundle.dataloaders,
+            smallest=plugin.is_train_batch_min,
+            split_into=world_size if split_batches else 1,
+        ),
+        accumulation=accumulation,
+        hidden_size=hidden_size_of(model),
+        optimizer=optimizer,
+        scheduler=next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None),
+        schedule_shards=1 if split_batches else world_size,
+    )
+    config = complete(plugin.deepspeed_config, facts)
+    divides = config["zero_optimization"].get("stage")
+    if isinstance(optimizer, Optimizer) and divides and "zero_allow_untested_optimizer" not in config:
+        config["zero_allow_untested_optimizer"] = True  # who passes it wants it
+    return config
+
+
+def accumulation_of(plugin: GradientAccumulationPlugin | None) -> Known:
+    """How many micro-batches a step has, and who says it; an `Accelerator` that says nothing binds nobody.
+
+    Args:
+        plugin: Of the `Accelerator`, if it has one.
+    """
+    steps = None if plugin is None else plugin.num_steps
+    source = f"Accelerator(gradient_accumulation_steps={steps!r})"
+    return Known(value=steps or 1, source=source, binding=steps is not None)
+
+
 def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> None:
     stepper.release()
     if sequences is not None:
@@ -241,12 +280,6 @@ def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
     plain = stage == 0 and plugin.mixed_precision == "no"
     found = {Feature.OPTIMIZER_FROM_CONFIGURATION}
     return frozenset(found | {Feature.NO_SYNC, Feature.CLIP_GRAD_VALUE} if plain else found)
-
-
-def _accumulation(plugin: GradientAccumulationPlugin | None) -> Known:
-    steps = None if plugin is None else plugin.num_steps
-    source = f"Accelerator(gradient_accumulation_steps={steps!r})"
-    return Known(value=steps or 1, source=source, binding=steps is not None)
 
 
 def _undo_first_step(optimizer: Any) -> None:

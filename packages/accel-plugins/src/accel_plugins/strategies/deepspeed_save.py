@@ -14,7 +14,7 @@ from accel_plugins.deepspeed.state import EngineState
 from accel_plugins.strategies.replicated import ReplicatedPersister
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -70,6 +70,11 @@ class DeepSpeedPersister:
         """
         state = self._state_of(model)
         return self._plain.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
+
+    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """One tensor after the other where they are divided; tied ones together."""
+        state = self._state_of(model)
+        return self._plain.whole_parts(model) if state is None else state.weight_parts(keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load such a state dict."""

@@ -12,7 +12,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
 
     from torch import nn
@@ -89,6 +89,10 @@ class ReplicatedPersister:
         """The state dict of the model itself."""
         del keep
         return _core(model).state_dict()
+
+    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """All at once: it is there anyway."""
+        yield self.full_state_dict(model, keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load it."""

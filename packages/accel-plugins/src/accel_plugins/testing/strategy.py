@@ -249,6 +249,10 @@ def what_is_saved_is_loaded(subject: StrategySubject) -> None:
     trained.backward(problem.shard(0))
     trained.step()
     before = trained.state()
+    one_by_one = {
+        name: whole(value) for part in persister.whole_parts(trained.model) for name, value in part.items()
+    }
+    demand_equal(one_by_one, before, 0.0, "the state dict in parts")
     for index in (0, 1):
         persister.save_model(trained.model, folder, index)
         persister.save_optimizer(trained.optimizer, trained.model, folder, index)

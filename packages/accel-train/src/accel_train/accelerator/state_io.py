@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch.utils.hooks import RemovableHandle
 
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE
 from accel_ops.weights.write import save as save_object
-from accel_ops.weights.write import save_state_dict
+from accel_ops.weights.write import save_state_parts
 from accel_train.accelerator.facet import Facet
 from accel_train.checkpoint.load import has_checkpoint, load
 from accel_train.checkpoint.save import save
@@ -203,6 +204,8 @@ class StateIoFacet(Facet):
     ) -> None:
         """Save the weights of a model in the form that other libraries load. Call it on every process.
 
+        Where models are divided among processes, the one that writes holds no more than one file at a time.
+
         Args:
             model: Prepared or not.
             save_directory: The folder; made if absent.
@@ -222,11 +225,18 @@ class StateIoFacet(Facet):
             ['model.safetensors']
         """
         parts = self._parts
-        state = self.get_state_dict(model)
-        if parts.checkpoints.commits:
-            save_state_dict(
-                state, save_directory, max_shard_size=max_shard_size, safe_serialization=safe_serialization
-            )
+        commits = parts.checkpoints.commits
+        tensors = parts.strategy.persister.whole_parts(model, keep=commits)
+        try:
+            if commits:
+                save_state_parts(
+                    tensors,
+                    save_directory,
+                    max_shard_size=max_shard_size,
+                    safe_serialization=safe_serialization,
+                )
+        finally:
+            deque(tensors, maxlen=0)  # to its end, whatever happened: the other processes go there, too
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """The whole state dict of a model. Call it on every process.

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_cli.commands.check.players import play
 from accel_cli.commands.check.record import File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
@@ -29,7 +25,7 @@ if TYPE_CHECKING:
 
     from accel_state.settings import Merged
 
-PLAYER = "accel_cli.commands.check.player"
+_LARGE = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +60,18 @@ def run(options: Namespace) -> int:
     memory = None if options.memory is None else _memory(options.memory)
     variables = read()
     merged = combine(given_by_environ(variables), given_by_config(options.config_file, variables))
-    with ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 2)) as pool:  # each computes on about two cores
-        records = [*pool.map(lambda rank: _play(options, rank, merged, variables), _ranks(options))]
+    orders = [
+        Order(
+            script=options.script,
+            arguments=tuple(options.script_arguments),
+            rank=rank,
+            world=options.world,
+            local_world=min(options.devices_per_machine, options.world),
+            batches=options.batches,
+        )
+        for rank in _ranks(options)
+    ]
+    records = play(orders, player_environ(merged, variables), timeout=options.timeout)
     found = look(records, merged, options.world, memory)
     if options.json:
         show(_as_json(found, merged))
@@ -125,63 +131,17 @@ def _ranks(options: Namespace) -> tuple[int, ...]:
     return ranks
 
 
-def _play(options: Namespace, rank: int, merged: Merged, variables: Mapping[str, str]) -> Record:
-    """Run the script as one rank, in a process of its own."""
-    with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
-        output, order = Path(folder) / "record.json", Path(folder) / "order.json"
-        told = Order(
-            script=options.script,
-            arguments=tuple(options.script_arguments),
-            rank=rank,
-            world=options.world,
-            local_world=min(options.devices_per_machine, options.world),
-            batches=options.batches,
-            output=str(output),
-        )
-        order.write_text(told.to_text(), encoding="utf-8")
-        line = [sys.executable, "-m", PLAYER, str(order)]
-        try:
-            done = subprocess.run(
-                line,
-                env=player_environ(told, merged, variables),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                check=False,
-                timeout=options.timeout,
-            )
-        except subprocess.TimeoutExpired:
-            return Record(rank=rank, stopped=f"it has not ended after {options.timeout} s (--timeout)")
-        if not output.is_file():
-            lines = done.stderr.strip().splitlines() or ["nothing was said"]
-            return Record(rank=rank, stopped=f"it ended with exit code {done.returncode}: {lines[-1]}")
-        return Record.from_text(output.read_text(encoding="utf-8"))
-
-
-def player_environ(order: Order, merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
+def player_environ(merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that plays a rank: that of a worker, on the CPU.
 
     Args:
-        order: What it is told.
         merged: The settings.
         variables: This process's environment.
     """
     settings = replace(
         merged.settings, process=replace(merged.settings.process, use_cpu=True, torch_device=None)
     )
-    place = {
-        "RANK": order.rank,
-        "WORLD_SIZE": order.world,
-        "LOCAL_RANK": order.rank % order.local_world,
-        "LOCAL_WORLD_SIZE": order.local_world,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": 29500,
-    }
-    return {
-        **worker_environ(settings, variables),
-        **{name: str(value) for name, value in place.items()},
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-    }
+    return {**worker_environ(settings, variables), "ACCELERATE_DYNAMO_BACKEND": "NO"}
 
 
 def estimate_of(record: Record, world: int) -> Estimate:
@@ -194,11 +154,12 @@ def estimate_of(record: Record, world: int) -> Estimate:
     if record.parts:
         here = {"working": record.parts["working"]} if record.offloaded else record.parts
         host = sum(record.parts.values()) - sum(here.values())
-        return Estimate(strategy=_title(record), parts=here, host=host)
+        return Estimate(strategy=_title(record), parts=here, host=host + record.host)
     assert record.sizes is not None  # noqa: S101 - for ourselves
     width = 4 if record.precision == "no" else 2
-    job = Job(sizes=record.sizes, devices=world, width=width, moments=record.moments)
-    return estimate(record.counted_as or "DDP", job)
+    job = Job(sizes=record.sizes, devices=world, width=width, moments=record.moments, buckets=record.buckets)
+    one = estimate(record.counted_as or "DDP", job)
+    return replace(one, host=one.host + record.host)
 
 
 def _title(record: Record) -> str:
@@ -226,15 +187,19 @@ def _tell(found: Findings, merged: Merged, options: Namespace, memory: int | Non
 
 
 def _ranks_table(found: Findings, memory: int | None) -> Table:
+    is_host_shown = any(one.host >= _LARGE for one in found.estimates.values())
+
     def row(record: Record) -> tuple[str, ...]:
         one = found.estimates.get(record.rank)
         taken = "-" if one is None else convert_bytes(one.device)
         verdict = "-" if one is None or memory is None else ("fits" if fits(one, memory) else "too large")
         result = "failed" if record.stopped else "passed"
         strategy = "-" if one is None else one.strategy
-        return (str(record.rank), result, strategy, str(len(record.events)), taken, verdict)
+        host = ("-" if one is None else convert_bytes(one.host),) if is_host_shown else ()
+        return (str(record.rank), result, strategy, str(len(record.events)), taken, *host, verdict)
 
-    head = ("rank", "result", "strategy", "collectives", "memory", "verdict")
+    host = ("main memory",) if is_host_shown else ()
+    head = ("rank", "result", "strategy", "collectives", "memory", *host, "verdict")
     return Table(head=head, rows=tuple(map(row, found.records)))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,6 +29,7 @@ KINDS = ("parameters", "gradients", "optimizer", "working")
 """What is counted on its own; `working` is the rest: activations, what is gathered, what communicates."""
 
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
+_DEVICE = torch.ops.prim.device.default
 
 
 class Meter(TorchDispatchMode):
@@ -43,19 +45,22 @@ class Meter(TorchDispatchMode):
 
     Attributes:
         is_paused: Whether what comes into being takes no memory of the rank.
+        host: Most bytes of what was in main memory at a time: what was moved there, and all that comes of it.
     """
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self._fakes = fakes
         self._alive: dict[int, list[Any]] = {}
-        self._bytes: dict[str, int] = dict.fromkeys(KINDS, 0)
-        self._in_passes = dict(self._bytes)
-        self._in_steps = dict(self._bytes)
+        self._bytes: dict[str, int] = dict.fromkeys((*KINDS, "host"), 0)
+        self._in_passes: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._in_steps: dict[str, int] = dict.fromkeys(KINDS, 0)
+        self._kind = "working"
         self._models: list[nn.Module] = []
         self._is_stepping = False
         self._state = 0
         self.is_paused = False
+        self.host = 0
 
     def __enter__(self) -> Meter:
         self._resize = torch.UntypedStorage.resize_
@@ -69,16 +74,34 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # four of five questions are this one
         if DTensor in types:
             return NotImplemented  # it comes again with the parts
         # Without values, waiting would make another tensor.
         result = args[0] if func is _WAIT else func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fakes and not self.is_paused:
+            kind = self._kind
+            if kind == "working" and self._bytes["host"] and any(map(self.has_on_host, tree_leaves(args))):
+                kind = "host"
             for leaf in tree_leaves(result):
                 if isinstance(leaf, Tensor):
-                    self._see(leaf, "working")
+                    self._see(leaf, kind)
             self._note()
         return result
+
+    def has_on_host(self, leaf: object) -> bool:
+        """Whether something is a tensor that was moved to main memory, or was computed from one there."""
+        return isinstance(leaf, Tensor) and self._alive.get(storage_key(leaf), ("",))[0] == "host"
+
+    @contextlib.contextmanager
+    def moving(self, *, to_host: bool) -> Generator[None]:
+        """Within it, what comes into being is in main memory, or not."""
+        before, self._kind = self._kind, "host" if to_host else "back"
+        try:
+            yield
+        finally:
+            self._kind = before
 
     def add(self, model: nn.Module) -> None:
         """Count a model that is prepared, and its gradients from now on."""
@@ -145,6 +168,7 @@ class Meter(TorchDispatchMode):
                 self._bytes[entry[0]] -= entry[1]
 
         size = storage.nbytes()
+        kind = "working" if kind == "back" else kind
         self._alive[key] = [kind, size, weakref.ref(storage, forget)]
         self._bytes[kind] += size
 
@@ -163,12 +187,13 @@ class Meter(TorchDispatchMode):
         return resize_
 
     def _note(self) -> None:
-        now = self._bytes
+        self.host = max(self.host, self._bytes["host"])
+        now: dict[str, int] = {kind: self._bytes[kind] for kind in KINDS}
         if self._is_stepping:
             if sum(now.values()) >= sum(self._in_steps.values()):
-                self._in_steps = dict(now)
+                self._in_steps = now
         elif _without_state(now) > _without_state(self._in_passes):
-            self._in_passes = dict(now)
+            self._in_passes = now
 
 
 def _without_state(parts: dict[str, int]) -> int:

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from accel_cli.commands.check.meter import Meter
 from accel_cli.commands.check.record import Event, File
+from accel_cli.commands.estimate.memory import Buckets
 from accel_cli.commands.estimate.trace import Ledger, storage_key
 from accel_state.whereabouts import call_site, place_of
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+_DEVICE = torch.ops.prim.device.default
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 _YES = frozenset({torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default})
 _COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
@@ -48,6 +50,8 @@ class MadeUpValues(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE and is_without_values(args[0]):
+            return args[0].device
         if func is _SCALAR:
             return made_up(args[0])
         if func in _YES:
@@ -77,12 +81,14 @@ class Chosen:
         counted_as: The name that estimates have for it, if its own code does not run.
         axes: Along which the ranks divide the work.
         offloaded: Whether what stays from step to step is in main memory.
+        precision: The mixed precision.
     """
 
     name: str = ""
     counted_as: str = ""
     axes: Mapping[str, int] = field(default_factory=dict[str, int])
     offloaded: bool = False
+    precision: str = "no"
 
 
 @dataclass(kw_only=True)
@@ -97,6 +103,7 @@ class Observer:
         fakes: Makes tensors without values.
         ledger: Counts what the passes of whole models keep.
         meter: Counts what a rank has of divided models, and all else.
+        buckets: What DeepSpeed would set aside.
     """
 
     events: list[Event] = field(default_factory=list[Event])
@@ -106,8 +113,10 @@ class Observer:
     fakes: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     ledger: Ledger | None = None
     meter: Meter | None = None
+    buckets: Buckets = field(default_factory=Buckets)
     _outside: int = 0
     _silent: int = 0
+    _held: int = 0
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
@@ -206,6 +215,31 @@ class Observer:
                 yield
         finally:
             self._outside -= 1
+
+    def moved(self, tensor: Tensor, *, to_host: bool) -> Tensor:
+        """The same in main memory, as `Tensor.cpu` would move it from a device, or back.
+
+        Args:
+            tensor: Without values.
+            to_host: Whether it shall be in main memory.
+        """
+        counters = [one for one in (self.ledger, self.meter) if one is not None]
+        if not counters or any(one.has_on_host(tensor) for one in counters) == to_host:
+            return tensor
+        with contextlib.ExitStack() as stack:
+            for one in counters:
+                stack.enter_context(one.moving(to_host=to_host))
+            return tensor.clone()
+
+    def holds_on_host(self, nbytes: int) -> None:
+        """Note that something was in main memory for a while that does not come into being here."""
+        self._held = max(self._held, nbytes)
+
+    @property
+    def host(self) -> int:
+        """Most bytes that were in main memory because they were moved there."""
+        counters = [one.host for one in (self.ledger, self.meter) if one is not None]
+        return max([self._held, *counters])
 
     def without_values(self, data: Any) -> Any:
         """The same data in tensors without values, on the CPU."""

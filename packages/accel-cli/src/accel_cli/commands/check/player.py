@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import runpy
+import signal
 import sys
+import time
 import traceback
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_cli.commands.check.observer import Observer
+from accel_cli.commands.check.players import ended, too_long
 from accel_cli.commands.check.record import Order, Record
 from accel_cli.commands.check.stand_ins import install
 from accel_cli.commands.estimate.memory import Sizes
 from accel_cli.commands.estimate.weights import sizes_of
 from accel_state import environ
-from accel_state.settings import from_environ
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PAUSE = 0.05
 
 
 def main(order: Order) -> None:
@@ -36,15 +48,17 @@ def main(order: Order) -> None:
         counted_as=chosen.counted_as,
         axes=chosen.axes,
         offloaded=chosen.offloaded,
-        precision=from_environ(environ.read()).precision.mixed_precision,
+        precision=chosen.precision,
+        buckets=observer.buckets,
         sizes=_sizes(observer),
         moments=() if observer.ledger is None else observer.ledger.moments,
         parts={} if observer.meter is None else observer.meter.parts,
+        host=observer.host,
         events=tuple(observer.events),
         files=tuple(observer.files),
         stopped=stopped,
     )
-    Path(order.output).write_text(record.to_text(), encoding="utf-8")
+    _write(order, record)
 
 
 def _play(observer: Observer, order: Order) -> str:
@@ -84,5 +98,83 @@ def _sizes(observer: Observer) -> Sizes | None:
     )
 
 
+def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
+    """Let a process of its own play each rank; all of them begin with what this one has imported.
+
+    Args:
+        orders: What they are told.
+        timeout: Seconds for each.
+        at_once: How many run at a time.
+    """
+    import_often_needed(Path(orders[0].script))
+    waiting, running = [*reversed(orders)], dict[int, tuple[Order, float]]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            order = waiting.pop()
+            running[_divide(order)] = (order, time.monotonic() + timeout)
+        for pid, (order, until) in list(running.items()):
+            is_late = time.monotonic() > until
+            if is_late:
+                os.kill(pid, signal.SIGKILL)
+            done, status = os.waitpid(pid, 0 if is_late else os.WNOHANG)
+            if not done:
+                continue
+            del running[pid]
+            code = os.waitstatus_to_exitcode(status)
+            if is_late or not Path(order.output).is_file():
+                why = too_long(timeout) if is_late else ended(code, _log(order).read_text("utf-8", "replace"))
+                _write(order, Record(rank=order.rank, stopped=why))
+        time.sleep(_PAUSE)
+
+
+def import_often_needed(script: Path) -> None:
+    """Import what is slow, and the same for all ranks.
+
+    Args:
+        script: Its text tells what it needs.
+    """
+    import_module("torch._dynamo")  # what makes tensors without values asks it for little
+    if "transformers" in script.read_text("utf-8", "replace"):
+        with contextlib.suppress(ImportError):
+            import_module("transformers.modeling_utils")
+
+
+def _divide(order: Order) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with _log(order).open("wb") as log:
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+        environ.publish(order.place)
+        main(order)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process ends here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _log(order: Order) -> Path:
+    return Path(order.output).with_suffix(".log")
+
+
+def _write(order: Order, record: Record) -> None:
+    Path(order.output).write_text(record.to_text(), encoding="utf-8")
+
+
+def _begin(path: Path) -> None:
+    given = json.loads(path.read_text(encoding="utf-8"))
+    orders = [Order.from_text(text) for text in given["orders"]]
+    if len(orders) == 1:
+        main(orders[0])
+    else:
+        conduct(orders, timeout=given["timeout"], at_once=given["at_once"])
+
+
 if __name__ == "__main__":
-    main(Order.from_text(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    _begin(Path(sys.argv[1]))

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.commands.estimate.memory import Moment, Sizes
+from accel_cli.commands.estimate.memory import Buckets, Moment, Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -32,7 +32,20 @@ class Order:
     world: int
     local_world: int
     batches: int
-    output: str
+    output: str = ""
+
+    @property
+    def place(self) -> dict[str, str]:
+        """The variables by which launchers tell a process which rank it is."""
+        variables = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world,
+            "LOCAL_RANK": self.rank % self.local_world,
+            "LOCAL_WORLD_SIZE": self.local_world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 29500,
+        }
+        return {name: str(value) for name, value in variables.items()}
 
     def to_text(self) -> str:
         """Write as JSON."""
@@ -89,9 +102,11 @@ class Record:
         axes: Along which the ranks divide the work, and how many there are along each.
         offloaded: Whether parameters, gradients and optimizer states are in main memory.
         precision: The mixed precision.
+        buckets: What DeepSpeed sets aside.
         sizes: The models, in elements; None if none was prepared.
         moments: The fullest moments of its passes.
         parts: What it holds when it holds most, in bytes by kind, if the strategy's own code has run.
+        host: Bytes of main memory for what is moved there, such as a model that is brought together.
         events: What it would have done together with the others, in order.
         files: What it would have written.
         stopped: Why and where the script ended before its end; empty if it did not.
@@ -103,9 +118,11 @@ class Record:
     axes: Mapping[str, int] = field(default_factory=dict[str, int])
     offloaded: bool = False
     precision: str = "no"
+    buckets: Buckets = field(default_factory=Buckets)
     sizes: Sizes | None = None
     moments: tuple[Moment, ...] = ()
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
+    host: int = 0
     events: tuple[Event, ...] = ()
     files: tuple[File, ...] = ()
     stopped: str = ""
@@ -122,6 +139,7 @@ class Record:
         kinds: Mapping[str, type[Any]] = {"moments": Moment, "events": Event, "files": File}
         for name, kind in kinds.items():
             table[name] = tuple(kind(**row) for row in table[name])
+        table["buckets"] = Buckets(**table["buckets"])
         if sizes is not None:
             sizes["blocks"] = tuple(sizes["blocks"])
             table["sizes"] = Sizes(**sizes)

@@ -20,6 +20,8 @@ from accel_cli.commands.check.checkpoint import FORMS, files_of
 from accel_cli.commands.check.collectives import AloneCollectives, operations
 from accel_cli.commands.check.observer import is_without_values, made_up, nbytes_of
 from accel_cli.commands.check.strategy import loading
+from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, filled
+from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_train.checkpoint.sharded import form_of
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ def install(observer: Observer, order: Order) -> None:
         order: Which rank is played.
     """
     _values()
+    _moves(observer)
+    _conversions()
     _division(observer)
     _optimizers()
     _communication(observer, order)
@@ -62,6 +66,61 @@ def _values() -> None:
         setattr(tensor, name, _instead(getattr(tensor, name), make))
 
 
+def _moves(observer: Observer) -> None:
+    """What a script puts into main memory is not the device's; here both are the CPU.
+
+    A device that is named by a text is likely the CPU that was found here, `cpu()` never is.
+    """
+    tensor: Any = torch.Tensor
+    to_cpu, to = tensor.cpu, tensor.to
+
+    def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = to_cpu(self, *args, **kwargs)
+        return observer.moved(plain, to_host=True) if is_without_values(plain) else plain
+
+    def to_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        there = to(self, *args, **kwargs)
+        names_device = any(isinstance(one, torch.device) for one in (*args, *kwargs.values()))
+        return observer.moved(there, to_host=False) if names_device and is_without_values(there) else there
+
+    tensor.cpu, tensor.to = cpu, to_device
+
+
+def _conversions() -> None:
+    """`Module.to` and its like. PyTorch's exchange tensors without values, which nobody else may refer to."""
+    kind: Any = torch.nn.Module
+    real = kind._apply
+
+    def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        own = [one for one in (*self._parameters.values(), *self._buffers.values()) if one is not None]
+        if not all(map(is_without_values, own)):
+            return real(self, fn, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if parameter is not None:
+                    self._parameters[name] = _converted(parameter, fn)
+            for name, buffer in self._buffers.items():
+                if buffer is not None:
+                    self._buffers[name] = fn(buffer)
+        return self
+
+    kind._apply = apply
+
+
+def _converted(parameter: Any, fn: Callable[[Any], Any]) -> Any:
+    new, gradient = fn(parameter), parameter.grad
+    if new.device != parameter.device:
+        return torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
+    parameter.grad = None
+    parameter.data = new
+    if gradient is not None:
+        parameter.grad = fn(gradient)
+    return parameter
+
+
 _OF_PROPAGATION = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
 """What finds the shape of a result by whole tensors without values; versions of torch have one of the two."""
 
@@ -80,6 +139,7 @@ def _division(observer: Observer) -> None:
     shapes: Any = ShardingPropagator
     name = next(one for one in _OF_PROPAGATION if one in vars(shapes))
     setattr(shapes, name, _within(observer.uncounted, vars(shapes)[name]))
+    _set("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
     values: Any = import_module("accel_plugins.sharding.values")
 
     def empty(model: Any, taken: Any) -> None:
@@ -93,6 +153,26 @@ def _division(observer: Observer) -> None:
                 values.put_tensor(model, name, new)
 
     values._empty = empty
+
+
+class Chunks:
+    """The parts of a tensor of which FSDP needs two; making all takes time where there are many ranks.
+
+    Args:
+        tensor: What is divided.
+        num_chunks: Into how many parts, of which the last ones may be empty.
+        dim: Along which dim.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor = tensor
+        self._dim = dim
+        self._length = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._length
+        length = min(self._length, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
 
 
 def _optimizers() -> None:
@@ -171,17 +251,27 @@ def _storage(observer: Observer) -> None:
             run.project.iteration += 1
         with observer.silence():
             form = FORMS[form_of(run)]
-            for name, nbytes, whole in files_of(run, safe=safe):
-                observer.wrote(str(folder / name), nbytes, form=form, whole=whole)
+            files = [*files_of(run, safe=safe)]
+        for name, nbytes, whole in files:
+            observer.wrote(str(folder / name), nbytes, form=form, whole=whole)
+        if form == "whole" and observer.meter is not None:  # brought together before it is written
+            observer.holds_on_host(sum(nbytes for _, nbytes, _ in files))
         return Planned(str(folder))
 
     def load(*args: Any, **kwargs: Any) -> None:
         del args, kwargs
         observer.saw("load_state")
 
-    def write_weights(state_dict: Any, folder: Any, **kwargs: Any) -> None:
-        del kwargs
-        observer.wrote(str(Path(folder) / "model*.safetensors"), nbytes_of(state_dict))
+    def write_weights(parts: Any, folder: Any, **kwargs: Any) -> None:
+        observer.wrote(str(Path(folder) / "model*.safetensors"), sum(map(nbytes_of, held(parts, kwargs))))
+
+    def held(parts: Any, options: Any) -> Iterator[Any]:
+        """Hold on to parts as long as what writes them would."""
+        limit = convert_file_size_to_int(options.get("max_shard_size", DEFAULT_SHARD_SIZE))
+        shards = filled(((part, nbytes_of(part)) for part in parts), limit)
+        for shard, _ in shards:
+            yield [*shard]
+            shard.clear()
 
     def write_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -189,7 +279,7 @@ def _storage(observer: Observer) -> None:
 
     saving.save = save
     _set("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
-    _set("accel_ops.weights.write", save_state_dict=write_weights, save=write_object)
+    _set("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
     torch.save = write_object
 
 

@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_cli.commands.check.checkpoint import Divided
+from accel_cli.commands.check.engine import EngineStandIn
 from accel_cli.commands.check.observer import Chosen
+from accel_cli.commands.check.parts import on_parts
 from accel_plugins.dcp.role import StateForm
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.forms import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.precision.engine import EnginePrecision
+from accel_plugins.strategies.deepspeed import accumulation_of
 from accel_plugins.strategies.replicated import ReplicatedPersister
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
@@ -121,7 +128,8 @@ class ObservedStepper:
         """Step the optimizer, and tell that what it makes is its state."""
         with self._observer.stepping(optimizer):
             if self._communicates:
-                return self._inner.step(optimizer, closure)
+                with on_parts(optimizer):
+                    return self._inner.step(optimizer, closure)
             optimizer.step()
         return True
 
@@ -139,10 +147,10 @@ def loading(observer: Observer, load: Callable[[str], Callable[..., Strategy]]) 
             settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
         ) -> Strategy:
             is_real = name in REAL
-            make = load(name) if is_real else partial(_stand_in, name)
+            make = load(name) if is_real else partial(_stand_in, observer, name)
             with observer.outside():  # meshes of ranks need their values
                 plain = make(settings, runtime, precision, handlers)
-            observer.strategy = _chosen(name, plain, handlers)
+            observer.strategy = _chosen(name, plain, handlers, plain.precision or precision)
             wrapper = ObservedWrapper(observer, plain.wrapper, divides=is_real)
             stepper: Any = ObservedStepper(observer, plain.stepper, communicates=is_real)
             return replace(plain, wrapper=wrapper, stepper=stepper)
@@ -153,6 +161,7 @@ def loading(observer: Observer, load: Callable[[str], Callable[..., Strategy]]) 
 
 
 def _stand_in(
+    observer: Observer,
     name: str,
     settings: Settings,
     runtime: Runtime,
@@ -161,13 +170,8 @@ def _stand_in(
 ) -> Strategy:
     del settings
     place = runtime.topology
-    shards: Any = None
-    if name == "fsdp1":
-        shards = Divided(saved=form_of(_plugin(handlers)))
-    elif name == "deepspeed":
-        stage = int(_engine(handlers).get_value("zero_optimization.stage", 0))
-        shards = Divided(saved=StateForm.OWN, stage=stage, width=4 if precision.name == "no" else 2)
-    return Strategy(
+    shards: Any = Divided(saved=form_of(_plugin(handlers))) if name == "fsdp1" else None
+    plain = Strategy(
         name=name,
         wrapper=UnchangedWrapper(),
         stepper=TorchStepper(precision=precision),
@@ -176,9 +180,34 @@ def _stand_in(
         features=frozenset(Feature),
         shards=shards,
     )
+    if name != "deepspeed":
+        return plain
+    plugin = _engine(handlers)
+    plugin.set_mixed_precision(precision.name)
+    own: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
+    stage = int(plugin.get_value("zero_optimization.stage", 0))
+    shards = Divided(saved=StateForm.OWN, stage=stage, width=_width(own.name))
+    loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
+    return replace(
+        plain,
+        wrapper=EngineStandIn(
+            plugin=plugin,
+            world_size=place.world_size,
+            accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
+            split_batches=loading.split_batches,
+            told=partial(setattr, observer, "buckets"),
+        ),
+        stepper=TorchStepper(precision=own),
+        precision=own,
+        shards=shards,
+    )
 
 
-def _chosen(name: str, plain: Strategy, handlers: Mapping[type, Any]) -> Chosen:
+def _width(precision: str) -> int:
+    return 4 if precision == "no" else 2
+
+
+def _chosen(name: str, plain: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy) -> Chosen:
     axes = (
         {}
         if plain.mesh is None
@@ -186,7 +215,7 @@ def _chosen(name: str, plain: Strategy, handlers: Mapping[type, Any]) -> Chosen:
     )
     offloads = name == "fsdp2" and isinstance(_plugin(handlers).cpu_offload, CPUOffloadPolicy)
     counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
-    return Chosen(name=name, counted_as=counted_as, axes=axes, offloaded=offloads)
+    return Chosen(name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name)
 
 
 def _as_one(handlers: Mapping[type, Any]) -> str:
@@ -195,8 +224,8 @@ def _as_one(handlers: Mapping[type, Any]) -> str:
 
 
 def _as_ddp(handlers: Mapping[type, Any]) -> str:
-    del handlers
-    return "DDP"
+    options = handlers.get(DistributedDataParallelKwargs)
+    return "DDP, gradients in buckets" if options and options.gradient_as_bucket_view else "DDP"
 
 
 def _as_fsdp(handlers: Mapping[type, Any]) -> str:
@@ -212,9 +241,21 @@ def _as_fsdp(handlers: Mapping[type, Any]) -> str:
 def _as_zero(handlers: Mapping[type, Any]) -> str:
     plugin = _engine(handlers)
     stage = int(plugin.get_value("zero_optimization.stage", 0))
-    away = plugin.get_value("zero_optimization.offload_optimizer.device", None) not in {None, "none"}
-    return f"ZeRO-{stage}{', offloaded' if away and stage > 1 else ''}" if stage else "DDP"
+    optimizer, weights = (
+        plugin.get_value(f"zero_optimization.offload_{what}.device", None) not in {None, "none"}
+        for what in ("optimizer", "param")
+    )
+    suffix = _OFFLOADED[optimizer, weights if stage == 3 else optimizer]
+    return f"ZeRO-{stage}{suffix}" if stage else "DDP"
 
+
+# By whether the optimizer and the weights are offloaded.
+_OFFLOADED = {
+    (False, False): "",
+    (True, True): ", offloaded",
+    (True, False): ", optimizer offloaded",
+    (False, True): ", weights offloaded",
+}
 
 # By the name of the strategy; others are taken for copies.
 _COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {

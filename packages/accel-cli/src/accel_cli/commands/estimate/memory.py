@@ -146,7 +146,7 @@ def estimate(strategy: str, job: Job) -> Estimate:
     """Say what training takes under a strategy.
 
     Args:
-        strategy: A name of `STRATEGIES`.
+        strategy: A name of `STRATEGIES` or `VARIANTS`.
         job: The run.
 
     Example:
@@ -154,7 +154,7 @@ def estimate(strategy: str, job: Job) -> Estimate:
         >>> estimate("DDP", job).device, estimate("FSDP2", job).parts["optimizer"]
         (24000, 2000)
     """
-    parts, host = STRATEGIES[strategy](job)
+    parts, host = (STRATEGIES.get(strategy) or VARIANTS[strategy])(job)
     return Estimate(strategy=strategy, parts=parts, host=host)
 
 
@@ -218,13 +218,17 @@ def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
     }, host
 
 
-def _zero(job: Job, *, stage: int, offload: bool) -> Parts:
+def _zero(job: Job, *, stage: int, optimizer_away: bool = False, weights_away: bool = False) -> Parts:
     """DeepSpeed: weights in the precision of the computation, and float32 copies of a shard of them.
 
     In the passes there is, besides, the bucket. Stages 1 and 2 have the gradients of the shard twice, as they
     came and in a row, and stage 1 all others, too. Stage 3 has room for those of the shard, what is
     gathered, and another bucket, in which gradients are put in order or weights arrive. In the step
     gradients are copied to float32 (`deepspeed.runtime.zero`, stage_1_and_2.py and stage3.py).
+
+    Where the optimizer is offloaded, so are the copies, the moments, and gradients in float32; beside them
+    there is room for weights on their way back or, in stage 3, for gradients as they came. DeepSpeed's own
+    Adam takes nothing for itself.
     """
     sizes, width, buckets = job.sizes, job.width, job.buckets
     shard = _ceil(sizes.trainable, job.devices)
@@ -235,32 +239,28 @@ def _zero(job: Job, *, stage: int, offload: bool) -> Parts:
     sorting = width * min(buckets.reduce, sizes.trainable) if stage == 3 else 0
     gathered = width * min(buckets.live, sizes.parameters) if stage == 3 else 0
     arriving = width * min(buckets.prefetch, sizes.parameters) if stage == 3 else 0
+    passing = width * sizes.largest if stage < 3 and optimizer_away else 0
 
     def at(moment: Moment) -> tuple[int, int, int]:
         """Gradients, what communicates, and the rest."""
         mine = width * min(moment.gradients, shard)
-        found = {1: mine + width * moment.gradients, 2: 2 * mine, 3: room}[stage]
-        return found, bucket + gathered + max(sorting, arriving), moment.activations
+        all_of_them = width * moment.gradients if stage == 1 else 0
+        found = room if stage == 3 else mine + (all_of_them or mine)
+        communication = bucket + gathered + max(sorting, arriving) + passing
+        return all_of_them if optimizer_away else found, communication, moment.activations
 
-    stepping = (
-        MASTER * shard + room,
-        bucket if stage == 3 else 0,
-        job.step(job.devices, flat=True),
-    )
+    stepping = (MASTER * shard + room, bucket if stage == 3 else 0, job.step(job.devices, flat=True))
     passes = [at(moment) for moment in job.passes]
-    if offload:
-        passes = [(0, communication, working) for _, communication, working in passes]
-    gradients, communication, working = max(passes if offload else [*passes, stepping], key=sum)
-    parts = {
-        "parameters": (0 if offload and stage == 3 else weights) + sizes.buffers,
+    gradients, communication, working = max(passes if optimizer_away else [*passes, stepping], key=sum)
+    here = {
+        "parameters": (0 if weights_away else weights) + sizes.buffers,
         "gradients": gradients,
-        "optimizer": 0 if offload else optimizer,
+        "optimizer": 0 if optimizer_away else optimizer,
         "communication": communication,
         "working": working,
     }
-    # Gradients in float32, and the weights in the precision of the computation, on their way to the device.
-    host = optimizer + (MASTER + width) * shard
-    return parts, host if offload else 0
+    away = optimizer + MASTER * shard + (room or width * shard) + passing if optimizer_away else 0
+    return here, away + (weights if weights_away else 0)
 
 
 def _ceil(elements: int, devices: int) -> int:
@@ -270,13 +270,21 @@ def _ceil(elements: int, devices: int) -> int:
 STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
     "one device": partial(_replicated, buckets=0),
     "DDP": partial(_replicated, buckets=1),
-    "ZeRO-1": partial(_zero, stage=1, offload=False),
-    "ZeRO-2": partial(_zero, stage=2, offload=False),
+    "ZeRO-1": partial(_zero, stage=1),
+    "ZeRO-2": partial(_zero, stage=2),
     "FSDP2, gathered once": partial(_fsdp2, keep=True, offload=False),
-    "ZeRO-3": partial(_zero, stage=3, offload=False),
+    "ZeRO-3": partial(_zero, stage=3),
     "FSDP2": partial(_fsdp2, keep=False, offload=False),
-    "ZeRO-2, offloaded": partial(_zero, stage=2, offload=True),
-    "ZeRO-3, offloaded": partial(_zero, stage=3, offload=True),
+    "ZeRO-2, offloaded": partial(_zero, stage=2, optimizer_away=True),
+    "ZeRO-3, offloaded": partial(_zero, stage=3, optimizer_away=True, weights_away=True),
     "FSDP2, offloaded": partial(_fsdp2, keep=False, offload=True),
 }
 """The strategies; those further down take less of a device and more time."""
+
+VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
+    "DDP, gradients in buckets": partial(_replicated, buckets=0),
+    "ZeRO-1, offloaded": partial(_zero, stage=1, optimizer_away=True),
+    "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_away=True),
+    "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_away=True),
+}
+"""What a script may ask for besides."""

@@ -20,6 +20,7 @@ from accel_ops.weights.tensors import parameter_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
+    from contextlib import AbstractContextManager
 
 _CAST = torch.ops.aten._to_copy.default
 
@@ -29,23 +30,29 @@ class Ledger(TorchDispatchMode):
 
     Args:
         module: Its parameters and buffers are weights; copies of them in another element type are casts.
+
+    Attributes:
+        host: Most bytes of what was in main memory at a time: what was moved there, and all that comes of it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._weights = {storage_key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
         self._alive: dict[int, tuple[str, int, Any]] = {}
-        self._bytes: dict[str, int] = dict.fromkeys(("activations", "casts", "gradients", "state"), 0)
+        self._bytes: dict[str, int] = dict.fromkeys(("activations", "casts", "gradients", "state", "host"), 0)
         self._lengths: dict[int, int] = {}
         self._elements = 0
         self._kind = "activations"
         self._tops: dict[int, tuple[Moment, Moment]] = {}
+        self.host = 0
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         kind = "casts" if func is _CAST and storage_key(args[0]) in self._weights else self._kind
+        if kind == "activations" and self._bytes["host"] and any(map(self.has_on_host, tree_leaves(args))):
+            kind = "host"
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._see(leaf, kind)
@@ -55,6 +62,14 @@ class Ledger(TorchDispatchMode):
     def moments(self) -> tuple[Moment, ...]:
         """The fullest moments for every number of finished gradients, with casts and without."""
         return tuple(dict.fromkeys(moment for pair in self._tops.values() for moment in pair))
+
+    def has_on_host(self, leaf: object) -> bool:
+        """Whether something is a tensor that was moved to main memory, or was computed from one there."""
+        return isinstance(leaf, Tensor) and self._alive.get(storage_key(leaf), ("",))[0] == "host"
+
+    def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
+        """Within it, what comes into being is in main memory, or not."""
+        return self._counting("host" if to_host else "back")
 
     def add_weights(self, module: nn.Module) -> None:
         """Take the parameters and buffers of another module for weights, too."""
@@ -77,14 +92,17 @@ class Ledger(TorchDispatchMode):
             self._elements += parameter.numel()
             self._note()
 
-    @contextlib.contextmanager
-    def stepping(self) -> Generator[None]:
+    def stepping(self) -> AbstractContextManager[None]:
         """Within it, what comes into being is an optimizer's state, which is not counted."""
-        self._kind = "state"
+        return self._counting("state")
+
+    @contextlib.contextmanager
+    def _counting(self, kind: str) -> Generator[None]:
+        before, self._kind = self._kind, kind
         try:
             yield
         finally:
-            self._kind = "activations"
+            self._kind = before
 
     def _see(self, tensor: Tensor, kind: str) -> None:
         storage = tensor.untyped_storage()
@@ -99,11 +117,13 @@ class Ledger(TorchDispatchMode):
                 self._bytes[was] -= size
                 self._elements -= self._lengths.pop(key, 0)
 
+        kind = "activations" if kind == "back" else kind
         self._alive[key] = (kind, size, weakref.ref(storage, forget))
         self._bytes[kind] += size
         self._note()
 
     def _note(self) -> None:
+        self.host = max(self.host, self._bytes["host"])
         elements = self._elements
         now = Moment(activations=self._bytes["activations"], casts=self._bytes["casts"], gradients=elements)
         most, widest = self._tops.get(elements, (now, now))

@@ -1,0 +1,105 @@
+"""What takes the place of DeepSpeed's engine: it completes the configuration, and casts the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel_cli.commands.estimate.memory import Buckets
+from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.request import check_request
+from accel_plugins.strategies.deepspeed import configuration_of
+from accel_plugins.strategies.replicated import check_materialised
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import nn
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.deepspeed.fill import Known
+    from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""The element types of engines by the name of their precision."""
+
+_KEYS = {
+    "reduce": "reduce_bucket_size",
+    "prefetch": "stage3_prefetch_bucket_size",
+    "live": "stage3_max_live_parameters",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStandIn:
+    """Refuses what the engine would refuse, and makes of a model what it would make, undivided.
+
+    Args:
+        plugin: Says how the engine is made.
+        world_size: Among how many ranks.
+        accumulation: Micro-batches of a step.
+        split_batches: Whether a batch of a loader is divided among the ranks.
+        told: Is told the buckets, once they are known.
+    """
+
+    plugin: DeepSpeedPlugin
+    world_size: int
+    accumulation: Known
+    split_batches: bool
+    told: Callable[[Buckets], None]
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what no engine can be made of, and a configuration that contradicts it."""
+        check_materialised(bundle)
+        check_request(self.plugin.hf_ds_config, bundle, trains=False)
+        if bundle.models:
+            self._configuration(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Give models their precision, and let something real stand where the configuration is to decide."""
+        if not bundle.models or evaluation:
+            return bundle
+        self.told(buckets_of(self._configuration(bundle)))
+        dtype = DTYPES.get(self.plugin.mixed_precision)
+        models = [model if dtype is None else model.to(dtype) for model in bundle.models]
+        optimizers: list[Any] = [_real(one) for one in bundle.optimizers]
+        schedulers: list[Any] = [
+            LambdaLR(optimizers[0], lambda _: 1.0) if isinstance(one, DummyScheduler) else one
+            for one in bundle.schedulers
+        ]
+        return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+    def _configuration(self, bundle: Bundle) -> dict[str, Any]:
+        return configuration_of(
+            self.plugin,
+            bundle.models[0],
+            bundle,
+            world_size=self.world_size,
+            accumulation=self.accumulation,
+            split_batches=self.split_batches,
+        )
+
+
+def buckets_of(configuration: dict[str, Any]) -> Buckets:
+    """What a configuration sets aside; what it does not say has its default.
+
+    Args:
+        configuration: Complete.
+
+    Example:
+        >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce
+        1000000
+    """
+    zero = configuration.get("zero_optimization", {})
+    return Buckets(**{name: int(zero[key]) for name, key in _KEYS.items() if key in zero})
+
+
+def _real(optimizer: Any) -> Any:
+    return torch.optim.AdamW(optimizer.params) if isinstance(optimizer, DummyOptim) else optimizer

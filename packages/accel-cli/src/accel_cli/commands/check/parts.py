@@ -1,0 +1,88 @@
+"""Lets an optimizer change what a rank has of divided tensors, which takes a fraction of the time."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from accel_ops.dtensors import local_part
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch.optim import Optimizer
+
+ELEMENTWISE = frozenset(
+    {
+        torch.optim.Adam,
+        torch.optim.AdamW,
+        torch.optim.Adamax,
+        torch.optim.Adagrad,
+        torch.optim.NAdam,
+        torch.optim.RAdam,
+        torch.optim.RMSprop,
+        torch.optim.SGD,
+    }
+)
+"""Optimizers that change every element by itself, so that a part is changed as the whole is."""
+
+
+@contextlib.contextmanager
+def on_parts(optimizer: Optimizer) -> Generator[None]:
+    """Within it, the parameters of an optimizer are the parts that this rank has.
+
+    `DTensor` looks for how each result is to be divided: for many tensors at once that takes most of a step.
+    Afterwards everything is as if the optimizer had changed the divided tensors.
+
+    Args:
+        optimizer: Any; one that is not of `ELEMENTWISE` stays as it is.
+    """
+    if type(optimizer) not in ELEMENTWISE:
+        yield
+        return
+    whole = [[*group["params"]] for group in optimizer.param_groups]
+    parts = [[_part(one) for one in group] for group in whole]
+    pairs = [pair for own, theirs in zip(parts, whole, strict=True) for pair in zip(own, theirs, strict=True)]
+    state: Any = optimizer.state
+    _put(optimizer, parts)
+    for part, one in pairs:
+        if part is not one and one in state:
+            state[part] = {name: _local(value) for name, value in state.pop(one).items()}
+    try:
+        yield
+    finally:
+        _put(optimizer, whole)
+        for part, one in pairs:
+            if part is not one and part in state:
+                state[one] = {name: _like(value, one) for name, value in state.pop(part).items()}
+
+
+def _put(optimizer: Optimizer, params: list[list[Any]]) -> None:
+    for group, own in zip(optimizer.param_groups, params, strict=True):
+        group["params"] = own
+
+
+def _part(parameter: Any) -> Any:
+    if not isinstance(parameter, DTensor):
+        return parameter
+    part: Any = _local(parameter).detach()
+    part.grad = None if parameter.grad is None else _local(parameter.grad)
+    return part
+
+
+def _local(value: Any) -> Any:
+    return local_part(value) if isinstance(value, Tensor) else value
+
+
+def _like(value: Any, whole: Any) -> Any:
+    """The divided tensor of which something is this rank's part, if it is as long as that of a parameter."""
+    if not isinstance(value, Tensor) or value.shape != local_part(whole).shape:
+        return value
+    meta = TensorMeta(whole.shape, whole.stride(), value.dtype)
+    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `part_like`
