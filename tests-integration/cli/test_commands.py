@@ -54,7 +54,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
 
 accelerator = Accelerator()
-model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range({layers})])
+model = torch.nn.Sequential(*[torch.nn.Linear(4096, 4096) for _ in range({layers})]).to(accelerator.device)
 optimizer = torch.optim.AdamW(model.parameters())
 loader = DataLoader(TensorDataset(torch.randn(2048, 4096)), batch_size=2, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -111,6 +111,18 @@ def test_an_example_with_epochs_and_numbered_checkpoints_is_followed_to_its_end(
     assert (done.returncode, found["problems"]) == (0, [])
     assert sum(line.startswith("backward") for line in found["ranks"]["1"]["collectives"]) == 9
     assert not (tmp_path / "digits-run").exists()
+
+
+def test_ranks_that_never_end_or_end_at_once_are_told(tmp_path):
+    lines = ["import os, sys, time", "if os.environ['RANK'] == '0':", "    time.sleep(1000)"]
+    lines += ["print('bye', file=sys.stderr, flush=True)", "os._exit(3)"]
+    (tmp_path / "ends.py").write_text("\n".join(lines))
+    done = accel("check", "--world", "2", "--timeout", "2", "--quiet", "ends.py")
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == [
+        "problem: rank 0: it has not ended after 2 s (--timeout)",
+        "problem: rank 1: it ended with exit code 3: bye",
+    ]
 
 
 def test_an_error_of_the_script_is_told_with_its_line(tmp_path):
