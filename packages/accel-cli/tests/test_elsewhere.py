@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -33,7 +34,7 @@ from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.run_sagemaker import hyperparameters
 from accel_cli.launch.slurm import given_by_slurm
-from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.settings import combine, from_environ, given_by_environ, given_by_file
 
 EIGHT = Machine(gpus=8, cores=64)
@@ -154,13 +155,76 @@ def test_both_filters_at_once_are_refused():
         plan(*HOSTS, "--deepspeed_inclusion_filter", "a", "--deepspeed_exclusion_filter", "b")
 
 
-def test_deepspeeds_launcher_hands_over_the_variables_of_settings():
-    runner = SimpleNamespace(EXPORT_ENVS=["PYTHON"], main=lambda words: seen.append(words))
+def deepspeed(main):
+    """The two modules of DeepSpeed's launcher that matter."""
+
+    class Runner:
+        def __init__(self, name, args=None):
+            self.name, self.args, self.exports = name, args, {}
+
+        def add_export(self, key, value):
+            self.exports[key] = f'"{value}"'
+
+        def get_cmd(self, environment, resources):
+            return ["pdsh", *resources], ["pdsh", *resources, "pkill -f ", "python"], environment
+
+    return {
+        "deepspeed.launcher.runner": SimpleNamespace(EXPORT_ENVS=["PYTHON"], main=main),
+        "deepspeed.launcher.multinode_runner": SimpleNamespace(MultiNodeRunner=Runner, PDSHRunner=Runner),
+    }
+
+
+def test_deepspeeds_launcher_hands_over_the_variables_of_settings_as_they_are():
     seen = []
-    deepspeed_hosts.main(
-        ["--export=A,B", "--launcher", "pdsh"], {"deepspeed.launcher.runner": runner}.__getitem__
-    )
+    modules = deepspeed(seen.append)
+    deepspeed_hosts.main(["--export=A,B", "--launcher", "pdsh"], modules.__getitem__)
+    runner, runners = modules.values()
     assert (runner.EXPORT_ENVS, seen) == (["PYTHON", "A", "B"], [["--launcher", "pdsh"]])
+    made = [
+        runners.PDSHRunner(name, SimpleNamespace(user_args=["a b", "%n"])) for name in ("pdsh", "openmpi")
+    ]
+    for one in made:
+        one.add_export("A", "$HOME %n")
+        one.add_export("PYTHONPATH", "/a b")
+    assert [one.exports["A"] for one in made] == ["'$HOME %%n'", "$HOME %n"]
+    assert [one.exports["PYTHONPATH"] for one in made] == ['"/a b"'] * 2
+    assert made[0].parse_user_args() == ["'a b'", "%%n"]
+
+
+def test_a_signal_does_not_end_other_jobs_of_deepspeed():
+    modules = deepspeed(print)
+    deepspeed_hosts.main(["--export="], modules.__getitem__)
+    runner = modules["deepspeed.launcher.multinode_runner"].PDSHRunner("pdsh")
+    runner.args = SimpleNamespace(master_addr="n1", master_port=1234)
+    command, kill, environ = runner.get_cmd({"A": "1"}, ["n1"])
+    assert (command, kill[:3], environ) == (["pdsh", "n1"], ["pdsh", "n1", "pkill -f "], {"A": "1"})
+    assert kill[3] == "'[d]eepspeed.launcher.launch .*--master_addr=n1 --master_port=1234 '"
+
+
+def test_what_deepspeeds_launcher_cannot_do_is_a_sentence():
+    def main(words):
+        raise RuntimeError("launcher 'pdsh' not installed.")
+
+    with pytest.raises(AccelError, match="DeepSpeed's launcher: launcher 'pdsh' not installed"):
+        deepspeed_hosts.main(["--export="], deepspeed(main).__getitem__)
+
+
+def test_a_signal_ends_deepspeeds_launcher_with_its_exit_code(monkeypatch):
+    started = []
+    monkeypatch.setattr(deepspeed_hosts, "children", lambda: started)
+
+    def main(words):
+        os.kill(os.getpid(), signal.SIGTERM)
+        with subprocess.Popen(["sleep", "600"]) as child:
+            started.append(child.pid)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert child.wait() == -signal.SIGHUP
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        deepspeed_hosts.main(["--export="], deepspeed(main).__getitem__)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 STEP = {

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_cli.launch.job import Job
-from accel_cli.launch.run_simple import require_script
+from accel_cli.launch.run_simple import require_script, worker_line
 from accel_cli.launch.run_torchrun import choose_port
 from accel_state.settings.options import BY_VARIABLE
 
@@ -24,13 +25,9 @@ def job(plan: LaunchPlan) -> Job:
         SettingsError: There is no such script, or the port is taken.
     """
     require_script(plan)
-    line = (
-        sys.executable,
-        "-m",
-        "accel_cli.launch.deepspeed_hosts",
-        *arguments(plan, choose_port(plan.launch)),
-    )
-    return Job(command=line, environ=plan.environ)
+    port = choose_port(plan.launch)
+    line = (sys.executable, "-m", "accel_cli.launch.deepspeed_hosts", *arguments(plan, port))
+    return Job(command=line, environ={**plan.environ, **_meeting(plan, port)})
 
 
 def arguments(plan: LaunchPlan, port: int) -> list[str]:
@@ -42,11 +39,13 @@ def arguments(plan: LaunchPlan, port: int) -> list[str]:
     """
     hosts, launch = plan.merged.settings.hosts, plan.launch
     exported = [name for name in plan.environ if name in BY_VARIABLE or name == "OMP_NUM_THREADS"]
+    exported += _meeting(plan, port)
     by_hand = (hosts.launcher or "pdsh") == "nossh"
     return [
         f"--export={','.join(exported)}",
         "--no_local_rank",
-        *("--hostfile", hosts.hostfile or ""),
+        # It takes one that is not there for one machine.
+        *("--hostfile", str(Path(hosts.hostfile or "").expanduser())),
         *(
             ["--no_ssh", "--node_rank", str(launch.machine_rank)]
             if by_hand
@@ -56,8 +55,23 @@ def arguments(plan: LaunchPlan, port: int) -> list[str]:
         *(["--exclude", hosts.exclusion] if hosts.exclusion else []),
         *(["--master_addr", launch.main_process_ip] if launch.main_process_ip else []),
         *("--master_port", str(port)),
-        *(["--module"] if launch.module else []),
-        *(["--no_python"] if launch.no_python else []),
-        plan.script,
-        *plan.script_arguments,
+        *_worker(plan),
     ]
+
+
+def _meeting(plan: LaunchPlan, port: int) -> dict[str, str]:
+    """Where the processes meet, for the launchers of DeepSpeed that do not say so."""
+    if plan.merged.settings.hosts.launcher not in {"openmpi", "slurm"}:
+        return {}
+    first = next(iter(plan.machine.hosts or {}), "")
+    return {"MASTER_ADDR": plan.launch.main_process_ip or first, "MASTER_PORT": str(port)}
+
+
+def _worker(plan: LaunchPlan) -> list[str]:
+    """What each process runs."""
+    if plan.launch.no_python:
+        return ["--no_python", plan.script, *plan.script_arguments]
+    if plan.merged.settings.hosts.launcher == "slurm":  # with which DeepSpeed starts no modules
+        module = ["--module"] if plan.launch.module else []
+        return [*module, plan.script, *plan.script_arguments]
+    return ["--module", "accel_cli.launch.worker", *worker_line(plan, aloud=True)]

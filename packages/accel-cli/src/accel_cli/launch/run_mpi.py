@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_cli.launch.hostfile import first_machine
@@ -131,7 +132,7 @@ def arguments(plan: LaunchPlan, make: Make, environ: Mapping[str, str]) -> list[
     python = [] if plan.launch.no_python else [sys.executable, "-m", "accel_cli.launch.worker"]
     return [
         *(make.processes, str(plan.launch.num_processes)),
-        *(make.hostfile, plan.merged.settings.mpi.hostfile or ""),
+        *(make.hostfile, str(Path(plan.merged.settings.mpi.hostfile or "").expanduser())),
         *(word.format(plan.processes_here) for word in make.per_machine),
         *variables,
         *python,
