@@ -105,6 +105,11 @@ def test_what_cannot_be_is_refused(options, message):
         notebook_launcher(print, (), **{"num_processes": 1, **options})
 
 
+def test_a_script_is_no_function():
+    with pytest.raises(SettingsError, match=r"'train.py' is no function; `accel.launch` runs scripts"):
+        debug_launcher("train.py")
+
+
 def test_a_port_that_is_taken_is_named():
     with socket.socket() as other:
         other.bind(("", 0))

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import pickle
+import re
+import shutil
+import signal
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -27,13 +36,20 @@ if sys.platform != "win32":  # which cannot fork
     import termios
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Mapping
 
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 _PATIENCE = 20.0  # seconds that a process waits for the last of its siblings to be forked
 # Variables that torch's launcher leaves behind in this process, with its own defaults.
 _SET_BY_TORCH = {"torchelastic_signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
+_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+_TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+# The frames around a function: a line that names one of these files, and the lines below it.
+_OURS = re.compile(
+    r'  File "[^"]*(?:(?:accel_train/(?:forking|launching)|errors/__init__)\.py|<frozen runpy>)", .*\n'
+    r"(?:    .*\n)*"
+)
 
 
 class WorkerFailedError(AccelError, RuntimeError):
@@ -149,22 +165,62 @@ def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConf
             "Windows cannot fork, and a function of a notebook cannot be sent to a new process. Write it to "
             "a file and start that with `accel launch`."
         )
+    if not callable(function):
+        raise SettingsError(f"{function!r} is no function; `accel.launch` runs scripts, too.")
+    if isinstance(args, str) or not isinstance(args, Sequence):
+        raise SettingsError(f"args={args!r}: expected all that the function is called with, as a tuple.")
     if torch.distributed.is_initialized() or detect(environ.read()).world_size > 1:
         raise SettingsError(
             "This process is one of several already; a launcher starts processes from a single one."
         )
     gate = Gate(config.nproc_per_node)
-    entry: Any = partial(_run_behind, gate, function)
+    entry: Any = partial(_run_behind, gate, _handlers(), function)
     # torch asks for both.
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     try:
-        with contextlib.closing(gate), environ.patch_environment(**_SET_BY_TORCH):
+        with contextlib.closing(gate), _left_as_found(config), environ.patch_environment(**_SET_BY_TORCH):
             results = elastic_launch(config, entry)(*args)
     except ChildFailedError as error:
         failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
         told = "\n".join(_story(rank, failure) for rank, failure in failures)
         raise WorkerFailedError(told, [rank for rank, _ in failures]) from None
+    except SignalException as error:
+        signal.raise_signal(error.sigval)  # now that the processes have ended, as if nobody had listened
+        raise
     return dict(sorted(results.items()))
+
+
+@contextlib.contextmanager
+def _left_as_found(config: LaunchConfig) -> Generator[None]:
+    """Undo what torch's launcher does to this process, and does not undo."""
+    handlers = _handlers()
+    _TORCHS_LOG.addFilter(_tells_no_traceback)
+    try:
+        yield
+    finally:
+        _TORCHS_LOG.removeFilter(_tells_no_traceback)
+        _restore(handlers)
+        if config.logs_specs is not None:
+            shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)
+
+
+def _tells_no_traceback(record: logging.LogRecord) -> bool:
+    """Whether a message of torch tells something that the error does not."""
+    return record.exc_info is None
+
+
+def _handlers() -> dict[signal.Signals, Any]:
+    """The handlers of the signals that torch's launcher listens to; none in a thread, where it does not."""
+    if threading.current_thread() is not threading.main_thread():
+        return {}
+    numbers = [signal.Signals[name] for name in _SIGNALS if name in signal.Signals.__members__]
+    return {number: signal.getsignal(number) for number in numbers}
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        if handler is not None:  # of C
+            signal.signal(number, handler)
 
 
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
@@ -180,10 +236,43 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def _run_behind(gate: Gate, function: Callable[..., Any], *args: Any) -> Any:
+class _Pickled:
+    """A result on its way, of which is known that it can be sent."""
+
+    def __init__(self, result: Any) -> None:
+        try:
+            self._data = bytes(ForkingPickler.dumps(result))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"The function has returned {result!r:.200}, which cannot be pickled to be handed to "
+                f"the process that has launched it: {error}"
+            ) from None
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._data,)
+
+
+def _run_behind(
+    gate: Gate, handlers: Mapping[signal.Signals, Any], function: Callable[..., Any], *args: Any
+) -> Any:
     """As `run_forked`, once all siblings are there."""
+    # Ctrl-C is for the launcher, which hands it on; twice it would break off a clean-up.
+    os.setpgrp()
+    heard: list[int] = []
+    _restore(
+        {number: partial(_hear, heard, old) if callable(old) else old for number, old in handlers.items()}
+    )
     gate.wait(int(environ.read().get("TORCHELASTIC_RESTART_COUNT", "0")))
-    return run_forked(function, *args)
+    result = run_forked(function, *args)
+    if heard:  # and nobody waits for results any more
+        sys.exit(128 + heard[0])
+    return _Pickled(result)
+
+
+def _hear(heard: list[int], handler: Callable[..., Any], number: int, frame: Any) -> None:
+    """Note a signal, and do what would be done without this."""
+    heard.append(number)
+    handler(number, frame)
 
 
 def _waiting_bytes(pipe: int) -> int:
@@ -230,6 +319,8 @@ def _target(link: Path) -> str:
 def _story(rank: int, failure: ProcessFailure) -> str:
     """What is known about a failed process."""
     told: Any = failure.message
-    if not isinstance(told, dict):  # it was killed, and could not write down anything
+    if isinstance(told, dict):
+        return f"Rank {rank} failed: {told['message']}\n{_OURS.sub('', told['extraInfo']['py_callstack'])}"
+    if failure.exitcode < 0:  # it was killed, and could not write down anything
         return f"Rank {rank} failed: {told}"
-    return f"Rank {rank} failed: {told['message']}\n{told['extraInfo']['py_callstack']}"
+    return f"Rank {rank} failed: it ended with exit code {failure.exitcode}."

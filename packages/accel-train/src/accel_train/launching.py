@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import runpy
 import sys
+from collections.abc import Mapping
 from functools import partial
 from os import PathLike, fspath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from accel_state import environ
 from accel_state.devices.kinds import CPU, available_kind
 from accel_state.errors import SettingsError
 from accel_state.ports import free_port
-from accel_state.settings.environ import worker_environ
-from accel_state.settings.model import Settings
+from accel_state.settings import Settings, combine, given_by_file, worker_environ
+from accel_state.settings.model import value_at
 from accel_state.topology import DEFAULT_PORT
 from accel_train.forking import Machines, refuse_initialised_devices
 from accel_train.forking import launch as run_in_forks
@@ -21,28 +25,40 @@ from accel_train.forking import launch as run_in_forks
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from accel_state.devices.kinds import DeviceKind
+
+_OF_COMMAND = (
+    *(f"launch.{name}" for name in ("compute_environment", "min_machines", "tee", "log_dir", "role")),
+    *("launch.no_python", "launch.quiet", "launch.rdzv_conf", "mpi.hostfile", "hosts.hostfile"),
+    *("tpu.use_cluster", "launch.on_tpu"),
+)
+"""What only the command carries out."""
+
 
 def launch(
     function_or_script: Callable[..., Any] | str | PathLike[str],
     args: Sequence[Any] = (),
     *,
-    config: Settings | None = None,
+    config: Settings | Mapping[str, Any] | None = None,
 ) -> dict[int, Any]:
     """Run a function or a script in as many processes as the settings say, as `accel launch` does.
 
     Neither a config file nor the variables of settings in the environment are read: the settings are all.
 
     Args:
-        function_or_script: A function whose result can be pickled, or the path of a Python script.
+        function_or_script: A function whose result can be pickled, or the path of a Python script; the name
+            of a module, if the settings say `launch.module`.
         args: What the function is called with, or the words after the script.
-        config: The settings; those of `Settings()` if None, which runs one process per accelerator.
+        config: The settings, or the table of a config file; those of `Settings()` if None, which runs one
+            process per accelerator.
 
     Returns:
         By rank, for the processes of this machine: what the function returned, or what the script calls
         `result`, None if nothing.
 
     Raises:
-        SettingsError: The settings do not fit together, or a device was initialised already.
+        SettingsError: The settings do not fit together, ask for what only the command does, or there is no
+            such script; or a device was initialised already.
         WorkerFailedError: A process failed; the message has rank and traceback.
         UnsupportedError: This system cannot fork.
 
@@ -52,11 +68,13 @@ def launch(
         >>> launch(lambda word: word.upper(), ("trained",), config=two)
         {0: 'TRAINED', 1: 'TRAINED'}
     """
-    settings = Settings() if config is None else config
+    settings = _settings(config)
     chosen = settings.launch
-    on_cpu = settings.process.use_cpu or chosen.distributed_type == "MULTI_CPU"
-    kind = CPU if on_cpu else available_kind()
-    count = chosen.num_processes or chosen.num_machines * _devices(kind.module)
+    work = _callable(function_or_script, is_module=chosen.module)
+    kind = _kind(settings)
+    ids = _device_ids(chosen.gpu_ids)
+    here = 1 if chosen.distributed_type == "NO" else len(ids) or _devices(kind.module)
+    count = chosen.num_processes or chosen.num_machines * here
     if count % chosen.num_machines:
         raise SettingsError(
             f"launch(config=...): {count} processes cannot be divided evenly among {chosen.num_machines} "
@@ -75,19 +93,98 @@ def launch(
         max_restarts=chosen.max_restarts,
         monitor_interval=chosen.monitor_interval,
     )
-    before = environ.read()
+    variables = worker_environ(settings, environ.read())
+    if chosen.num_cpu_threads_per_process is not None:
+        variables["OMP_NUM_THREADS"] = str(chosen.num_cpu_threads_per_process)
+    if ids and kind.visible_devices_env:
+        variables[kind.visible_devices_env] = ",".join(ids)
     with environ.clear_environment():
-        environ.publish(worker_environ(settings, before))
-        return run_in_forks(_callable(function_or_script), args, started)
+        environ.publish(variables)
+        return run_in_forks(partial(_run, chosen.num_cpu_threads_per_process, work), args, started)
 
 
-def _callable(given: Callable[..., Any] | str | PathLike[str]) -> Callable[..., Any]:
-    return partial(_run_script, fspath(given)) if isinstance(given, (str, PathLike)) else given
+def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
+    """The settings that were given.
+
+    Raises:
+        SettingsError: They are none, or ask for what only the command does.
+    """
+    if isinstance(config, Mapping):
+        config = combine(given_by_file(config, "launch(config=...)")).settings
+    elif isinstance(config, (str, PathLike)):
+        raise SettingsError(
+            f"launch(config={fspath(config)!r}): expected settings, or the table that the file holds: "
+            f"`config=yaml.safe_load(open({fspath(config)!r}))`."
+        )
+    elif config is not None and not isinstance(config, Settings):
+        raise SettingsError(f"launch(config={config!r}): expected accel.settings.Settings.")
+    settings, plain = config or Settings(), Settings()
+    asked = [path for path in _OF_COMMAND if value_at(settings, path) != value_at(plain, path)]
+    if asked:
+        raise SettingsError(
+            f"launch(config=...): {', '.join(asked)} {'is' if len(asked) == 1 else 'are'} carried out by the "
+            "command `accel launch` only."
+        )
+    return settings
+
+
+def _kind(settings: Settings) -> DeviceKind:
+    """The devices to run on.
+
+    Raises:
+        SettingsError: Those that were asked for are not there.
+    """
+    asked = settings.launch.distributed_type
+    if settings.process.use_cpu or asked == "MULTI_CPU":
+        return CPU
+    kind = available_kind()
+    if asked is not None and asked.startswith("MULTI_") and asked != kind.distributed_type.value:
+        raise SettingsError(
+            f"launch(config=...): distributed_type is {asked!r}, but this machine shows no such device."
+        )
+    return kind
+
+
+def _device_ids(text: str | None) -> list[str]:
+    """The devices of this machine that were chosen; none for all."""
+    return (
+        [] if (text or "all").strip().lower() == "all" else [entry.strip() for entry in str(text).split(",")]
+    )
+
+
+def _callable(given: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:
+    """What every process calls.
+
+    Raises:
+        SettingsError: It can be none.
+    """
+    if callable(given):
+        return given
+    if not isinstance(given, (str, PathLike)):
+        raise SettingsError(f"launch({given!r}): expected a function, or the path of a script.")
+    name = fspath(given)
+    if not (is_module or Path(name).is_file()):
+        raise SettingsError(f"launch({name!r}): there is no such script.")
+    return partial(_run_module if is_module else _run_script, name)
+
+
+def _run(threads: int | None, work: Callable[..., Any], *args: Any) -> Any:
+    """Work with so many threads; the variable for it has been read when torch was imported."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    return work(*args)
 
 
 def _run_script(script: str, *words: Any) -> Any:
     sys.argv[:] = [script, *map(str, words)]
+    sys.path.insert(0, str(Path(script).resolve().parent))
     return runpy.run_path(script, run_name="__main__").get("result")
+
+
+def _run_module(name: str, *words: Any) -> Any:
+    sys.argv[:] = [name, *map(str, words)]
+    sys.path.insert(0, str(Path.cwd()))
+    return runpy.run_module(name, run_name="__main__", alter_sys=True).get("result")
 
 
 def _devices(module: Any) -> int:
