@@ -112,6 +112,14 @@ def became(monkeypatch, tmp_path):
     return seen
 
 
+def test_an_interrupt_ends_any_command_without_a_traceback(monkeypatch):
+    def interrupt(words):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("accel_cli.launch.command.run", interrupt)
+    assert main(["launch", "train.py"]) == 130
+
+
 def test_launching_one_process_imports_no_torch_and_becomes_the_script(became):
     with pytest.raises(BecameError):
         main(["launch", "--mixed_precision", "bf16", "train.py", "--lr", "1"])

@@ -43,9 +43,18 @@ def test_a_traceback_is_left_to_the_launcher_without_our_own_frames(work, tmp_pa
     assert trace.rstrip().endswith("ValueError: boom")
 
 
+def test_an_interrupt_tells_where_it_came_and_nothing_else(work):
+    _, noted = work("try:\n    1 / 0\nexcept ZeroDivisionError:\n    raise KeyboardInterrupt\n")
+    trace = noted["message"]["extraInfo"]["py_callstack"]
+    assert (trace.count("Traceback"), trace.count("File ")) == (1, 1)
+
+
 def test_aloud_shows_the_traceback_where_it_happens(work):
     done, noted = work("1 / 0", before=["--aloud"])
-    assert done.stderr.rstrip().endswith("ZeroDivisionError: division by zero")
+    first, *_, last = done.stderr.splitlines()
+    assert first == "accel launch: rank 0 failed with ZeroDivisionError: division by zero"
+    assert last == "ZeroDivisionError: division by zero"
+    assert "as_main.py" not in done.stderr
     assert noted is None
 
 

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 ERROR = 2
 """The exit code of a command line that cannot be carried out; nothing was started."""
 
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as of a shell."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
@@ -118,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return COMMANDS[name].run(rest)
     except AccelError as error:
         return _fail(f"accel {name}", str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _run(name: str) -> int:

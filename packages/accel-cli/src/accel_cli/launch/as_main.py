@@ -81,7 +81,9 @@ def _tell(
     trace: TracebackType | None,
 ) -> None:
     """Write an error down as torch.distributed.run reads it, or show it in one piece."""
-    text = "".join(traceback.format_exception(kind, error, _of_script(trace)))
+    # What comes before an interrupt is mostly an error from a rank that was interrupted, too.
+    chain = not issubclass(kind, KeyboardInterrupt)
+    text = "".join(traceback.format_exception(kind, error, _of_script(trace), chain=chain))
     record = words_of_error(kind.__name__, str(error), text, _rank(), time.time())
     if error_file:
         with contextlib.suppress(OSError):

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         signals = load("torch.distributed.elastic.multiprocessing.api")
     except KeyboardInterrupt:  # nothing runs yet
         return _OF_SIGNAL + signal.SIGINT
-    relay = Relay(signals.SignalException)
+    relay = Relay(signals.SignalException, quiet=quiet)
     # Torch makes this the handler of signals when it starts the workers; it would give up at a second one.
     signals._terminate_process_handler = relay.end
     with TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder, relay.listening():

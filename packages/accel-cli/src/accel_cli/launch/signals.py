@@ -30,10 +30,12 @@ class Relay:
 
     Args:
         error: Makes the error from a message and the signal.
+        quiet: Do not tell what comes next.
     """
 
-    def __init__(self, error: Callable[[str, signal.Signals], Exception]) -> None:
+    def __init__(self, error: Callable[[str, signal.Signals], Exception], *, quiet: bool = False) -> None:
         self._error = error
+        self._quiet = quiet
         self.first: signal.Signals | None = None
         self._again_from = 0.0
         self._workers: list[int] = []
@@ -56,7 +58,7 @@ class Relay:
             return
         self.first, self._again_from = signal.Signals(number), time.monotonic() + _SAME
         self._workers = children()
-        if self._workers:
+        if self._workers and not self._quiet:
             with contextlib.suppress(OSError):  # the terminal is gone
                 os.write(2, AGAIN.encode())
         raise self._error(f"got {self.first.name}", self.first)
