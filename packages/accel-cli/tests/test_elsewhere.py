@@ -218,7 +218,7 @@ def test_a_signal_ends_deepspeeds_launcher_with_its_exit_code(monkeypatch):
         with subprocess.Popen(["sleep", "600"]) as child:
             started.append(child.pid)
             os.kill(os.getpid(), signal.SIGHUP)
-            assert child.wait() == -signal.SIGHUP
+            assert child.wait() == -signal.SIGTERM
 
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SystemExit) as ended:

@@ -118,10 +118,11 @@ def _forwarding() -> Generator[None]:
 
 
 def _as_sigterm(number: int, frame: FrameType | None) -> None:
-    """Do what DeepSpeed does upon SIGTERM, if it does anything."""
+    """Do what is done upon SIGTERM, the one that DeepSpeed knows."""
+    del number
     handler = signal.getsignal(signal.SIGTERM)
     if callable(handler):
-        handler(number, frame)
+        handler(signal.SIGTERM, frame)
 
 
 def _pass_on(number: int, frame: FrameType | None) -> None:
