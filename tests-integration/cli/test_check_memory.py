@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import subprocess
 import sys
+from itertools import accumulate
 
 import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.utils import ParallelismConfig
+from accel_ops.dtensors import local_part
 from harness import distributed
 
 WIDTH, LAYERS = 256, 4
@@ -171,23 +173,24 @@ def counted(check):
 @distributed(world_size=2)
 def test_what_is_counted_for_divided_layers_is_within_a_tenth_of_what_is_measured(counted):
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
-    gc.collect()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        model = Net()
-        optimizer = torch.optim.AdamW(model.parameters())
-        loader = DataLoader(TensorDataset(torch.randn(6, 64, WIDTH)), batch_size=2)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        for (rows,) in loader:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on an accelerator
+    loader = DataLoader(TensorDataset(torch.randn(12, 64, WIDTH)), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    grown = []
+    for (rows,) in loader:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
             loss = model(rows).square().mean()
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda one: one.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    assert abs(counted - peak) <= peak / 10, (counted, peak)
+        events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+        in_order = sorted(events, key=lambda one: one.start_ns())
+        grown.append(max(accumulate(one.nbytes() for one in in_order)))
+    kept = [*model.parameters(), *tree_leaves([*optimizer.state.values()])]
+    # The profiler misses what gloo's threads free, now and then. The first step makes the states, too.
+    peak = sum(local_part(one).nbytes for one in kept) + min(grown[1:])
+    assert abs(counted - peak) <= peak / 10, (counted, peak, grown)
 
 
 def test_the_files_of_an_engine_are_those_that_it_writes(check):

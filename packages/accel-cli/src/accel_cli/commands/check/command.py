@@ -183,7 +183,10 @@ def _tell(found: Findings, merged: Merged, options: Namespace, memory: int | Non
     for problem in found.problems:
         show(f"problem: {problem}")
     if not options.quiet and not found.problems:
-        show("Nothing is wrong with what was tried. Values were made up, so branches on them were, too.")
+        show(
+            "Nothing is wrong with what was tried. Values were made up (numbers are one, masks select all),"
+            " so branches on them were, too."
+        )
 
 
 def _ranks_table(found: Findings, memory: int | None) -> Table:
@@ -255,9 +258,14 @@ def checkpoints(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 
 def _checkpoints(found: Findings) -> list[str]:
+    def size(plan: dict[str, Any]) -> str:
+        if not plan["total"]:
+            return "the rank that writes was not tried"
+        whole, part = (convert_bytes(plan[key]) for key in ("total", "largest part"))
+        return f"about {whole}, at most {part} by a rank"
+
     return [
-        f"checkpoint at {where}: {plan['form']} ({_BY_FORM[plan['form']]}); about "
-        f"{convert_bytes(plan['total'])}, at most {convert_bytes(plan['largest part'])} by a rank"
+        f"checkpoint at {where}: {plan['form']} ({_BY_FORM[plan['form']]}); {size(plan)}"
         for where, plan in checkpoints(found.records).items()
     ]
 

@@ -9,16 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,  # pyright: ignore[reportPrivateUsage] - there is no public name
 )
 from torch.utils._pytree import tree_map
 
 from accel_cli.commands.check.meter import Meter
 from accel_cli.commands.check.record import Event, File
+from accel_cli.commands.check.values import MadeUpValues
 from accel_cli.commands.estimate.memory import Buckets
 from accel_cli.commands.estimate.trace import Ledger, storage_key
 from accel_state.whereabouts import call_site, place_of
@@ -28,48 +27,6 @@ if TYPE_CHECKING:
 
     from torch import nn
     from torch.optim import Optimizer
-
-_DEVICE = torch.ops.prim.device.default
-_SCALAR = torch.ops.aten._local_scalar_dense.default
-_YES = frozenset({torch.ops.aten.equal.default, torch.ops.aten.is_nonzero.default})
-_COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
-_LOCAL = frozenset({"wait_tensor", "wait_tensors"})
-
-
-class MadeUpValues(TorchDispatchMode):
-    """Answers every question for a value, and notes the collectives that a script calls itself.
-
-    Args:
-        observer: Who is told.
-    """
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self._observer = observer
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is _DEVICE and is_without_values(args[0]):
-            return args[0].device
-        if func is _SCALAR:
-            return made_up(args[0])
-        if func in _YES:
-            return True
-        if DTensor in types:
-            return NotImplemented  # it comes again with this rank's part
-        if func.namespace in _COMMUNICATION:
-            name = func.__name__.partition(".")[0].strip("_")
-            if name not in _LOCAL:
-                self._observer.saw(name.removesuffix("_base"))
-        return func(*args, **(kwargs or {}))
-
-
-def made_up(tensor: Tensor) -> bool | int | float:
-    """A value for a tensor that has none: one."""
-    if tensor.dtype == torch.bool:
-        return True
-    return 1.0 if tensor.is_floating_point() else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +81,7 @@ class Observer:
         with contextlib.ExitStack() as stack:
             self._stack = stack
             stack.enter_context(self.fakes)
-            stack.enter_context(MadeUpValues(self))
+            stack.enter_context(MadeUpValues(self.saw))
             yield
 
     def prepared(self, models: Sequence[nn.Module], *, divided: bool = False) -> None:
@@ -211,7 +168,7 @@ class Observer:
         """Within it, tensors have values."""
         self._outside += 1
         try:
-            with _disable_current_modes():
+            with _disable_current_modes(), MadeUpValues(self.saw):  # what a script made before has none
                 yield
         finally:
             self._outside -= 1
@@ -264,8 +221,3 @@ def nbytes_of(data: Any) -> int:
 
     tree_map(add, data)
     return sum(storages.values())
-
-
-def is_without_values(tensor: Any) -> bool:
-    """Whether a tensor has no values."""
-    return isinstance(tensor, FakeTensor)

@@ -106,7 +106,6 @@ def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
         timeout: Seconds for each.
         at_once: How many run at a time.
     """
-    import_often_needed(Path(orders[0].script))
     waiting, running = [*reversed(orders)], dict[int, tuple[Order, float]]()
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -170,6 +169,7 @@ def _write(order: Order, record: Record) -> None:
 def _begin(path: Path) -> None:
     given = json.loads(path.read_text(encoding="utf-8"))
     orders = [Order.from_text(text) for text in given["orders"]]
+    import_often_needed(Path(orders[0].script))
     if len(orders) == 1:
         main(orders[0])
     else:

@@ -72,7 +72,10 @@ def _record(order: Order, saying: str) -> Record:
 
 def too_long(timeout: int) -> str:
     """Why a rank has stopped that was not waited for any longer."""
-    return f"it has not ended after {timeout} s (--timeout)"
+    return (
+        f"it has not ended after {timeout} s (--timeout); values are made up, so that a loop that waits for"
+        " one may never end"
+    )
 
 
 def ended(code: int, said: str) -> str:

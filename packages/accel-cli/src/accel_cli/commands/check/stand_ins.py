@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import functools
 import itertools
+import pkgutil
+import sys
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils.data import DataLoader
 
 from accel_cli.commands.check.checkpoint import FORMS, files_of
 from accel_cli.commands.check.collectives import AloneCollectives, operations
-from accel_cli.commands.check.observer import is_without_values, made_up, nbytes_of
+from accel_cli.commands.check.observer import nbytes_of
 from accel_cli.commands.check.strategy import loading
+from accel_cli.commands.check.values import is_without_values, made_up
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, filled
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_train.checkpoint.sharded import form_of
@@ -51,11 +55,11 @@ def install(observer: Observer, order: Order) -> None:
     _data(observer, order.batches)
 
 
-def _set(module: str, **stand_ins: Any) -> None:
-    place = import_module(module)
+def _set(path: str, **stand_ins: Any) -> None:
+    place = pkgutil.resolve_name(path)
     for name, stand_in in stand_ins.items():
         if not hasattr(place, name):
-            raise AttributeError(f"{module} has no {name} to be replaced")
+            raise AttributeError(f"{path} has no {name} to be replaced")
         setattr(place, name, stand_in)
 
 
@@ -153,6 +157,8 @@ def _division(observer: Observer) -> None:
                 values.put_tensor(model, name, new)
 
     values._empty = empty
+    # Models that libraries make stay whole: nothing of DeepSpeed runs here.
+    _set("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
 
 
 class Chunks:
@@ -180,6 +186,7 @@ def _optimizers() -> None:
     place: Any = import_module("torch.optim.optimizer")
     real = place._get_foreach_kernels_supported_devices
     place._get_foreach_kernels_supported_devices = lambda: [*real(), "cpu"]
+    place._foreach_supported_types.append(FakeTensor)
 
 
 def _within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:
@@ -277,7 +284,15 @@ def _storage(observer: Observer) -> None:
         del args, kwargs
         observer.wrote(str(f), nbytes_of(obj))
 
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> None:
+        if options.get("is_main_process", args[0] if args else True):
+            state = options.get("state_dict", args[1] if len(args) > 1 else None)
+            write_weights([self.state_dict() if state is None else state], save_directory)
+
     saving.save = save
+    if "transformers.modeling_utils" in sys.modules:
+        _set("transformers.modeling_utils.PreTrainedModel", save_pretrained=save_pretrained)
+    _set("safetensors.torch", save_file=lambda tensors, filename, *_, **__: write_object(tensors, filename))
     _set("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
     _set("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
     torch.save = write_object

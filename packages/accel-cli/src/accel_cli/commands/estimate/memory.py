@@ -2,7 +2,7 @@
 
 Training is with Adam, whose two moments are float32, as are the weights that it changes. Where the numbers
 of a strategy come from is said at each; the tests measure what one process, DDP, FSDP2 and ZeRO take, also
-offloaded: there on the CPU, where device and host are one memory. What only accelerators have is not measured:
+offloaded: on the CPU, where device and host are one memory. What only accelerators have is not measured:
 pinned memory, which drivers round up, and shards that are on the device for a moment on their way to be
 gathered or to the host.
 """
