@@ -66,7 +66,7 @@ def terminal(tmp_path):
         while not all(read_pid(tmp_path, rank) for rank in range(processes)):
             assert child.isalive(), child.read()
             time.sleep(0.05)
-        time.sleep(0.2)  # from the line that tells so to the one that waits
+        time.sleep(0.5)  # from the line that tells so to the one that waits
         child.sendintr()
         return child
 
