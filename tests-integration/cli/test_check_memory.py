@@ -13,6 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel import Accelerator
 from accel.utils import ParallelismConfig
@@ -215,6 +216,43 @@ def test_what_a_configuration_of_deepspeed_says_is_counted(check):
     assert one["parts"]["parameters"] == 2 * ELEMENTS
     assert one["parts"]["communication"] == 2 * (1_000_000 + largest)
     assert one["host memory"] == 18 * shard + 2 * largest
+
+
+PRETRAINED = """\
+import torch
+from accel import Accelerator
+from accel.utils import DeepSpeedPlugin
+from transformers import AutoModelForCausalLM
+
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+model = AutoModelForCausalLM.from_pretrained("model")
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+ids = torch.randint(0, 100, (2, 16), device=accelerator.device)
+accelerator.backward(model(input_ids=ids, labels=ids).loss)
+optimizer.step()
+state = accelerator.get_state_dict(model)
+accelerator.unwrap_model(model).save_pretrained(
+    "final", is_main_process=accelerator.is_main_process, state_dict=state, save_function=accelerator.save
+)
+"""
+
+
+def test_a_model_of_a_library_is_loaded_from_a_folder_and_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
+    )
+    model = LlamaForCausalLM(config)
+    model.save_pretrained("model")
+    (tmp_path / "train.py").write_text(PRETRAINED)
+    line = [sys.executable, "-m", "accel_cli", "check", "--world", "8", "--ranks", "0", "--json", "train.py"]
+    found = json.loads(subprocess.run(line, capture_output=True, text=True, check=False).stdout)
+    assert found["problems"] == []
+    one = found["ranks"]["0"]
+    assert one["strategy"] == "ZeRO-3"
+    assert one["files"] == {"final/model*.safetensors": sum(value.nbytes for value in model.parameters())}
+    assert not (tmp_path / "final").exists()
 
 
 def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(check):
