@@ -42,7 +42,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     relay = Relay(signals.SignalException, quiet=quiet)
     # Torch makes this the handler of signals when it starts the workers; it would give up at a second one.
     signals._terminate_process_handler = relay.end
-    with TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder, relay.listening():
+    with relay.listening(), TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder:
         try:
             # A folder that was asked for comes later in the line, and wins.
             run.main([f"--log_dir={folder}", *arguments[quiet:]])
