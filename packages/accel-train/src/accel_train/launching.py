@@ -72,7 +72,7 @@ def launch(
     chosen = settings.launch
     work = _callable(function_or_script, is_module=chosen.module)
     kind = _kind(settings)
-    ids = _device_ids(chosen.gpu_ids)
+    ids = chosen.device_ids
     here = 1 if chosen.distributed_type == "NO" else len(ids) or _devices(kind.module)
     count = chosen.num_processes or chosen.num_machines * here
     if count % chosen.num_machines:
@@ -143,13 +143,6 @@ def _kind(settings: Settings) -> DeviceKind:
             f"launch(config=...): distributed_type is {asked!r}, but this machine shows no such device."
         )
     return kind
-
-
-def _device_ids(text: str | None) -> list[str]:
-    """The devices of this machine that were chosen; none for all."""
-    return (
-        [] if (text or "all").strip().lower() == "all" else [entry.strip() for entry in str(text).split(",")]
-    )
 
 
 def _callable(given: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from accel_cli.launch.machine import Machine
-    from accel_state.settings import LaunchSettings, Merged, Settings
+    from accel_state.settings import Merged, Settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,17 +108,11 @@ def processes_wanted(facts: Facts) -> int:
     return launch.num_machines * _devices(facts) if kind.value != "NO" else 1
 
 
-def device_ids(launch: LaunchSettings) -> list[str]:
-    """The devices of this machine that were chosen; none for all."""
-    text = launch.gpu_ids or "all"
-    return [] if text.strip().lower() == "all" else [entry.strip() for entry in text.split(",")]
-
-
 def _devices(facts: Facts) -> int:
     """How many processes this machine shall run if nobody says: one per device, at least one."""
     if uses_cpu(facts.merged):
         return 1
-    return len(device_ids(facts.settings.launch)) or max(1, facts.machine.gpus)
+    return len(facts.settings.launch.device_ids) or max(1, facts.machine.gpus)
 
 
 def _device_contradicts(facts: Facts) -> Iterator[str]:
@@ -129,7 +123,7 @@ def _device_contradicts(facts: Facts) -> Iterator[str]:
 
 def _devices_are_missing(facts: Facts) -> Iterator[str]:
     launch, kind = facts.settings.launch, facts.merged.who("launch.distributed_type")
-    if uses_cpu(facts.merged) or launch.num_processes is not None or device_ids(launch) or not facts.is_local:
+    if uses_cpu(facts.merged) or launch.num_processes is not None or launch.device_ids or not facts.is_local:
         return
     if kind.value == "MULTI_GPU" and facts.machine.gpus == 0:
         yield (
@@ -176,7 +170,7 @@ def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
             f"{machines} machines need to know where to meet: give --main_process_ip and "
             "--main_process_port, the same on each of them."
         )
-    ids = device_ids(launch)
+    ids = launch.device_ids
     if ids and processes // machines > len(ids):
         yield (
             f"{processes // machines} processes on this machine want a device each, but gpu_ids "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.checks import Facts, device_ids, problems, processes_wanted, uses_cpu
+from accel_cli.launch.checks import Facts, problems, processes_wanted, uses_cpu
 from accel_cli.launch.machine import VISIBLE_DEVICES
 from accel_state.errors import SettingsError
 from accel_state.settings import OPTIONS, Given, LaunchSettings, Layer, weigh, worker_environ
@@ -161,7 +161,7 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
         added["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
     elif plan.processes_here > 1 and "OMP_NUM_THREADS" not in plan.environ:
         added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.processes_here))
-    if ids := device_ids(launch):
+    if ids := launch.device_ids:
         added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
     if plan.runner == "simple":
         if launch.main_process_ip is not None:

@@ -138,6 +138,17 @@ class LaunchSettings:
         """Whether processes run on TPUs, which have launchers of their own."""
         return self.distributed_type == "XLA"
 
+    @property
+    def device_ids(self) -> tuple[str, ...]:
+        """The devices of this machine that were chosen; empty for all.
+
+        Example:
+            >>> LaunchSettings(gpu_ids="0, 2").device_ids, LaunchSettings(gpu_ids="all").device_ids
+            (('0', '2'), ())
+        """
+        text = self.gpu_ids or "all"
+        return () if text.strip().lower() == "all" else tuple(one.strip() for one in text.split(","))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
