@@ -112,8 +112,8 @@ def combine(*sources: Mapping[str, Given]) -> Merged:
 
     Example:
         >>> asked = {"fsdp": Given(value=True, layer=Layer.ARGUMENT, origin="argument --use_fsdp")}
-        >>> combine(asked).settings.fsdp.fsdp_version
-        1
+        >>> combine(asked).settings.fsdp is None
+        False
     """
     merged = weigh(*sources)
     if merged.conflicts:
