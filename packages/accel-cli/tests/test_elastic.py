@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -138,9 +137,9 @@ def test_signals_that_nohup_or_a_shell_has_turned_off_stay_so(monkeypatch):
     try:
         relay = signals.Relay(lambda message, number: OSError(message))
         with relay.listening():
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             with pytest.raises(OSError, match="got SIGTERM"):
-                os.kill(os.getpid(), signal.SIGTERM)
+                signal.raise_signal(signal.SIGTERM)
             assert relay.first is signal.SIGTERM
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
@@ -158,12 +157,12 @@ def test_a_signal_that_asks_for_no_end_is_passed_on_and_a_second_interrupt_kills
     ) as worker:  # fmt: skip
         monkeypatch.setattr(signals, "children", lambda: [worker.pid])
         assert worker.stdout.readline() == "here\n"
-        os.kill(os.getpid(), signal.SIGUSR1)
+        signal.raise_signal(signal.SIGUSR1)
         assert worker.stdout.readline() == "told\n"
         with pytest.raises(OSError, match="got SIGTERM"):
-            os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # of a supervisor that says it twice
-        os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # of a supervisor that says it twice
+        signal.raise_signal(signal.SIGTERM)
         assert worker.poll() is None
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         assert worker.wait() == -signal.SIGKILL

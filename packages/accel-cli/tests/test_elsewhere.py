@@ -214,10 +214,10 @@ def test_a_signal_ends_deepspeeds_launcher_with_its_exit_code(monkeypatch):
     monkeypatch.setattr(deepspeed_hosts, "children", lambda: started)
 
     def main(words):
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
         with subprocess.Popen(["sleep", "600"]) as child:
             started.append(child.pid)
-            os.kill(os.getpid(), signal.SIGHUP)
+            signal.raise_signal(signal.SIGHUP)
             assert child.wait() == -signal.SIGTERM
 
     before = signal.getsignal(signal.SIGTERM)
