@@ -13,13 +13,14 @@ import argparse
 import os
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from heed_signals import heed_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
@@ -122,8 +123,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [step.name for step in STEPS]
     if unknown := sorted(set(arguments.only or ()) - set(names)):
         parser.error(f"no step is called {', '.join(unknown)}; there are {', '.join(names)}")
-    # A shell that runs this in the background has turned it off, and the tests of signals would inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    heed_signals()
     started = time.monotonic()
     results = [run(step) for step in STEPS if not arguments.only or step.name in arguments.only]
     print_summary(results, time.monotonic() - started)

@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from heed_signals import heed_signals
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # pytest's own, and what torch sets when it imports its compiler (the profiler and DDP do).
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
+
+heed_signals()
 
 STATES = {
     "accel_state.gradient_state": "GradientState",

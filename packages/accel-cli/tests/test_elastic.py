@@ -146,15 +146,6 @@ def test_signals_that_nohup_or_a_shell_has_turned_off_stay_so(monkeypatch):
         signal.signal(signal.SIGHUP, before)
 
 
-@pytest.fixture
-def _interruptible():
-    """As on a terminal, also where a shell runs the tests in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_interruptible")
 def test_a_signal_that_asks_for_no_end_is_passed_on_and_a_second_interrupt_kills(monkeypatch):
     monkeypatch.setattr(signals, "_SAME", 0)
     source = "import signal; signal.sigwait([signal.SIGUSR1]); print('told', flush=True); signal.pause()"

@@ -312,6 +312,7 @@ def test_one_tpu_machine_runs_a_function_of_the_script(tmp_path, monkeypatch):
     assert sys.argv[1:] == ["--lr", "1"]
     with pytest.raises(SettingsError, match="no function 'train'"):
         xla_workers.main(["train", made.script], {"torch_xla": started}.__getitem__)
+    del sys.modules["train"]
 
 
 CLOUD = {

@@ -45,16 +45,16 @@ def test_a_table_of_a_config_file_is_as_good_as_settings():
 
 
 def test_a_script_gives_what_it_calls_its_result(tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(
+    (tmp_path / "trainer.py").write_text(
         "import sys\nfrom accel_state import PartialState\nfrom beside import factor\n"
         "if __name__ == '__main__':\n    result = (PartialState().process_index * factor, sys.argv[1:])\n"
     )
     (tmp_path / "beside.py").write_text("factor = 5\n")
     expected = {rank: (rank * 5, ["--lr", "1"]) for rank in range(2)}
-    assert launch(tmp_path / "train.py", ("--lr", 1), config=TWO) == expected
+    assert launch(tmp_path / "trainer.py", ("--lr", 1), config=TWO) == expected
     monkeypatch.chdir(tmp_path)
     module = replace(TWO, launch=replace(TWO.launch, module=True))
-    assert launch("train", ("--lr", 1), config=module) == expected
+    assert launch("trainer", ("--lr", 1), config=module) == expected
     assert "beside" not in sys.modules
 
 
