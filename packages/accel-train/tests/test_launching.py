@@ -99,10 +99,11 @@ def test_nothing_of_torchs_launcher_stays(tmp_path, monkeypatch, capfd):
 def test_an_interrupt_lets_the_processes_clean_up_and_arrives_as_one(tmp_path):
     def work(clean):
         rank = detect(read()).rank
-        (tmp_path / f"{rank}").touch()
         try:
+            (tmp_path / f"{rank}").touch()
             while rank or len([*tmp_path.iterdir()]) < 2:
                 time.sleep(0.01)
+            time.sleep(0.5)  # until the launcher has noted that both have started
             os.kill(os.getppid(), signal.SIGINT)
             time.sleep(600)
         except KeyboardInterrupt:
