@@ -136,6 +136,12 @@ def test_a_configuration_of_timm_says_more_than_the_architecture(cache: Path, tm
     write(tmp_path / "odd", {"config.json": json.dumps(content | {"architecture": "vit_of_nobody"})})
     with pytest.raises(SettingsError, match="timm does not know it"):
         skeleton_of(str(tmp_path / "odd"))
+    for number, odd in enumerate(
+        ({"architecture": 5}, {"model_args": "x"}, {"model_args": {"img_size": 0}}, {})
+    ):
+        write(tmp_path / f"odd{number}", {"config.json": json.dumps({"pretrained_cfg": None, **odd})})
+        with pytest.raises(SettingsError, match="timm does not know it"):
+            skeleton_of(str(tmp_path / f"odd{number}"))
 
 
 class Gate(BaseHTTPRequestHandler):

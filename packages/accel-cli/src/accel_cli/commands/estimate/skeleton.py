@@ -176,14 +176,17 @@ def _timm(name: str, config: Path | None = None, content: Any = None, trust: boo
         )
     timm: Any = import_module("timm")
     content = content or {}
-    options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
-    options |= content.get("model_args", {})
     try:
+        options = {key: content[key] for key in ("num_classes",) if key in content}
+        options |= content.get("model_args") or {}
         with init_empty_weights():
             return timm.create_model(content.get("architecture", name), pretrained=False, **options)
-    except (RuntimeError, TypeError) as error:
+    except _UNFIT as error:
         raise SettingsError(f"model {name!r}: timm does not know it: {error}") from None
 
+
+_UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a library raises that makes a model of values which fit together badly."""
 
 _BUILDERS: Mapping[str, Callable[[str, Path, Mapping[str, Any], bool], nn.Module]] = {
     "transformers": _transformers,
