@@ -91,7 +91,7 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
         given = _lines(Path(str(file)).expanduser())
     elif not given:
         found = config.get("commands") or []
-        given = [found] if isinstance(found, str) else [str(one) for one in found]
+        given = [str(one) for one in (found if isinstance(found, list) else [found])]
     return [*_installation(options), *given]
 
 

@@ -154,7 +154,7 @@ def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bo
         made = transformers.AutoConfig.from_pretrained(place, trust_remote_code=trust)
         with init_empty_weights():
             model = _class_of(transformers, made, trust)(made)
-    except (AttributeError, ImportError, KeyError, OSError, TypeError, ValueError) as error:
+    except (*_UNFIT, ImportError, OSError) as error:
         # What its constructors raise for a configuration that they do not understand.
         raise SettingsError(f"model {name!r}: transformers refuses its configuration: {error}") from None
     model.tie_weights()
