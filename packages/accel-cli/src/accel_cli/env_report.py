@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shutil
-import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import distributions
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.config_file import given_by_config
+from accel_cli.launch.machine import ask_nvidia
 from accel_cli.secrets_kept import without_secrets
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -186,11 +186,7 @@ def _device(properties: Any) -> str:
 
 def _driver() -> str | None:
     """The version of NVIDIA's driver."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    asked = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    told = (ask_nvidia("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
     return told[0] if told else None
 
 

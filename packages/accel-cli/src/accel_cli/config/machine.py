@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import socket
-import subprocess
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.machine import this_machine
+from accel_cli.launch.machine import ask_nvidia, this_machine
 from accel_state.topology import first_host
 
 if TYPE_CHECKING:
@@ -56,11 +54,10 @@ def look_around(environ: Mapping[str, str]) -> Surroundings:
 
 def _computes_bf16() -> bool:
     """Whether every GPU of NVIDIA is of generation 8 (Ampere) or later; those of AMD are taken to be able."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
+    said = ask_nvidia("--query-gpu=compute_cap", "--format=csv,noheader")
+    if said is None:
         return True
-    asked = [tool, "--query-gpu=compute_cap", "--format=csv,noheader"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
+    told = said.split()
     return bool(told) and all(line.partition(".")[0].isdecimal() and float(line) >= 8 for line in told)
 
 

@@ -94,11 +94,19 @@ def _nvidia() -> int:
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return len(list(folder.iterdir()))
+    return sum(line.startswith("GPU ") for line in (ask_nvidia("--list-gpus") or "").splitlines())
+
+
+def ask_nvidia(*flags: str) -> str | None:
+    """What the tool of NVIDIA's driver says; None where it is not installed.
+
+    Args:
+        flags: Those of `nvidia-smi`.
+    """
     tool = shutil.which("nvidia-smi")
     if tool is None:
-        return 0
-    result = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
-    return sum(line.startswith("GPU ") for line in result.stdout.splitlines())
+        return None
+    return subprocess.run([tool, *flags], capture_output=True, text=True, check=False).stdout
 
 
 def _amd() -> int:

@@ -126,8 +126,9 @@ def add_config_file(parser: _ActionsContainer, use: str) -> None:
         parser: The parser, or a group of it.
         use: What the file is for.
     """
-    help = f"the config file to {use}; by default {USUAL_PLACE}"  # noqa: A001 - argparse's own name
-    parser.add_argument("--config_file", metavar="FILE", help=help)
+    parser.add_argument(
+        "--config_file", metavar="FILE", help=f"the config file to {use}; by default {USUAL_PLACE}"
+    )
 
 
 def setting(path: str, text: str) -> str:

@@ -177,7 +177,7 @@ def _timm(name: str, config: Path | None = None, content: Any = None, trust: boo
     timm: Any = import_module("timm")
     content = content or {}
     try:
-        options = {key: content[key] for key in ("num_classes",) if key in content}
+        options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
         options |= content.get("model_args") or {}
         with init_empty_weights():
             return timm.create_model(content.get("architecture", name), pretrained=False, **options)
