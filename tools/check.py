@@ -5,19 +5,26 @@ non-zero if any did.
 
     uv run tools/check.py --list
     uv run tools/check.py --only types --only unit
+    uv run tools/check.py --all
+
+A test that fails is run once more by itself. If it then passes, its step passes; the test is listed under
+FLAKY and in build/flaky.txt. When every step has passed on a clean tree, the commit's id is written to
+`check-passed` in git's folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from heed_signals import heed_signals
@@ -28,25 +35,42 @@ PYTEST = (PYTHON, "-m", "pytest", "-q", "--color=no")
 EXAMPLES = "tests-integration/docs"
 PYTEST_LINE = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s.*$")
 WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed")
+MAX_RERUNS = 10
+"""If more tests fail than this, something is broken, and none is run again."""
+FLAKY_REPORT = ROOT / "build" / "flaky.txt"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One check: its name, what it proves, and the command that proves it."""
+    """One check: its name, what it proves, and the command that proves it.
+
+    Args:
+        name: What `--only` calls it.
+        about: What it proves, in a few words.
+        command: Runs it.
+        thorough: Further arguments under `--all`.
+    """
 
     name: str
     about: str
     command: tuple[str, ...]
+    thorough: tuple[str, ...] = ()
+
+    @property
+    def is_pytest(self) -> bool:
+        """Whether the command runs pytest."""
+        return self.command[: len(PYTEST)] == PYTEST
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How a step ended: exit status, wall time in seconds, and the tests that pytest counted in it."""
+    """How a step ended: exit status, wall time in seconds, the tests that pytest counted, the flaky ones."""
 
     step: Step
     status: int
     seconds: float
     tests: Counter[str]
+    flaky: tuple[str, ...] = ()
 
 
 STEPS = (
@@ -104,8 +128,9 @@ STEPS = (
     ),
     Step(
         name="isolation",
-        about="each wheel installs alone, imports, and passes its own tests",
+        about="each wheel installs alone, imports, and runs the examples of its README",
         command=(PYTHON, "tools/check_isolation.py"),
+        thorough=("--tests",),
     ),
 )
 
@@ -115,6 +140,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run every check of the workspace.")
     parser.add_argument("--list", action="store_true", help="name the steps and stop")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this step (may be repeated)")
+    parser.add_argument("--all", action="store_true", help="also what is too slow for every commit")
     arguments = parser.parse_args(argv)
     if arguments.list:
         for step in STEPS:
@@ -124,19 +150,44 @@ def main(argv: list[str] | None = None) -> int:
     if unknown := sorted(set(arguments.only or ()) - set(names)):
         parser.error(f"no step is called {', '.join(unknown)}; there are {', '.join(names)}")
     heed_signals()
+    FLAKY_REPORT.unlink(missing_ok=True)
     started = time.monotonic()
-    results = [run(step) for step in STEPS if not arguments.only or step.name in arguments.only]
+    commit = clean_commit()
+    chosen = [step for step in STEPS if not arguments.only or step.name in arguments.only]
+    if arguments.all:
+        chosen = [replace(step, command=(*step.command, *step.thorough)) for step in chosen]
+    results = [run(step) for step in chosen]
     print_summary(results, time.monotonic() - started)
-    return int(any(result.status for result in results))
+    failed = any(result.status for result in results)
+    if not failed and not arguments.only and commit is not None and commit == clean_commit():
+        (git_folder() / "check-passed").write_text(commit + "\n")
+    return int(failed)
 
 
 def run(step: Step) -> Result:
-    """Run one step, passing its output through."""
+    """Run one step, passing its output through; run the tests that fail once more, each by itself."""
     print(f"\n##### {step.name}: {step.about}", flush=True)
-    tests: Counter[str] = Counter()
     started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="check") as folder:
+        cache = Path(folder)
+        command = (*step.command, "-o", f"cache_dir={cache}") if step.is_pytest else step.command
+        status, tests = passed_through(command)
+        suspects = failed_tests(cache) if status == 1 and step.is_pytest else ()
+    flaky: tuple[str, ...] = ()
+    if 0 < len(suspects) <= MAX_RERUNS:
+        flaky = tuple(test for test in suspects if passes_alone(step, test))
+        tests["passed"] += len(flaky)
+        tests["failed"] -= len(flaky)
+        status = int(len(flaky) < len(suspects))
+    seconds = time.monotonic() - started
+    return Result(step=step, status=status, seconds=seconds, tests=tests, flaky=flaky)
+
+
+def passed_through(command: tuple[str, ...]) -> tuple[int, Counter[str]]:
+    """Run a command, printing what it prints; return its exit status and the tests that pytest counted."""
+    tests: Counter[str] = Counter()
     with subprocess.Popen(
-        step.command,
+        command,
         cwd=ROOT,
         env=environment(),
         stdin=subprocess.DEVNULL,
@@ -149,7 +200,39 @@ def run(step: Step) -> Result:
         for line in process.stdout:
             print(line, end="", flush=True)
             tests.update(counted(line))
-    return Result(step=step, status=process.returncode, seconds=time.monotonic() - started, tests=tests)
+    return process.returncode, tests
+
+
+def failed_tests(cache: Path) -> tuple[str, ...]:
+    """The ids of the tests that failed, as pytest keeps them in its cache folder."""
+    found = cache / "v" / "cache" / "lastfailed"
+    return tuple(sorted(json.loads(found.read_text()))) if found.exists() else ()
+
+
+def passes_alone(step: Step, test: str) -> bool:
+    """Run one test of a step in a process of its own."""
+    print(f"\n##### {step.name}, once more: {test}", flush=True)
+    options = ("--doctest-modules",) if "--doctest-modules" in step.command else ()
+    status, _ = passed_through((*PYTEST, "-p", "no:cacheprovider", *options, test))
+    return status == 0
+
+
+def clean_commit() -> str | None:
+    """The id of the commit that the work tree equals, or None if it equals none."""
+    changed = subprocess.run(
+        ("git", "status", "--porcelain"), cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    head = subprocess.run(("git", "rev-parse", "HEAD"), cwd=ROOT, capture_output=True, text=True, check=False)
+    clean = not (changed.returncode or head.returncode or changed.stdout.strip())
+    return head.stdout.strip() if clean else None
+
+
+def git_folder() -> Path:
+    """Where git keeps its own files for this work tree."""
+    told = subprocess.run(
+        ("git", "rev-parse", "--absolute-git-dir"), cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return Path(told.stdout.strip())
 
 
 def environment() -> dict[str, str]:
@@ -191,6 +274,11 @@ def print_summary(results: list[Result], seconds: float) -> None:
         state = "ok" if result.status == 0 else f"FAILED ({result.status})"
         print(f"{result.step.name:<12} {state:<12} {result.seconds:7.1f} s  {tests}")
     total = sum((result.tests for result in results), Counter[str]())
+    flaky = [f"{result.step.name}: {test}" for result in results for test in result.flaky]
+    if flaky:
+        print("\nFLAKY: these failed, and passed when they ran by themselves", *flaky, sep="\n  ")
+        FLAKY_REPORT.parent.mkdir(exist_ok=True)
+        FLAKY_REPORT.write_text("\n".join(flaky) + "\n")
     failed = [result.step.name for result in results if result.status]
     print(
         f"{len(results) - len(failed)} of {len(results)} steps passed"

@@ -1,16 +1,18 @@
 """Install each wheel alone, with its declared dependencies, into an empty environment; test it there.
 
 Our own wheels are passed as files, so that no package of the same name can come from a registry; everything
-else has the versions of uv.lock. Every module is imported and the package's own tests run, so that a package
-that imports a sibling that it does not declare fails here.
+else has the versions of uv.lock. Every module is imported, and the Python examples of the package's README
+run, so that a package that imports a sibling that it does not declare fails here. With `--tests` its own
+tests run, too.
 
-    uv run tools/check_isolation.py [PACKAGE ...]
+    uv run tools/check_isolation.py [--tests] [PACKAGE ...]
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -46,6 +48,7 @@ for name in names:
     importlib.import_module(name)
 print(f"{1 + len(names)} modules imported")
 """
+README_EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,17 +64,24 @@ class Package:
         """Its unit tests."""
         return PACKAGES / self.name / "tests"
 
+    @property
+    def examples(self) -> list[str]:
+        """The Python examples of its README."""
+        return README_EXAMPLE.findall((PACKAGES / self.name / "README.md").read_text())
+
 
 def main(argv: list[str] | None = None) -> int:
     """Check the chosen packages, all by default; return 1 if any fails."""
     parser = argparse.ArgumentParser(description="Install and test each wheel alone.")
     parser.add_argument("package", nargs="*", help="distribution names; all by default")
-    chosen: list[str] = parser.parse_args(argv).package
+    parser.add_argument("--tests", action="store_true", help="run each package's own tests, too")
+    arguments = parser.parse_args(argv)
+    chosen: list[str] = arguments.package
     packages = members()
     if unknown := sorted(set(chosen) - set(packages)):
         parser.error(f"no package is called {', '.join(unknown)}; there are {', '.join(packages)}")
     with tempfile.TemporaryDirectory(prefix="isolation", dir=beside_the_cache()) as folder:
-        workshop = Workshop(Path(folder), packages)
+        workshop = Workshop(Path(folder), packages, tests=arguments.tests)
         with ThreadPoolExecutor(BENCHES) as pool:
             running = [pool.submit(workshop.check, packages[name]) for name in chosen or packages]
             passed = [one.result() for one in running]
@@ -111,9 +121,10 @@ class Workshop:
     A bench always has the same path: compiled bytecode, kept outside of it, then serves all its packages.
     """
 
-    def __init__(self, folder: Path, packages: dict[str, Package]) -> None:
+    def __init__(self, folder: Path, packages: dict[str, Package], *, tests: bool) -> None:
         self.folder = folder
         self.packages = packages
+        self.tests = tests
         self.benches = Queue[Path]()
         for number in range(BENCHES):
             self.benches.put(folder / f"bench{number}")
@@ -133,7 +144,7 @@ class Workshop:
         print(f"built {len(built)} wheels ({time.monotonic() - started:.1f} s)", flush=True)
 
     def check(self, package: Package) -> bool:
-        """Install a package, import all of it, run its tests; print what they said and how it went."""
+        """Install a package, import and try it; print what was said and how it went."""
         bench = self.benches.get()
         started = time.monotonic()
         output = self.folder / f"{package.name}.log"
@@ -152,7 +163,10 @@ class Workshop:
                 return "it does not install"
             if self.run(bench, log, self.folder, "-W", "error", "-c", IMPORT_ALL, package.module):
                 return "a module does not import"
-            if not package.tests.is_dir():
+            for example in package.examples:
+                if self.run(bench, log, self.folder, "-c", example):
+                    return "an example of its README fails"
+            if not self.tests or not package.tests.is_dir():
                 return None
             copied = self.folder / package.name
             shutil.copytree(package.tests, copied / "tests", ignore=shutil.ignore_patterns("__pycache__"))

@@ -185,3 +185,35 @@ def test_every_step_has_its_own_name() -> None:
     names = [step.name for step in check.STEPS]
     assert len(set(names)) == len(names)
     assert {"format", "lint", "types", "layers", "unit", "integration", "isolation"} <= set(names)
+
+
+def pytest_step(folder: Path, code: str) -> check.Step:
+    test = folder / "test_sample.py"
+    test.write_text(f"from pathlib import Path\n\nCOUNT = Path({str(folder / 'runs')!r})\n{code}")
+    return check.Step(name="sample", about="a sample", command=(*check.PYTEST, str(test)))
+
+
+def test_a_test_that_passes_when_it_is_run_again_is_flaky_and_its_step_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    step = pytest_step(
+        tmp_path,
+        "def test_steady(): pass\n"
+        "def test_unsteady():\n"
+        "    before = COUNT.exists()\n"
+        "    COUNT.touch()\n"
+        "    assert before\n",
+    )
+    result = check.run(step)
+    assert result.status == 0
+    assert result.tests == Counter(passed=2)
+    assert [test.rpartition("::")[2] for test in result.flaky] == ["test_unsteady"]
+
+
+def test_a_test_that_fails_again_fails_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    result = check.run(pytest_step(tmp_path, "def test_broken(): assert False\n"))
+    assert result.status == 1
+    assert result.tests == Counter(failed=1)
+    assert result.flaky == ()
