@@ -13,7 +13,7 @@ import functools, os, sys, time, threading
 from datetime import timedelta
 import torch
 from accel_state import PartialState, StalledCollectiveError
-from accel_state.watch import region
+from accel_state.hang_monitor import collective_scope
 state = PartialState(cpu=True, timeout=timedelta(seconds=4))
 collectives = state.runtime.collectives
 gather = functools.partial(collectives.all_gather_into, torch.empty(state.num_processes), torch.ones(1))
@@ -125,4 +125,4 @@ def test_a_run_without_a_hang_ends_in_silence(ends, name) -> None:
 
 def test_leaving_the_group_ends_the_thread(ends) -> None:
     assert {end.output for end in ends["destroyed"]} == {"['MainThread']\n"}
-    assert {end.output for end in ends["left alone"]} == {"['MainThread', 'accel-watch']\n"}
+    assert {end.output for end in ends["left alone"]} == {"['MainThread', 'accel-hang-monitor']\n"}

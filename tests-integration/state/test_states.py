@@ -48,7 +48,7 @@ def test_the_state_reuses_the_group_that_is_there() -> None:
 @distributed(world_size=2)
 def test_no_thread_outlives_the_state() -> None:
     def watching() -> int:
-        return sum(thread.name == "accel-watch" for thread in threading.enumerate())
+        return sum(thread.name == "accel-hang-monitor" for thread in threading.enumerate())
 
     assert watching() == 0
     PartialState(cpu=True)

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_state import PartialState
-from accel_state.watch import region
+from accel_state.hang_monitor import collective_scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +50,7 @@ def in_region() -> None:
         if levels:
             deeper(levels - 1)
         else:
-            with region("all_gather"):
+            with collective_scope("all_gather"):
                 pass
 
     deeper(4)
@@ -84,7 +84,7 @@ def training_step() -> Callable[[], object]:
 
 def thread_share() -> float:
     """The part of one core that the thread on the side uses."""
-    thread = next(thread for thread in threading.enumerate() if thread.name == "accel-watch")
+    thread = next(thread for thread in threading.enumerate() if thread.name == "accel-hang-monitor")
     assert thread.ident is not None
     clock = time.pthread_getcpuclockid(thread.ident)
     begin = time.clock_gettime(clock)

@@ -91,52 +91,64 @@ def test_every_process_of_a_machine_gets_a_device_of_its_own(count, data):
     rank = data.draw(st.integers(0, count - 1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "cuda", FakeNamespace(count))
-        assert select.default_device(BY_NAME["cuda"], rank) == torch.device("cuda", rank)
+        assert select.default_device(BY_NAME["cuda"], rank, count) == torch.device("cuda", rank)
 
 
 def test_more_processes_than_devices_is_an_error_that_names_the_variable(gpus):
     gpus(2)
     with pytest.raises(SettingsError, match=r"local rank 2 .* shows 2 cuda devices \(CUDA_VISIBLE_DEVICES"):
-        select.default_device(BY_NAME["cuda"], 2)
+        select.default_device(BY_NAME["cuda"], 2, 3)
 
 
 def test_a_process_that_sees_one_device_uses_it_whatever_its_local_rank(gpus):
     gpus(1)
-    assert select.default_device(BY_NAME["cuda"], 3) == torch.device("cuda", 0)
+    assert select.default_device(BY_NAME["cuda"], 3, 4) == torch.device("cuda", 0)
 
 
 def test_the_device_that_the_user_made_current_is_kept(gpus):
     gpus(4, current=2)
-    assert select.default_device(BY_NAME["cuda"], 0) == torch.device("cuda", 2)
+    assert select.default_device(BY_NAME["cuda"], 0, 1) == torch.device("cuda", 2)
+
+
+def test_one_of_several_processes_gets_the_device_of_its_local_rank_whatever_is_current(gpus):
+    gpus(4, current=1)
+    devices = [select.default_device(BY_NAME["cuda"], rank, 2) for rank in range(2)]
+    assert devices == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert select.choose_device("cuda", cpu=False, local_rank=0, local_world_size=2)[1] == devices[0]
 
 
 def test_asking_for_a_device_does_not_initialise_it(gpus):
     gpus(4)
-    assert select.default_device(BY_NAME["cuda"], 0) == torch.device("cuda", 0)
+    assert select.default_device(BY_NAME["cuda"], 0, 1) == torch.device("cuda", 0)
 
 
 def test_a_device_can_be_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(torch, "xpu", FakeNamespace(4))
-    kind, device = select.choose_device("xpu:3", cpu=False, local_rank=1)
+    kind, device = select.choose_device("xpu:3", cpu=False, local_rank=1, local_world_size=2)
     assert (kind.name, device) == ("xpu", torch.device("xpu", 3))
-    assert select.choose_device("xpu", cpu=False, local_rank=1)[1] == torch.device("xpu", 1)
+    assert select.choose_device("xpu", cpu=False, local_rank=1, local_world_size=2)[1] == torch.device(
+        "xpu", 1
+    )
 
 
 def test_the_cpu_wins_over_a_name():
-    assert select.choose_device("cuda:1", cpu=True, local_rank=0) == (CPU, torch.device("cpu"))
+    assert select.choose_device("cuda:1", cpu=True, local_rank=0, local_world_size=1) == (
+        CPU,
+        torch.device("cpu"),
+    )
 
 
 @pytest.mark.parametrize("name", ["gpu", "meta", "cuda:x"])
 def test_a_name_that_is_no_device_is_an_error(name):
     with pytest.raises(SettingsError, match=f"ACCELERATE_TORCH_DEVICE='{name}'"):
-        select.choose_device(name, cpu=False, local_rank=0)
+        select.choose_device(name, cpu=False, local_rank=0, local_world_size=1)
 
 
 def test_the_chosen_device_is_made_current(gpus):
     namespace = gpus(2)
-    select.make_current(torch.device("cuda", 1))
+    select.set_current_device(torch.device("cuda", 1))
     assert namespace.set == [torch.device("cuda", 1)]
-    select.make_current(torch.device("cpu"))
+    select.set_current_device(torch.device("cpu"))
     assert namespace.set == [torch.device("cuda", 1)]
 
 

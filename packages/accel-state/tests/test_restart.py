@@ -12,9 +12,11 @@ from accel_state.topology import Topology
 
 def test_only_a_process_that_was_started_again_needs_a_store_of_its_own():
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert runtime._life({}) == runtime._life(agent | {"TORCHELASTIC_RESTART_COUNT": "0"}) == 0
-    assert runtime._life(agent | {"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
-    assert runtime._life({"TORCHELASTIC_RESTART_COUNT": "2"}) == 0, "its own store is new anyway"
+    assert (
+        runtime._restart_count({}) == runtime._restart_count(agent | {"TORCHELASTIC_RESTART_COUNT": "0"}) == 0
+    )
+    assert runtime._restart_count(agent | {"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
+    assert runtime._restart_count({"TORCHELASTIC_RESTART_COUNT": "2"}) == 0, "its own store is new anyway"
 
 
 def test_every_life_has_keys_of_its_own_in_the_store_of_the_agent():
@@ -22,7 +24,7 @@ def test_every_life_has_keys_of_its_own_in_the_store_of_the_agent():
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(agent.port)}
     topology = Topology(rank=1, world_size=2, local_rank=1, local_world_size=2, launcher="torchrun")
     first, second = (
-        runtime._store_of_life(life, variables, topology, timedelta(seconds=30)) for life in (1, 2)
+        runtime._restart_store(life, variables, topology, timedelta(seconds=30)) for life in (1, 2)
     )
     first.set("rank_0", "an address")
     assert first.check(["rank_0"])

@@ -10,7 +10,7 @@ import torch
 
 from accel_ops.tree import walk
 from accel_state.errors import DistributedOperationException
-from accel_state.whereabouts import call_site, place_of
+from accel_state.rank_status import call_site, source_location
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,7 +55,7 @@ def check(
         DistributedOperationException: They are not. Every rank raises it, with a table of where each rank
             is, what it calls, and on what.
     """
-    where, _ = place_of(call_site(inspect.currentframe()))
+    where, _ = source_location(call_site(inspect.currentframe()))
     leaves = tuple(_describe(path, leaf) for part in data for path, leaf in walk(part))
     mine = Call(where=where, operation=operation, detail=detail, leaves=leaves)
     everyone: list[Call] = collectives.all_gather_object(mine)

@@ -48,7 +48,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
         kwargs.setdefault("stacklevel", 2)  # the line of the caller, not this one
         if not self.isEnabledFor(level):
             return
-        place = runtime.place()
+        place = runtime.current_topology()
         message, options = self.process(msg, cast("MutableMapping[str, Any]", kwargs))
         if main_process_only:
             if place.is_main:

@@ -13,7 +13,7 @@ from accel_state import environ, runtime
 from accel_state.available import require
 from accel_state.devices.affinity import set_numa_affinity
 from accel_state.devices.kinds import available_kind
-from accel_state.devices.select import default_device, make_current
+from accel_state.devices.select import default_device, set_current_device
 from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
 from accel_state.process import goes_first, only_if, share_of
@@ -87,7 +87,7 @@ class PartialState:
             return
         variables = environ.read()
         settings = from_environ(variables)
-        started = runtime.start(settings, variables, cpu=cpu, **kwargs)
+        started = runtime.init(settings, variables, cpu=cpu, **kwargs)
         topology = started.topology
         if settings.process.cpu_affinity:
             set_numa_affinity(topology.local_rank)
@@ -166,11 +166,12 @@ class PartialState:
     @property
     def default_device(self) -> torch.device:
         """The best device that is there, whether or not this run uses it."""
-        return default_device(available_kind(), self.local_process_index)
+        topology = self.runtime.topology
+        return default_device(available_kind(), topology.local_rank, topology.local_world_size)
 
     def set_device(self) -> None:
         """Make `device` the current one of its family."""
-        make_current(self.device)
+        set_current_device(self.device)
 
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here.
@@ -297,7 +298,7 @@ class PartialState:
         """
         if self.fork_launched and group is None:
             return
-        runtime.leave(group)
+        runtime.destroy_process_group(group)
 
     def _on(self, function: Any, name: str, mine: int, wanted: int | None) -> Any:
         if wanted is None:
@@ -315,7 +316,7 @@ class PartialState:
         changed = {name: value for name, value in options.items() if self._options.get(name) != value}
         timeout = changed.pop("timeout", None)
         if timeout is not None and self.use_distributed:
-            runtime.limit_waiting(timeout)
+            runtime.set_collective_timeout(timeout)
             self._options["timeout"] = timeout
         if changed:
             logger.warning(

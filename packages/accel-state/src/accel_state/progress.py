@@ -24,6 +24,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         >>> list(tqdm(range(3), disable=True))
         [0, 1, 2]
     """
-    if main_process_only and not runtime.place().is_local_main:
+    if main_process_only and not runtime.current_topology().is_local_main:
         kwargs["disable"] = True
     return progress_bar(*args, **kwargs)

@@ -52,7 +52,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
         True
     """
     if device_specific:
-        seed += runtime.place().rank
+        seed += runtime.current_topology().rank
     if not 0 <= seed < 2**32:
         raise SettingsError(f"seed={seed!r} is out of range: numpy takes whole numbers from 0 to 2**32 - 1.")
     random.seed(seed)

@@ -1,4 +1,4 @@
-"""What runs where: this process's place, its device, and how it talks to the others. Made once."""
+"""The process runtime: topology, device, collectives. Built once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 import torch.distributed as dist
 
 from accel_state import environ as process_environment
-from accel_state import topology as places
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.backends.single import SingleCollectives
 from accel_state.backends.torch_dist import TorchCollectives, default_store, group_timeout, set_group_timeout
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
-from accel_state.devices.select import choose_device, make_current
+from accel_state.devices.select import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
-from accel_state.topology import Topology
+from accel_state.topology import Topology, detect, rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -70,10 +69,10 @@ GROUP_OPTIONS = frozenset(
         "device_id",
     }
 )
-"""What `start` passes on to `torch.distributed.init_process_group`."""
+"""What `init` passes on to `torch.distributed.init_process_group`."""
 
 
-def start(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any) -> Runtime:
+def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any) -> Runtime:
     """Find this process's place and device, and join the process group if there are several processes.
 
     A default process group that exists already is used as it is.
@@ -102,14 +101,17 @@ def start(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False
     _check_timeout(group.get("timeout"))
     topology = _topology(variables, group)
     kind, device = choose_device(
-        settings.process.torch_device, cpu=cpu or settings.process.use_cpu, local_rank=topology.local_rank
+        settings.process.torch_device,
+        cpu=cpu or settings.process.use_cpu,
+        local_rank=topology.local_rank,
+        local_world_size=topology.local_world_size,
     )
     if kind.type == "xla":
         raise UnsupportedError(
             "torch_xla is installed and no other accelerator was found, but this release does not run on XLA "
             "devices yet. Pass cpu=True (or set ACCELERATE_USE_CPU=1) to compute on the CPU."
         )
-    make_current(device)
+    set_current_device(device)
     runtime = Runtime(
         topology=topology,
         device=device,
@@ -141,7 +143,7 @@ def current_or_single() -> Runtime:
     return _current or _SINGLE
 
 
-def place() -> Topology:
+def current_topology() -> Topology:
     """This process's place, also before a runtime was started: then as the launcher's variables tell it."""
     if _current is not None:
         return _current.topology
@@ -150,12 +152,12 @@ def place() -> Topology:
 
 def reset() -> None:
     """Forget the runtime. The process group stays as it is."""
-    global _current  # noqa: PLW0603 - see `start`
-    watch.end()
+    global _current  # noqa: PLW0603 - see `init`
+    hang_monitor.end()
     _current = None
 
 
-def limit_waiting(timeout: timedelta) -> None:
+def set_collective_timeout(timeout: timedelta) -> None:
     """Change after how long the backends of the default group give up on a collective.
 
     Args:
@@ -166,14 +168,14 @@ def limit_waiting(timeout: timedelta) -> None:
     """
     _check_timeout(timeout)
     set_group_timeout(timeout)
-    _watch(current(), timeout)
+    _monitor(current(), timeout)
 
 
-def leave(group: Any = None) -> None:
+def destroy_process_group(group: Any = None) -> None:
     """Destroy a process group, the default one and all others if `None`; harmless where there is none."""
     if dist.is_initialized():
         if group is None:
-            watch.end(closing=True)
+            hang_monitor.end(closing=True)
         dist.destroy_process_group(group)
 
 
@@ -183,7 +185,7 @@ def _check_timeout(timeout: object) -> None:
 
 
 def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topology:
-    found = places.detect(variables)
+    found = detect(variables)
     if dist.is_initialized():
         rank, world_size = dist.get_rank(), dist.get_world_size()
     elif "rank" in group and "world_size" in group:
@@ -206,7 +208,7 @@ def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topolog
 
 def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]) -> Runtime:
     """The runtime with a process group behind it."""
-    _share_cores(runtime, variables)
+    _limit_threads(runtime, variables)
     timeout = options.get("timeout")
     if not dist.is_initialized():
         dist.init_process_group(**_group_options(runtime, variables, options))
@@ -215,15 +217,15 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
     joined = replace(
         runtime, collectives=TorchCollectives(runtime.device), backend=_backend_of(runtime.device)
     )
-    _watch(joined, timeout or group_timeout(runtime.device))
+    _monitor(joined, timeout or group_timeout(runtime.device))
     return joined
 
 
-def _watch(runtime: Runtime, limit: timedelta) -> None:
+def _monitor(runtime: Runtime, limit: timedelta) -> None:
     topology, store = runtime.topology, default_store()
     if store is None or dist.get_backend() == "fake":  # MPI has no store; a fake group has nobody to wait for
         return
-    watch.begin(
+    hang_monitor.begin(
         store,
         rank=topology.rank,
         world_size=topology.world_size,
@@ -239,11 +241,11 @@ def _group_options(
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["backend"] = _check_backend(kind, options.get("backend"))
-    if "store" not in chosen and "init_method" not in chosen and (life := _life(variables)):
-        chosen["store"] = _store_of_life(life, variables, topology, chosen.get("timeout"))
+    if "store" not in chosen and "init_method" not in chosen and (life := _restart_count(variables)):
+        chosen["store"] = _restart_store(life, variables, topology, chosen.get("timeout"))
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
-        meeting = places.rendezvous(variables, topology)
-        chosen["init_method"] = f"tcp://{meeting.address}:{meeting.port}"
+        endpoint = rendezvous(variables, topology)
+        chosen["init_method"] = f"tcp://{endpoint.address}:{endpoint.port}"
     if "init_method" in chosen or "store" in chosen:
         chosen |= {"rank": topology.rank, "world_size": topology.world_size}
     if kind.backend == "nccl" and runtime.device.index is not None and "device_id" not in chosen:
@@ -251,23 +253,23 @@ def _group_options(
     return chosen
 
 
-def _life(variables: Mapping[str, str]) -> int:
+def _restart_count(variables: Mapping[str, str]) -> int:
     """How often torch's elastic agent has started this process again and lends it its store."""
     lent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0) if lent else 0
 
 
-def _store_of_life(
+def _restart_store(
     life: int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
 ) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     """A store without what processes that are dead have left in the agent's.
 
     With a static rendezvous that outlives them; torch 2.15 would connect to their addresses.
     """
-    meeting = places.rendezvous(variables, topology)
-    patience = dist.default_pg_timeout if timeout is None else timeout
+    endpoint = rendezvous(variables, topology)
+    wait = dist.default_pg_timeout if timeout is None else timeout
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-        meeting.address, meeting.port, world_size=topology.world_size, is_master=False, timeout=patience
+        endpoint.address, endpoint.port, world_size=topology.world_size, is_master=False, timeout=wait
     )
     return dist.PrefixStore(f"accel/life_{life}", store)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -296,7 +298,7 @@ def _backend_of(device: torch.device) -> str:
     return pairs.get(device.type) or dist.get_backend()
 
 
-def _share_cores(runtime: Runtime, variables: Mapping[str, str]) -> None:
+def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
     """Divide the cores among the processes of a machine, where the launcher has not; torchrun has."""
     if runtime.topology.launcher in {"torchrun", "torch.distributed"} or "OMP_NUM_THREADS" in variables:
         return

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_state.whereabouts import name_ranks
+from accel_state.rank_status import format_ranks
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,7 +139,7 @@ def _told(ranks: list[int], words: Words) -> str:
 
 def _line(ranks: list[int], words: Words) -> str:
     how = words.how.replace("was ", "were ", 1) if len(ranks) > 1 else words.how
-    return f"accel launch: {name_ranks(ranks)} {how}"
+    return f"accel launch: {format_ranks(ranks)} {how}"
 
 
 def _details(told: Any) -> dict[str, Any]:

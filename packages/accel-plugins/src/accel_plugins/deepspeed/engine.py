@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class DeepSpeedEngineWrapper:
         if self._forgets_to_scale:
             loss = loss.float() * _scale_of(self.optimizer)
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
-        with watch.region("backward"):
+        with hang_monitor.collective_scope("backward"):
             self.engine.backward(loss, **kwargs)
         self._has_gradients = True
         if self._carried and self._is_complete:
@@ -135,7 +135,7 @@ class DeepSpeedEngineWrapper:
         configured = self.engine.gradient_clipping()
         if configured and not hasattr(self.optimizer, "clip_grad"):  # the engine would not tell the norm
             self._clip_plainly(configured)
-        with watch.region("step"), self._clipping():
+        with hang_monitor.collective_scope("step"), self._clipping():
             self.engine.step()
         self._forget()
         return self.engine.was_step_applied()

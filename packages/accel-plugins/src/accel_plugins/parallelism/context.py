@@ -13,7 +13,7 @@ from torch.distributed.tensor.experimental import _attention as ring
 from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
 from torch.nn import functional
 
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ContextParallel:
         pieces = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
             nullcontext() if pieces % 2 == 0 else _without_balance(),
-            watch.region("maybe_context_parallel"),
+            hang_monitor.collective_scope("maybe_context_parallel"),
             context_parallel(
                 self.mesh,
                 buffers=buffers,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.amp.grad_scaler import GradScaler
 
 from accel_ops.dtensors import local_part
-from accel_state import watch
+from accel_state import hang_monitor
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +43,7 @@ class ShardedGradScaler(GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(parts, flag, inv_scale.to(device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - as GradScaler itself
             worst = torch.maximum(worst, flag.to(worst.device))
         if dist.is_initialized():
-            with watch.region("all_reduce of the loss scaler"):
+            with hang_monitor.collective_scope("all_reduce of the loss scaler"):
                 dist.all_reduce(worst, op=dist.ReduceOp.MAX)
         # Also where this rank has a part of no gradient: GradScaler wants one flag at least.
         return {device: worst.to(device) for device in {worst.device, *(device for device, _ in groups)}}

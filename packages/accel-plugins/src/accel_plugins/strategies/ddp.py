@@ -18,7 +18,7 @@ from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class DdpWrapper:
         return model.module if isinstance(model, DistributedDataParallel) else model
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        with watch.region("prepare"), warnings.catch_warnings():
+        with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
             # The documented option, with the documented meaning, is deprecated by newer versions of torch.
             warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
             wrapped = DistributedDataParallel(
@@ -98,7 +98,7 @@ def build(
             precision=precision,
             no_sync_of=_no_sync,
             join_of=_join,
-            around_backward=partial(watch.region, "backward"),
+            around_backward=partial(hang_monitor.collective_scope, "backward"),
         ),
         persister=ReplicatedPersister(is_main=topology.is_main),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),

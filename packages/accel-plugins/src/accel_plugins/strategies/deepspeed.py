@@ -27,7 +27,7 @@ from accel_plugins.strategies.deepspeed_save import DeepSpeedPersister, DeepSpee
 from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
 from accel_plugins.strategies.replicated import check_materialised
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
-from accel_state import watch
+from accel_state import hang_monitor
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -150,7 +150,7 @@ class DeepSpeedWrapper:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
         if self.sequences is not None:
             arguments["mpu"] = self.sequences.unit()
-        with watch.region("prepare"):
+        with hang_monitor.collective_scope("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
         if self.sequences is not None:
             _average_over_all_ranks(engine, engine.optimizer)

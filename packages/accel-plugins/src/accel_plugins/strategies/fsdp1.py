@@ -30,7 +30,7 @@ from accel_plugins.strategies.fsdp1_step import Fsdp1Stepper
 from accel_plugins.strategies.replicated import check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class Fsdp1Wrapper:
         ):
             init = partial(_emptied, device=device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        with watch.region("prepare"), quiet():
+        with hang_monitor.collective_scope("prepare"), quiet():
             root = FullyShardedDataParallel(
                 model,
                 sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
@@ -169,7 +169,7 @@ def build(
             inner=TorchStepper(
                 precision=precision,
                 no_sync_of=partial(_no_sync, roots),
-                around_backward=partial(watch.region, "backward"),
+                around_backward=partial(hang_monitor.collective_scope, "backward"),
             ),
         ),
         persister=ShardsPersister(shards=shards, device=runtime.device, topology=topology),

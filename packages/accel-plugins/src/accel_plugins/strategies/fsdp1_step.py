@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_plugins.strategies.torch_step import unscaled
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Fsdp1Stepper:
                 "model."
             )
         unscaled(self.inner.precision, given, optimizers)
-        with watch.region("clip_grad_norm_"):
+        with hang_monitor.collective_scope("clip_grad_norm_"):
             return root.clip_grad_norm_(max_norm, norm_type)
 
     def clip_grad_value(

@@ -16,7 +16,7 @@ from torch.nn.utils import get_total_norm
 from accel_ops.dtensors import local_part
 from accel_ops.modules import without_compiler
 from accel_plugins.strategies.torch_step import TorchStepper, unscaled
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -41,7 +41,9 @@ class ShardedStepper:
         self._precision = precision
         self._name = name
         self._inner = TorchStepper(
-            precision=precision, no_sync_of=_no_sync, around_backward=partial(watch.region, "backward")
+            precision=precision,
+            no_sync_of=_no_sync,
+            around_backward=partial(hang_monitor.collective_scope, "backward"),
         )
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
@@ -72,7 +74,7 @@ class ShardedStepper:
     ) -> Tensor:
         """Scale the gradients down to a norm of at most `max_norm`; return the norm before that."""
         gradients = _gradients(unscaled(self._precision, parameters, optimizers))
-        with watch.region("clip_grad_norm_"):
+        with hang_monitor.collective_scope("clip_grad_norm_"):
             norm = norm_of(gradients, float(norm_type))
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         for parts in _by_device(gradients).values():

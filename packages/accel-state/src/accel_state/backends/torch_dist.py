@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from accel_state.watch import region
+from accel_state.hang_monitor import collective_scope
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -72,13 +72,13 @@ class TorchCollectives:
     ) -> None:
         """Fill `out` with the tensors of all ranks, in rank order."""
         if self._goes_as_it_is(tensor):
-            with region("all_gather"):
+            with collective_scope("all_gather"):
                 self._all_gather(out.view(-1), tensor.view(-1), meanwhile)
             return
         if tensor.numel() == 0:
             _do(meanwhile)
             return
-        with region("all_gather"), self._carry(out) as target, self._carry(tensor) as source:
+        with collective_scope("all_gather"), self._carry(out) as target, self._carry(tensor) as source:
             resolved = source.resolve_conj() if source.is_complex() else source
             # Flat, since backends differ in which shapes of `out` they take.
             self._all_gather(_as_moved(target.view(-1)), _as_moved(resolved.view(-1)), meanwhile)
@@ -86,19 +86,19 @@ class TorchCollectives:
     def broadcast(self, tensor: Tensor, src: int) -> None:
         """Overwrite `tensor` with that of rank `src`."""
         if self._goes_as_it_is(tensor):
-            with region("broadcast"):
+            with collective_scope("broadcast"):
                 dist.broadcast(tensor, src=src, group=self._group)
             return
         if tensor.numel() == 0:
             return
-        with region("broadcast"), self._carry(tensor) as carried:
+        with collective_scope("broadcast"), self._carry(tensor) as carried:
             dist.broadcast(_as_moved(carried), src=src, group=self._group)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
         """Fill `out` with this rank's one of the tensors of rank `src`."""
         if out.numel() == 0:
             return
-        with region("scatter"), self._carry(out) as target:
+        with collective_scope("scatter"), self._carry(out) as target:
             dist.scatter(_as_moved(target), _sources(out, target, parts), src=src, group=self._group)
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
@@ -111,7 +111,7 @@ class TorchCollectives:
         )
 
         def finish() -> None:
-            with region("scatter"):
+            with collective_scope("scatter"):
                 work.wait()
 
         return finish
@@ -119,13 +119,13 @@ class TorchCollectives:
     def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
         """Overwrite `tensor` with the sum over all ranks."""
         if self._goes_as_it_is(tensor):
-            with region("all_reduce"):
+            with collective_scope("all_reduce"):
                 self._all_reduce(tensor, meanwhile)
             return
         if tensor.numel() == 0:
             _do(meanwhile)
             return
-        with region("all_reduce"), self._carry(tensor) as carried:
+        with collective_scope("all_reduce"), self._carry(tensor) as carried:
             wider = _WIDER.get(carried.dtype)
             total = _as_summed(carried) if wider is None else carried.to(wider)
             self._all_reduce(total, meanwhile)
@@ -135,19 +135,19 @@ class TorchCollectives:
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The picklable objects of all ranks, in rank order."""
         gathered: list[Any] = [None] * self.world_size
-        with region("all_gather_object"):
+        with collective_scope("all_gather_object"):
             dist.all_gather_object(gathered, obj, group=self._group)
         return gathered
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         """Replace the items of `objects` by those of rank `src`."""
-        with region("broadcast_object_list"):
+        with collective_scope("broadcast_object_list"):
             device = None if "cpu" in self._carried else self._device
             dist.broadcast_object_list(objects, src=src, group=self._group, device=device)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
-        with region("barrier"):
+        with collective_scope("barrier"):
             # Without the CPU's backend the barrier runs on the device, which is named lest one be guessed.
             indices = None if "cpu" in self._carried or self._device.index is None else [self._device.index]
             dist.barrier(group=self._group, device_ids=indices)

@@ -1,4 +1,4 @@
-"""Which device a process computes on."""
+"""Choose the device that a process computes on."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import torch
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind, available_kind, kind_of
 from accel_state.errors import SettingsError
 
-_UNNUMBERED = frozenset({"cpu", "mps", "xla"})
+SINGLE_DEVICE_TYPES = frozenset({"cpu", "mps", "xla"})
 
 
-def choose_device(name: str | None, *, cpu: bool, local_rank: int) -> tuple[DeviceKind, torch.device]:
+def choose_device(
+    name: str | None, *, cpu: bool, local_rank: int, local_world_size: int
+) -> tuple[DeviceKind, torch.device]:
     """Find the device of this process.
 
     Args:
         name: A device asked for by name, such as `"cuda:1"` or `"xpu"`; without an index the local rank
             gives it. `None` for the best that is there.
         cpu: Whether the CPU was asked for, whatever else is there.
-        local_rank: This process among those of its machine, from 0.
+        local_rank: Local rank of this process.
+        local_world_size: Number of processes on this node.
 
     Raises:
         SettingsError: The name is no device that torch knows, or there are fewer devices than processes.
@@ -30,7 +33,7 @@ def choose_device(name: str | None, *, cpu: bool, local_rank: int) -> tuple[Devi
         return CPU, torch.device("cpu")
     if name is None:
         kind = available_kind()
-        return kind, default_device(kind, local_rank)
+        return kind, default_device(kind, local_rank, local_world_size)
     for row in KINDS:
         if row.type == name.partition(":")[0]:
             row.probe()  # torch knows some types only once their plugin is there
@@ -39,30 +42,32 @@ def choose_device(name: str | None, *, cpu: bool, local_rank: int) -> tuple[Devi
         kind = kind_of(device)
     except (RuntimeError, ValueError) as error:
         raise SettingsError(f"ACCELERATE_TORCH_DEVICE={name!r} is not a device: {error}") from None
-    return kind, default_device(kind, local_rank) if device.index is None else device
+    if device.index is None:
+        device = default_device(kind, local_rank, local_world_size)
+    return kind, device
 
 
-def default_device(kind: DeviceKind, local_rank: int) -> torch.device:
+def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch.device:
     """The device of a family for one of the processes of a machine.
 
     Args:
         kind: The family.
-        local_rank: This process among those of its machine, from 0.
+        local_rank: Local rank of this process.
+        local_world_size: Number of processes on this node.
 
     Returns:
-        A device with an index, where the family numbers its devices; then the one that the caller has
-        made current already, if this process is the only one.
+        A device with an index, where the family numbers its devices: that of the local rank, or the one that
+        the caller has made current already if this process is the only one on its node.
 
     Raises:
         SettingsError: There are fewer devices than processes.
     """
     namespace = kind.module
-    if kind.type in _UNNUMBERED or namespace is None:
+    if kind.type in SINGLE_DEVICE_TYPES or namespace is None:
         return torch.device(kind.type)
     count = namespace.device_count()
-    if local_rank == 0:
-        initialised = getattr(namespace, "is_initialized", bool)()
-        return torch.device(kind.type, namespace.current_device() if initialised else 0)
+    if local_world_size == 1 and getattr(namespace, "is_initialized", bool)():
+        return torch.device(kind.type, namespace.current_device())
     if count <= 1:  # each process sees only its own, as under Slurm with one GPU per task
         return torch.device(kind.type, 0)
     if local_rank >= count:
@@ -74,12 +79,12 @@ def default_device(kind: DeviceKind, local_rank: int) -> torch.device:
     return torch.device(kind.type, local_rank)
 
 
-def make_current(device: torch.device) -> None:
-    """Make a device the current one of its family, so that kernels and collectives of this process use it.
+def set_current_device(device: torch.device) -> None:
+    """Make a device the current one of its family, so that its kernels and collectives use it.
 
     Args:
         device: Any device; one of a family without numbers is left alone.
     """
     set_device = getattr(kind_of(device).module, "set_device", None)
-    if device.index is not None and device.type not in _UNNUMBERED and set_device is not None:
+    if device.index is not None and device.type not in SINGLE_DEVICE_TYPES and set_device is not None:
         set_device(device)

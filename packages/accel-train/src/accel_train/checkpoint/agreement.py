@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.backends.torch_dist import default_store
 from accel_state.errors import DistributedOperationException
-from accel_state.whereabouts import explain
+from accel_state.rank_status import format_statuses
 
 if TYPE_CHECKING:
+    from accel_state.rank_status import RankStatus
     from accel_state.runtime import Runtime
-    from accel_state.whereabouts import Whereabouts
 
 logger = logging.getLogger(__name__)
 
@@ -145,7 +145,7 @@ class StoreAgreement:
     def _wait(self, what: str, keys: list[str], absent: list[int] | None = None) -> None:
         lookout = Lookout(what, judges_places=self._in_main_thread)
         pause = 0.001
-        with watch.region(what) if self._in_main_thread else nullcontext():
+        with hang_monitor.collective_scope(what) if self._in_main_thread else nullcontext():
             while not self._store.check(keys):
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_PAUSE)
@@ -184,30 +184,32 @@ class Lookout:
         if not self.is_due():
             return
         now = self._looked = time.monotonic()
-        survey = watch.survey()
-        if survey is None:
+        snapshot = hang_monitor.snapshot()
+        if snapshot is None:
             return
         for rank in missing:
-            note = survey.everyone[rank]
-            reason = None if note is None else self._judge(note, survey.collective, now)
+            note = snapshot.all_statuses[rank]
+            reason = None if note is None else self._judge(note, snapshot.collective, now)
             if reason is not None:
                 raise DistributedOperationException(
                     f"{self._what} must be called on every rank, but rank {rank} {reason}: "
-                    f"{explain(survey.everyone)}."
+                    f"{format_statuses(snapshot.all_statuses)}."
                 )
         if now - self._began >= _PATIENCE and not self._warned:
             self._warned = True
-            logger.warning("%s waits for %s: %s.", self._what, _ranks(missing), explain(survey.everyone))
+            logger.warning(
+                "%s waits for %s: %s.", self._what, _ranks(missing), format_statuses(snapshot.all_statuses)
+            )
 
-    def _judge(self, note: Whereabouts, collective: int, now: float) -> str | None:
+    def _judge(self, note: RankStatus, collective: int, now: float) -> str | None:
         """Why a rank will not come, if that is certain."""
         # In another collective, which needs this rank; for some time, since notes may be a second old.
-        place = (note.collective, note.where) if note.inside and note.collective >= collective else None
+        place = (note.collective, note.location) if note.inside and note.collective >= collective else None
         old_place, since, tick, heard = self._seen.get(note.rank, (None, now, -1, now))
         since = since if place is not None and place == old_place else now
-        heard = heard if note.tick == tick else now
-        self._seen[note.rank] = (place, since, note.tick, heard)
-        if self._judges_places and note.left:
+        heard = heard if note.heartbeat == tick else now
+        self._seen[note.rank] = (place, since, note.heartbeat, heard)
+        if self._judges_places and note.exited:
             return "has ended"
         if self._judges_places and now - since >= _STUCK:
             return "waits elsewhere"
@@ -226,7 +228,7 @@ def agreement_of(runtime: Runtime, channel: str, *, in_main_thread: bool) -> Agr
     if topology.world_size == 1:
         return Alone()
     return StoreAgreement(
-        watch.own_connection(default_store()),
+        hang_monitor.clone_store(default_store()),
         rank=topology.rank,
         world_size=topology.world_size,
         channel=channel,

@@ -20,7 +20,7 @@ from accel_cli.commands.check.record import Event, File
 from accel_cli.commands.check.values import MadeUpValues
 from accel_cli.commands.estimate.memory import Buckets
 from accel_cli.commands.estimate.trace import Ledger, storage_key
-from accel_state.whereabouts import call_site, place_of
+from accel_state.rank_status import call_site, source_location
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping, Sequence
@@ -207,7 +207,7 @@ class Observer:
 
 def here() -> str:
     """File and line of the script that is running."""
-    return place_of(call_site(sys._getframe(1)))[0]  # pyright: ignore[reportPrivateUsage] - public in all but name
+    return source_location(call_site(sys._getframe(1)))[0]  # pyright: ignore[reportPrivateUsage] - public in all but name
 
 
 def nbytes_of(data: Any) -> int:

@@ -1,4 +1,4 @@
-"""Where a process is in the user's program, and how to say where all of them are."""
+"""Describe what each rank is doing: its source line, its last collective, and whether it still answers."""
 
 from __future__ import annotations
 
@@ -24,33 +24,33 @@ _internal_files: dict[str, bool] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class RankStatus:
     """What one rank last said about itself.
 
     Args:
         rank: Index of the process.
-        tick: How often it has said something; it stands still when the process is gone.
-        where: File and line of the user's program, such as `train.py:88`.
+        heartbeat: How often it has said something; it stands still when the process is gone.
+        location: File and line of the user's program, such as `train.py:88`.
         source: The source line there, or what is done there.
         collective: How many collectives it has begun.
         inside: Whether it is inside the last of these.
-        left: Whether it has closed its process group or ended.
+        exited: Whether it has closed its process group or ended.
     """
 
     rank: int
-    tick: int = 0
-    where: str = ""
+    heartbeat: int = 0
+    location: str = ""
     source: str = ""
     collective: int = 0
     inside: bool = False
-    left: bool = False
+    exited: bool = False
 
     def to_text(self) -> str:
         """Write for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, data: bytes | str) -> Whereabouts:
+    def from_text(cls, data: bytes | str) -> RankStatus:
         """Read what `to_text` wrote."""
         return cls(**json.loads(data))
 
@@ -59,7 +59,7 @@ def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
     """The innermost point of the user's program among the callers of a frame.
 
     Frames of accel, torch and the standard library are passed over. Costs about a tenth of a microsecond
-    per frame; `place_of` turns the answer into text when it is needed.
+    per frame; `source_location` turns the answer into text when it is needed.
 
     Args:
         frame: Where to begin.
@@ -85,7 +85,7 @@ def main_thread_site() -> tuple[CodeType, int] | None:
     return call_site(sys._current_frames().get(threading.main_thread().ident or 0))  # pyright: ignore[reportPrivateUsage] - public in all but name
 
 
-def place_of(site: tuple[CodeType, int] | None) -> tuple[str, str]:
+def source_location(site: tuple[CodeType, int] | None) -> tuple[str, str]:
     """File with line, and the text of the line, of a `call_site`.
 
     Returns:
@@ -104,25 +104,25 @@ def place_of(site: tuple[CodeType, int] | None) -> tuple[str, str]:
     return f"{path}:{line}", source[:_SOURCE_WIDTH]
 
 
-def explain(everyone: Sequence[Whereabouts | None], *, silent: Iterable[int] = ()) -> str:
+def format_statuses(statuses: Sequence[RankStatus | None], *, silent: Iterable[int] = ()) -> str:
     """Say in one line where every rank is, those in the minority first.
 
     Args:
-        everyone: What each rank last said, in rank order; `None` for one that never said anything.
+        statuses: What each rank last said, in rank order; `None` for one that never said anything.
         silent: Ranks that have stopped answering.
 
     Example:
-        >>> places = [Whereabouts(rank=r, where="a.py:8", source="f()", inside=True, collective=4)
+        >>> statuses = [RankStatus(rank=r, location="a.py:8", source="f()", inside=True, collective=4)
         ...           for r in range(3)]
-        >>> explain([*places, Whereabouts(rank=3, where="b.py:4", source="g()", collective=3)])
+        >>> format_statuses([*statuses, RankStatus(rank=3, location="b.py:4", source="g()", collective=3)])
         'rank 3 is at b.py:4 `g()` (in no collective, after 3); ranks 0-2 are at a.py:8 `f()` (collective 4)'
     """
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     gone = frozenset(silent)
-    for rank, place in enumerate(everyone):
-        groups[_story(place, silent=rank in gone)].append(rank)
+    for rank, status in enumerate(statuses):
+        groups[_describe(status, silent=rank in gone)].append(rank)
     return "; ".join(
-        f"{name_ranks(ranks)} {_VERBS[verb][len(ranks) > 1]} {story}"
+        f"{format_ranks(ranks)} {_VERBS[verb][len(ranks) > 1]} {story}"
         for (verb, story), ranks in sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
     )
 
@@ -134,25 +134,27 @@ _VERBS = {
 }
 
 
-def _story(place: Whereabouts | None, *, silent: bool) -> tuple[str, str]:
+def _describe(status: RankStatus | None, *, silent: bool) -> tuple[str, str]:
     """A key of `_VERBS`, and what follows the verb."""
-    if place is None:
+    if status is None:
         return "be", "nowhere to be seen"
-    if place.left:
-        return "leave", f"after {place.collective} collectives"
-    done = f"collective {place.collective}" if place.inside else f"in no collective, after {place.collective}"
-    where = f"at {place.where} `{place.source}` ({done})"
-    return ("die", f"last seen {where}") if silent else ("be", where)
+    if status.exited:
+        return "leave", f"after {status.collective} collectives"
+    done = (
+        f"collective {status.collective}" if status.inside else f"in no collective, after {status.collective}"
+    )
+    location = f"at {status.location} `{status.source}` ({done})"
+    return ("die", f"last seen {location}") if silent else ("be", location)
 
 
-def name_ranks(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """Name ranks in ascending order.
 
     Args:
         ranks: One or more.
 
     Example:
-        >>> name_ranks([3]), name_ranks([0, 1, 2, 5])
+        >>> format_ranks([3]), format_ranks([0, 1, 2, 5])
         ('rank 3', 'ranks 0-2, 5')
     """
     spans: list[list[int]] = []

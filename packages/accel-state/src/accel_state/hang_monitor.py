@@ -1,8 +1,8 @@
-"""The hang explainer: when ranks wait for each other in vain, the error says where every one of them is.
+"""Hang diagnosis: a collective that times out reports the source line of every rank.
 
-Every collective runs inside a `region`, which notes the user's line in about a microsecond. A thread on the
-side posts that note, or where the main thread is otherwise, to the store of the process group about once a
-second. When the backend gives up on a collective, the notes of all ranks make the message.
+Every collective runs inside a `collective_scope`, which records the user's line in about a microsecond. A
+thread posts that line, or where the main thread is otherwise, to the store of the process group about once a
+second. When the backend gives up on a collective, the statuses of all ranks make the message.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
-from accel_state.whereabouts import Whereabouts, call_site, explain, main_thread_site, place_of
+from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 
 if TYPE_CHECKING:
     from types import CodeType, TracebackType
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
 
 _RING = 16  # collectives of this rank that are remembered
-_PATIENCE = 60.0  # seconds after which a wait is worth a warning
-_LEAST_PAUSE = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
-_LAST_WORDS = 5.0  # seconds that rank 0 waits for the others to hear why it ends
+WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
+MIN_POLL_S = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
+SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to hear why it ends
 _BACKEND_ERRORS = frozenset({"DistBackendError", "DistNetworkError"})
 _BACKEND_WORDS = re.compile(r"gloo[/:]|NCCL|XCCL|HCCL|ProcessGroup|Connection (closed|reset)|[Tt]imed out")
 _STALL_WORDS = re.compile(r"tim(ed|e) ?out|connection (closed|reset)|broken pipe|peer", re.IGNORECASE)
@@ -40,13 +40,13 @@ _STALL_WORDS = re.compile(r"tim(ed|e) ?out|connection (closed|reset)|broken pipe
 logger = logging.getLogger(__name__)
 
 _Slot = tuple[int, str, "tuple[CodeType, int] | None"]
-_active: Watch | None = None
+_active: HangMonitor | None = None
 
 
-class region:  # noqa: N801 - used like a function, in `with`
+class collective_scope:  # noqa: N801 - used like a function, in `with`
     """Mark what happens inside as one collective operation of this rank.
 
-    Costs nothing in a single process, and about a microsecond otherwise. Regions inside regions count as
+    Costs nothing in a single process, and about a microsecond otherwise. Scopes inside scopes count as
     part of the outermost.
 
     Args:
@@ -59,7 +59,7 @@ class region:  # noqa: N801 - used like a function, in `with`
             call different operations.
 
     Example:
-        >>> with region("all_reduce"):
+        >>> with collective_scope("all_reduce"):
         ...     pass
     """
 
@@ -67,51 +67,51 @@ class region:  # noqa: N801 - used like a function, in `with`
 
     def __init__(self, operation: str) -> None:
         self._operation = operation
-        self._mine: Watch | None = None
+        self._mine: HangMonitor | None = None
 
     def __enter__(self) -> None:
-        watch = _active
-        if watch is None or watch.slot is not None:
+        monitor = _active
+        if monitor is None or monitor.slot is not None:
             return
-        if watch.verdict is not None:
-            raise StalledCollectiveError(watch.verdict)
-        self._mine = watch
-        watch.count = number = watch.count + 1
-        watch.slot = slot = (number, self._operation, call_site(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - public in all but name
-        watch.ring.append(slot)
+        if monitor.diagnosis is not None:
+            raise StalledCollectiveError(monitor.diagnosis)
+        self._mine = monitor
+        monitor.count = number = monitor.count + 1
+        monitor.slot = slot = (number, self._operation, call_site(sys._getframe(1)))  # pyright: ignore[reportPrivateUsage] - public in all but name
+        monitor.ring.append(slot)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        watch = self._mine
-        if watch is None:
+        monitor = self._mine
+        if monitor is None:
             return
         if error is None:
-            watch.slot = None
+            monitor.slot = None
             return
         try:
             if isinstance(error, RuntimeError) and _is_of_backend(error):
                 stalled = _STALL_WORDS.search(str(error)) is not None
                 wrapped = StalledCollectiveError if stalled else DistributedOperationException
-                raise wrapped(watch.give_up(self._operation, error)) from error
+                raise wrapped(monitor.on_timeout(self._operation, error)) from error
         finally:
-            watch.slot = None
+            monitor.slot = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Survey:
+class Snapshot:
     """Where the ranks are.
 
     Args:
         collective: How many collectives this rank has begun.
-        everyone: What each rank last said, in rank order; `None` for one that never said anything.
+        all_statuses: What each rank last said, in rank order; `None` for one that never said anything.
     """
 
     collective: int
-    everyone: list[Whereabouts | None]
+    all_statuses: list[RankStatus | None]
 
 
-class Watch:
+class HangMonitor:
     """The notes of this rank, and the thread that posts them.
 
     Args:
@@ -128,25 +128,25 @@ class Watch:
     ) -> None:
         self.slot: _Slot | None = None
         self.count = 0
-        self.verdict: str | None = None
+        self.diagnosis: str | None = None
         self.ring: deque[_Slot] = deque(maxlen=_RING)
         # About once a second, less often where a thousand ranks share one store, more often for short limits.
         self.interval = min(max(1.0, world_size / 200), max(0.05, limit / 5))
-        self._store = PrefixStore("accel/watch", store)
+        self._store = PrefixStore("accel/hang_monitor", store)
         self._rank = rank
         self._world_size = world_size
         self._limit = limit
         self._asynchronous = asynchronous
-        self._tick = 0
+        self._heartbeat = 0
         self._stalled: tuple[Any, float] = (None, 0.0)
-        self._patience = self._first_patience = min(_PATIENCE, limit / 2)
+        self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
         self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
 
     def start(self) -> None:
         """Begin to post."""
         if self._rank == 0:
-            for key in ("verdict", "closing"):  # of an earlier watch on the same store
+            for key in ("diagnosis", "closing"):  # of an earlier monitor on the same store
                 self._store.delete_key(key)
         self._thread.start()
 
@@ -165,85 +165,85 @@ class Watch:
             except RuntimeError as error:
                 logger.debug("the store is gone already: %s", error)
 
-    def give_up(self, operation: str, error: RuntimeError) -> str:
+    def on_timeout(self, operation: str, error: RuntimeError) -> str:
         """Make the message for a collective that the backend has given up, and tell it to the other ranks."""
         reason = _first_sentence(str(error)) or type(error).__name__
-        self._patience = float("inf")
+        self._warn_after = float("inf")
         try:
-            self._listen()
-            verdict = self.verdict or f"`{operation}` did not complete: {self._explanation()}."
+            self._poll_diagnosis()
+            diagnosis = self.diagnosis or f"`{operation}` did not complete: {self._explanation()}."
             # The first rank to give up is quoted by all, so that all tell the same story.
-            agreed = self._store.compare_set("verdict", "", verdict).decode() or verdict
+            agreed = self._store.compare_set("diagnosis", "", diagnosis).decode() or diagnosis
         except RuntimeError:
-            where, source = place_of(self.slot[2] if self.slot else None)
-            agreed = self.verdict or (
+            location, source = source_location(self.slot[2] if self.slot else None)
+            agreed = self.diagnosis or (
                 f"`{operation}` did not complete, and the store that knows where the others are is gone, "
-                f"probably with rank 0; rank {self._rank} is at {where} `{source}`."
+                f"probably with rank 0; rank {self._rank} is at {location} `{source}`."
             )
-        self.verdict = agreed
+        self.diagnosis = agreed
         return f"{agreed} Rank {self._rank} heard from its backend: {reason}."
 
     def _explanation(self) -> str:
-        """Where everyone is; takes a few intervals, to find out who no longer answers."""
-        before = self.everyone()
-        time.sleep(max(2.5 * self.interval, _LEAST_PAUSE))
-        now = self.everyone()
+        """Where all ranks are; takes a few intervals, to find out who no longer answers."""
+        before = self.all_statuses()
+        time.sleep(max(2.5 * self.interval, MIN_POLL_S))
+        now = self.all_statuses()
         silent = [
             rank
             for rank, (old, new) in enumerate(zip(before, now, strict=True))
-            if new is not None and old is not None and new.tick == old.tick and not new.left
+            if new is not None and old is not None and new.heartbeat == old.heartbeat and not new.exited
         ]
-        return explain(now, silent=silent)
+        return format_statuses(now, silent=silent)
 
     def _run(self) -> None:
         try:
             self._post()
             while not self._closing.wait(self.interval):
                 closing = self._store.check(["closing"])
-                self._listen()  # also to the last that rank 0 says
+                self._poll_diagnosis()  # also to the last that rank 0 says
                 if closing:
                     break
                 self._post()
                 self._warn()
-            self._post(left=True)
+            self._post(exited=True)
         except RuntimeError as error:  # the store is gone, with the process that kept it
             logger.debug("the hang explainer stops: %s", error)
 
-    def _post(self, *, left: bool = False) -> None:
+    def _post(self, *, exited: bool = False) -> None:
         slot = self.slot
-        where, source = place_of(slot[2] if slot is not None else main_thread_site())
-        self._tick += 1
-        note = Whereabouts(
+        location, source = source_location(slot[2] if slot is not None else main_thread_site())
+        self._heartbeat += 1
+        note = RankStatus(
             rank=self._rank,
-            tick=self._tick,
-            where=where,
+            heartbeat=self._heartbeat,
+            location=location,
             source=source,
             collective=self.count,
             inside=slot is not None,
-            left=left,
+            exited=exited,
         )
         self._store.set(f"{self._rank}", note.to_text())
 
-    def _listen(self) -> None:
-        if self.verdict is None and self._store.check(["verdict"]):
-            self.verdict = self._store.get("verdict").decode()
-            logger.error("Another rank gave up waiting: %s", self.verdict)
+    def _poll_diagnosis(self) -> None:
+        if self.diagnosis is None and self._store.check(["diagnosis"]):
+            self.diagnosis = self._store.get("diagnosis").decode()
+            logger.error("Another rank gave up waiting: %s", self.diagnosis)
 
     def _warn(self) -> None:
-        """Log where everyone is if this rank has not moved for long, then after twice as long, and so on."""
+        """Log where all ranks are if this one has not moved for long, then after twice as long, and so on."""
         slot, now = self.slot, time.monotonic()
         here = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
         if here is None or here != self._stalled[0]:
             self._stalled = (here, now)
             # Outside of collectives a process may well compute for long; then only the limit is suspicious.
-            self._patience = self._first_patience if slot is not None else 0.9 * self._limit
+            self._warn_after = self._first_warning if slot is not None else 0.9 * self._limit
             return
         waited = now - self._stalled[1]
-        if waited < self._patience:
+        if waited < self._warn_after:
             return
-        self._patience = 2 * waited
-        everyone = self.everyone()
-        waiting = [place.rank for place in everyone if place is not None and place.inside]
+        self._warn_after = 2 * waited
+        all_statuses = self.all_statuses()
+        waiting = [status.rank for status in all_statuses if status is not None and status.inside]
         if slot is None or waiting[:1] == [self._rank]:
             operation = slot[1] if slot is not None else "the work of the device"
             logger.warning(
@@ -251,34 +251,36 @@ class Watch:
                 waited,
                 operation,
                 self._limit,
-                explain(everyone),
+                format_statuses(all_statuses),
             )
 
-    def everyone(self) -> list[Whereabouts | None]:
+    def all_statuses(self) -> list[RankStatus | None]:
         """What each rank last said, in rank order; `None` for one that never said anything."""
         keys = [f"{rank}" for rank in range(self._world_size)]
         return [
-            Whereabouts.from_text(self._store.get(key)) if self._store.check([key]) else None for key in keys
+            RankStatus.from_text(self._store.get(key)) if self._store.check([key]) else None for key in keys
         ]
 
     def _close_store(self) -> None:
         self._store.set("closing", "")
         # What the ranks were told about a stall must reach them on a busy machine too.
-        deadline = time.monotonic() + (1.5 * self.interval if self.verdict is None else _LAST_WORDS)
+        deadline = time.monotonic() + (1.5 * self.interval if self.diagnosis is None else SHUTDOWN_GRACE_S)
         while time.monotonic() < deadline:
-            if all(place is None or place.left for place in self.everyone()):
+            if all(status is None or status.exited for status in self.all_statuses()):
                 return
             time.sleep(0.02)
 
 
-def survey() -> Survey | None:
-    """Where all ranks are, as far as they have said; `None` where nothing is watched."""
-    watch = _active
-    return None if watch is None else Survey(collective=watch.count, everyone=watch.everyone())
+def snapshot() -> Snapshot | None:
+    """Where all ranks are, as far as they have said; `None` where nothing is monitored."""
+    monitor = _active
+    return (
+        None if monitor is None else Snapshot(collective=monitor.count, all_statuses=monitor.all_statuses())
+    )
 
 
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
-    """Start to watch this process, if it is one of several.
+    """Start to monitor this process, if it is one of several.
 
     Args:
         store: The default store of the process group; a connection of its own is made to it.
@@ -287,44 +289,44 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
         limit: After how long the backend gives up on a collective.
         asynchronous: Whether collectives return before they are done, as on GPUs.
     """
-    global _active  # noqa: PLW0603 - one process has one watch, and `region` must find it in no time
+    global _active  # noqa: PLW0603 - one process has one monitor, and `collective_scope` must find it in no time
     end()
     if world_size == 1:
         return
     try:
-        watch = Watch(
-            own_connection(store),
+        monitor = HangMonitor(
+            clone_store(store),
             rank=rank,
             world_size=world_size,
             limit=limit.total_seconds(),
             asynchronous=asynchronous,
         )
-        watch.start()
+        monitor.start()
     except RuntimeError as error:  # a store of a third party; the run does not depend on this help
         logger.warning("Hangs will not be explained: the store of the process group fails (%s).", error)
     else:
-        _active = watch
+        _active = monitor
 
 
 def end(*, closing: bool = False) -> None:
-    """Stop to watch; harmless when nothing is watched.
+    """Stop to monitor; harmless when nothing is monitored.
 
     Args:
         closing: Whether this process may take the store with it, as on leaving the process group.
     """
     global _active
-    watch, _active = _active, None
-    if watch is not None:
-        watch.stop(closing=closing)
+    monitor, _active = _active, None
+    if monitor is not None:
+        monitor.stop(closing=closing)
 
 
-def _forget() -> None:
+def _after_fork() -> None:
     """In a forked child there is no thread, and the notes are the parent's."""
     global _active  # noqa: PLW0603 - see `begin`
     _active = None
 
 
-def own_connection(store: Any) -> Any:
+def clone_store(store: Any) -> Any:
     """A second connection to a store, for another thread: the first is blocked while somebody waits on it.
 
     Args:
@@ -352,4 +354,4 @@ def _first_sentence(text: str) -> str:
 
 atexit.register(end, closing=True)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_after_fork)

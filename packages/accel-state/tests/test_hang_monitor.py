@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from accel_state import watch
+from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
-from accel_state.whereabouts import Whereabouts, call_site, explain, main_thread_site, place_of
+from accel_state.hang_monitor import collective_scope
+from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 
 TIMED_OUT = RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4ms. Or so")
 
@@ -24,8 +25,8 @@ def store():
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    watch.end()
-    assert not [thread for thread in threading.enumerate() if thread.name == "accel-watch"]
+    hang_monitor.end()
+    assert not [thread for thread in threading.enumerate() if thread.name == "accel-hang-monitor"]
 
 
 def until(condition):
@@ -33,31 +34,31 @@ def until(condition):
         time.sleep(0.01)
 
 
-def other_rank(store, **told) -> watch.Watch:
+def other_rank(store, **told) -> hang_monitor.HangMonitor:
     """Rank 1, which has said one thing."""
-    other = watch.Watch(store, rank=1, world_size=2, limit=0.5)
-    other._store.set("1", Whereabouts(rank=1, tick=1, **told).to_text())
+    other = hang_monitor.HangMonitor(store, rank=1, world_size=2, limit=0.5)
+    other._store.set("1", RankStatus(rank=1, heartbeat=1, **told).to_text())
     return other
 
 
 def begin(store, limit=0.5, **options):
-    watch.begin(store, rank=0, world_size=2, limit=timedelta(seconds=limit), **options)
-    active = watch._active
+    hang_monitor.begin(store, rank=0, world_size=2, limit=timedelta(seconds=limit), **options)
+    active = hang_monitor._active
     assert active is not None
     return active
 
 
 def test_a_process_alone_has_no_thread_and_no_notes(store):
-    watch.begin(store, rank=0, world_size=1, limit=timedelta(seconds=1))
-    assert watch._active is None
-    with watch.region("gather"):
+    hang_monitor.begin(store, rank=0, world_size=1, limit=timedelta(seconds=1))
+    assert hang_monitor._active is None
+    with collective_scope("gather"):
         pass
 
 
 def test_every_region_is_one_collective_and_regions_inside_belong_to_it(store):
     active = begin(store)
     for _ in range(2):
-        with watch.region("gather"), watch.region("all_gather"):
+        with collective_scope("gather"), collective_scope("all_gather"):
             assert active.slot is not None
             assert active.slot[1] == "gather"
     assert active.slot is None
@@ -68,24 +69,24 @@ def test_every_region_is_one_collective_and_regions_inside_belong_to_it(store):
 def test_the_ring_keeps_the_last_few(store):
     active = begin(store)
     for _ in range(40):
-        with watch.region("gather"):
+        with collective_scope("gather"):
             pass
     assert [slot[0] for slot in active.ring] == list(range(25, 41))
 
 
 def test_the_noted_place_is_the_line_of_the_caller(store):
     active = begin(store)
-    with watch.region("gather"):  # this line
+    with collective_scope("gather"):  # this line
         assert active.slot is not None
-        where, source = place_of(active.slot[2])
-    assert where.rpartition(":")[0].endswith("test_watch.py")
-    assert source == 'with watch.region("gather"):  # this line'
+        location, source = source_location(active.slot[2])
+    assert location.rpartition(":")[0].endswith("test_hang_monitor.py")
+    assert source == 'with collective_scope("gather"):  # this line'
 
 
 def test_an_error_of_the_backend_says_where_everyone_is(store):
-    other_rank(store, where="eval.py:41", source="gather(preds)", collective=7)
+    other_rank(store, location="eval.py:41", source="gather(preds)", collective=7)
     begin(store)
-    with pytest.raises(StalledCollectiveError) as raised, watch.region("all_reduce"):
+    with pytest.raises(StalledCollectiveError) as raised, collective_scope("all_reduce"):
         raise TIMED_OUT
     message = str(raised.value)
     assert message.startswith("`all_reduce` did not complete: ")
@@ -101,7 +102,7 @@ def test_an_error_of_the_backend_says_where_everyone_is(store):
 
 def test_a_disagreement_is_an_error_of_its_own(store):
     begin(store)
-    with pytest.raises(DistributedOperationException) as raised, watch.region("all_reduce"):
+    with pytest.raises(DistributedOperationException) as raised, collective_scope("all_reduce"):
         raise RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:446] op.preamble.length <= op.nbytes")
     assert not isinstance(raised.value, StalledCollectiveError)
 
@@ -109,47 +110,55 @@ def test_a_disagreement_is_an_error_of_its_own(store):
 @pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo/"), KeyError("x")])
 def test_errors_of_the_program_pass_unchanged(store, error):
     begin(store)
-    with pytest.raises(type(error)) as raised, watch.region("backward"):
+    with pytest.raises(type(error)) as raised, collective_scope("backward"):
         raise error
     assert raised.value is error
-    with watch.region("backward"):
+    with collective_scope("backward"):
         pass
 
 
 def test_once_a_rank_has_given_up_the_others_fail_at_their_next_collective(store, caplog):
     mine = begin(store)
     other = other_rank(store)
-    verdict = other._store.compare_set("verdict", "", "`gather` did not complete: rank 0 is elsewhere.")
-    until(lambda: mine.verdict is not None)
-    with pytest.raises(StalledCollectiveError, match="rank 0 is elsewhere"), watch.region("all_reduce"):
+    diagnosis = other._store.compare_set("diagnosis", "", "`gather` did not complete: rank 0 is elsewhere.")
+    until(lambda: mine.diagnosis is not None)
+    with (
+        pytest.raises(StalledCollectiveError, match="rank 0 is elsewhere"),
+        collective_scope("all_reduce"),
+    ):
         pytest.fail("the region was entered")
-    assert verdict.decode() in caplog.text
+    assert diagnosis.decode() in caplog.text
 
 
 def test_all_ranks_that_give_up_tell_the_story_of_the_first(store):
     other = other_rank(store)
     begin(store)
-    other._store.set("verdict", "`gather` did not complete: first story.")
-    with pytest.raises(StalledCollectiveError, match="first story"), watch.region("all_reduce"):
+    other._store.set("diagnosis", "`gather` did not complete: first story.")
+    with (
+        pytest.raises(StalledCollectiveError, match="first story"),
+        collective_scope("all_reduce"),
+    ):
         raise TIMED_OUT
 
 
 def test_a_long_wait_is_warned_about_once_and_then_less_and_less_often(store, caplog):
-    other_rank(store, where="eval.py:41", source="gather(preds)")
+    other_rank(store, location="eval.py:41", source="gather(preds)")
     begin(store)
-    with watch.region("all_reduce"):
+    with collective_scope("all_reduce"):
         until(lambda: "Waiting for" in caplog.text)
     assert "in `all_reduce` (limit 0 s): " in caplog.text
     assert "eval.py:41" in caplog.text
 
 
 def test_the_lowest_of_the_waiting_ranks_warns_for_all(store, caplog):
-    watch.begin(store, rank=1, world_size=2, limit=timedelta(seconds=0.5))
-    active = watch._active
+    hang_monitor.begin(store, rank=1, world_size=2, limit=timedelta(seconds=0.5))
+    active = hang_monitor._active
     assert active is not None
-    active._store.set("0", Whereabouts(rank=0, tick=1, where="a.py:1", source="x", inside=True).to_text())
-    with watch.region("all_reduce"):
-        until(lambda: active._patience > 1)  # it would have warned by now
+    active._store.set(
+        "0", RankStatus(rank=0, heartbeat=1, location="a.py:1", source="x", inside=True).to_text()
+    )
+    with collective_scope("all_reduce"):
+        until(lambda: active._warn_after > 1)  # it would have warned by now
     assert "Waiting" not in caplog.text
 
 
@@ -162,26 +171,26 @@ def test_work_of_the_device_that_nobody_waits_for_in_a_region_is_warned_about_ne
 def test_a_rank_that_ends_says_good_bye(store):
     other = other_rank(store)
     begin(store)
-    watch.end()
-    place = other.everyone()[0]
+    hang_monitor.end()
+    place = other.all_statuses()[0]
     assert place is not None
-    assert place.left
+    assert place.exited
 
 
 def test_rank_0_waits_a_moment_for_the_others_before_it_takes_the_store_away(store):
     begin(store)
     other = other_rank(store)
-    thread = threading.Thread(target=lambda: watch.end(closing=True))
+    thread = threading.Thread(target=lambda: hang_monitor.end(closing=True))
     thread.start()
     until(lambda: other._store.check(["closing"]))
-    other._store.set("1", Whereabouts(rank=1, left=True).to_text())
+    other._store.set("1", RankStatus(rank=1, exited=True).to_text())
     thread.join()
 
 
 def test_the_verdict_of_an_earlier_watch_is_forgotten(store):
-    other_rank(store)._store.set("verdict", "old")
+    other_rank(store)._store.set("diagnosis", "old")
     active = begin(store)
-    assert not active._store.check(["verdict"])
+    assert not active._store.check(["diagnosis"])
 
 
 def test_a_store_that_is_gone_is_said_and_ends_the_thread(store, monkeypatch):
@@ -191,9 +200,12 @@ def test_a_store_that_is_gone_is_said_and_ends_the_thread(store, monkeypatch):
         raise RuntimeError("Broken pipe")
 
     monkeypatch.setattr(active, "_post", gone)
-    monkeypatch.setattr(active, "everyone", gone)
+    monkeypatch.setattr(active, "all_statuses", gone)
     until(lambda: not active._thread.is_alive())
-    with pytest.raises(StalledCollectiveError, match=r"store that knows .* is gone"), watch.region("gather"):
+    with (
+        pytest.raises(StalledCollectiveError, match=r"store that knows .* is gone"),
+        collective_scope("gather"),
+    ):
         raise TIMED_OUT
 
 
@@ -202,16 +214,16 @@ def test_a_store_that_cannot_do_its_part_does_not_stop_the_run(caplog):
         def clone(self):
             raise NotImplementedError("no clone")
 
-    watch.begin(Poor(), rank=0, world_size=2, limit=timedelta(seconds=1))
-    assert watch._active is None
+    hang_monitor.begin(Poor(), rank=0, world_size=2, limit=timedelta(seconds=1))
+    assert hang_monitor._active is None
     assert "no clone" in caplog.text
-    with watch.region("gather"):
+    with collective_scope("gather"):
         pass
 
 
 def test_where_the_main_thread_is_can_be_told_from_another_thread():
     here = "thread.join()  # the main thread is here"
-    thread = threading.Thread(target=lambda: until(lambda: place_of(main_thread_site())[1] == here))
+    thread = threading.Thread(target=lambda: until(lambda: source_location(main_thread_site())[1] == here))
     thread.start()
     thread.join()  # the main thread is here
 
@@ -219,12 +231,12 @@ def test_where_the_main_thread_is_can_be_told_from_another_thread():
 def test_a_place_without_source_is_named_by_its_function():
     scope = {"call_site": call_site, "sys": __import__("sys")}
     exec(compile("def lost():\n    return call_site(sys._getframe())", "<typed>", "exec"), scope)
-    assert place_of(scope["lost"]()) == ("<typed>:2", "lost()")
+    assert source_location(scope["lost"]()) == ("<typed>:2", "lost()")
 
 
 def test_no_frame_is_no_place():
     assert call_site(None) is None
-    assert place_of(None) == ("", "")
+    assert source_location(None) == ("", "")
 
 
 @given(
@@ -232,13 +244,13 @@ def test_no_frame_is_no_place():
         st.one_of(
             st.none(),
             st.builds(
-                Whereabouts,
+                RankStatus,
                 rank=st.just(0),
-                where=st.sampled_from(["a.py:1", "b.py:2"]),
+                location=st.sampled_from(["a.py:1", "b.py:2"]),
                 source=st.just("f({x})"),
                 collective=st.integers(0, 2),
                 inside=st.booleans(),
-                left=st.booleans(),
+                exited=st.booleans(),
             ),
         ),
         min_size=1,
@@ -247,7 +259,7 @@ def test_no_frame_is_no_place():
 )
 def test_every_rank_is_in_the_explanation_exactly_once(places):
     named: list[int] = []
-    for part in explain(places).split("; "):
+    for part in format_statuses(places).split("; "):
         words = part.split(" ")
         assert words[0] in {"rank", "ranks"}
         for word in words[1:]:
@@ -260,6 +272,6 @@ def test_every_rank_is_in_the_explanation_exactly_once(places):
     assert sorted(named) == list(range(len(places)))
 
 
-def test_whereabouts_survive_the_store():
-    place = Whereabouts(rank=3, tick=2, where="ü.py:1", source='print("{")', collective=4, inside=True)
-    assert Whereabouts.from_text(place.to_text().encode()) == place
+def test_a_status_survives_the_store():
+    place = RankStatus(rank=3, heartbeat=2, location="ü.py:1", source='print("{")', collective=4, inside=True)
+    assert RankStatus.from_text(place.to_text().encode()) == place
