@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.bundle import Bundle
@@ -203,3 +204,132 @@ def test_a_model_in_mixed_precision_compiles_into_one_graph():
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     assert torch.equal(compiled(torch.ones(1, 2)), expected)
     assert compiled(torch.ones(1, 2)).dtype is torch.float32
+
+
+class HostWaits(TorchDispatchMode):
+    """Counts how often the host reads a number from a tensor, for which it waits on a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("make", "waits"),
+    [(lambda p: torch.optim.AdamW(p, fused=True), 0), (lambda p: torch.optim.SGD(p, lr=0.1), 1)],
+    ids=["fused", "not fused"],
+)
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_step_waits_for_the_device_no_oftener_than_torchs_own(make, waits, shared):
+    policy = build_precision("fp16", CPU, None, GradScalerKwargs(init_scale=8.0), shared=shared)
+    model, plain = nn.Linear(3, 1), nn.Linear(3, 1)
+    plain.load_state_dict(model.state_dict())
+    optimizer, scaler, right = make(model.parameters()), torch.amp.GradScaler("cpu", init_scale=8.0), None
+    right = make(plain.parameters())
+    policy.convert(Bundle(models=[model], optimizers=[optimizer]))
+    policy.scale(model(torch.ones(1, 3)).sum()).backward()
+    scaler.scale(plain(torch.ones(1, 3)).sum()).backward()
+    with HostWaits() as theirs:
+        scaler.step(right)
+        scaler.update()
+    with HostWaits() as ours:
+        stepped = policy.step(optimizer)
+    assert (ours.number, theirs.number) == (waits, waits)
+    assert stepped
+    assert torch.equal(model.weight, plain.weight)
+    assert policy.scaler.state_dict() == scaler.state_dict()
+
+
+def test_a_fused_optimizer_tells_of_a_skipped_step_when_it_is_asked():
+    policy = build_precision("fp16", CPU, None, GradScalerKwargs(init_scale=8.0))
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    before = model.weight.detach().clone()
+    policy.scale(model(torch.ones(1, 3)).sum() * float("inf")).backward()
+    with HostWaits() as waits:
+        stepped = policy.step(optimizer)
+        assert waits.number == 0
+        assert not stepped
+        assert waits.number == 1
+    assert torch.equal(model.weight, before)
+    assert policy.scaler.get_scale() == 4.0
+
+
+@pytest.mark.parametrize("end", ["clip", "unscale"])
+def test_a_step_that_is_left_out_after_its_gradients_were_unscaled_leaves_the_next_one_right(end):
+    policy = build_precision("fp16", CPU, None, GradScalerKwargs(init_scale=1024.0))
+    stepper, model = TorchStepper(precision=policy), nn.Linear(3, 1, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    policy.convert(Bundle(models=[model], optimizers=[optimizer]))
+    stepper.backward(model(torch.ones(1, 3)).sum(), accumulation=1, sync=True)
+    if end == "clip":
+        stepper.clip_grad_norm(model.parameters(), 1e9, optimizers=[optimizer])
+    else:
+        policy.unscale([optimizer])
+    optimizer.zero_grad()
+    stepper.backward(model(torch.ones(1, 3)).sum(), accumulation=1, sync=True)
+    norm = stepper.clip_grad_norm(model.parameters(), 1e9, optimizers=[optimizer])
+    torch.testing.assert_close(norm, torch.tensor(3.0).sqrt())
+    assert stepper.step(optimizer)
+    assert torch.equal(model.weight, torch.zeros(1, 3))
+
+
+def test_a_window_that_is_left_out_because_of_infinite_gradients_lowers_the_scale():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum() * float("inf")).backward()
+    policy.unscale(optimizers)
+    optimizers[0].zero_grad()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    assert policy.scaler.get_scale() == 512.0
+
+
+def test_gradients_may_be_clipped_before_the_loss_of_another_optimizer_is_scaled():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    policy.unscale(optimizers[:1])
+    policy.scale(models[1](torch.ones(1, 3)).sum()).backward()
+    for optimizer in optimizers:
+        assert policy.step(optimizer)
+    for model in models:
+        assert torch.equal(model.weight, torch.zeros(1, 3))
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_scaled_gradients_are_not_added_to_unscaled_ones(zeroed):
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    policy.unscale(optimizers[:1])
+    if zeroed:
+        optimizers[0].zero_grad(set_to_none=False)
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"Counting were unscaled.*zero_grad\(set_to_none=True\)"):
+        policy.step(optimizers[0])
+
+
+def test_a_second_step_for_one_loss_is_refused_while_others_are_awaited():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    assert policy.step(optimizers[0])
+    with pytest.raises(RuntimeError, match=r"Counting.step\(\) was called twice for one loss"):
+        policy.step(optimizers[0])
+
+
+def test_the_dtypes_of_parameters_are_checked_once():
+    policy, models, optimizers = make_pair()
+    policy.scale(models[0](torch.ones(1, 3)).sum()).backward()
+    asked: list[str] = []
+
+    class Watched(torch.Tensor):
+        @property
+        def dtype(self) -> torch.dtype:
+            asked.append("dtype")
+            return torch.float32
+
+    optimizers[0].param_groups[0]["params"].append(torch.ones(1).as_subclass(Watched))
+    policy.step(optimizers[0])
+    assert not asked

@@ -116,8 +116,11 @@ class Stepper(Protocol):
         """Clamp every gradient to `[-clip_value, clip_value]`; `optimizers` as in `clip_grad_norm`."""
         ...
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Step the optimizer; return False if the step was skipped because gradients were not finite."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        """Step the optimizer; return False if the step was skipped because gradients were not finite.
+
+        Where the device decides, as for fused optimizers, a 0-d tensor on it says whether it stepped.
+        """
         ...
 
 
@@ -224,8 +227,11 @@ class PrecisionPolicy(Protocol):
         """Divide the gradients of these optimizers by the scale, once per step however often it is called."""
         ...
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Unscale if need be and step; return False if gradients were not finite and nothing was done."""
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+        """Unscale if need be and step; return False if gradients were not finite and nothing was done.
+
+        Where the device decides, as for fused optimizers, a 0-d tensor on it says whether it stepped.
+        """
         ...
 
     def state_dict(self) -> StateDict:

@@ -85,7 +85,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: GradScaler | None = None,
         *,
-        step: Callable[..., bool] | None = None,
+        step: Callable[..., bool | torch.Tensor] | None = None,
         window: ItemWindow | None = None,
     ) -> None:
         # Optimizer.__init__ would make a second set of groups and state: all of that is the wrapped one's.
@@ -95,7 +95,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradient_state = GradientState()
         self._step = step or stepping_with(scaler)
         self._window = window
-        self._skipped = False
+        self._stepped: bool | torch.Tensor = True
         if device_placement and _state_lags_behind(optimizer):
             # Loading its own state is how an optimizer moves it to its parameters.
             optimizer.load_state_dict(optimizer.state_dict())
@@ -116,7 +116,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             window.settle()
             window.close()
         if closure is None:
-            self._skipped = not self._step(self.optimizer, None)
+            self._stepped = self._step(self.optimizer, None)
             return None
         losses: list[float] = []
 
@@ -124,7 +124,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             losses.append(closure())
             return losses[-1]
 
-        self._skipped = not self._step(self.optimizer, recorded)
+        self._stepped = self._step(self.optimizer, recorded)
         return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -145,7 +145,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     @property
     def step_was_skipped(self) -> bool:
         """Whether the last step was skipped because gradients were not finite."""
-        return self._skipped
+        self._stepped = bool(self._stepped)  # only now does the host wait, where the device decides
+        return not self._stepped
 
     @property
     def state(self) -> Any:

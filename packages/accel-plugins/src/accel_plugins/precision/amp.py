@@ -10,7 +10,7 @@ import torch
 
 from accel_ops.modules import wrap_forward
 from accel_ops.precision import convert_to_fp32
-from accel_plugins.precision.scaling import LossScaling, refuse_state, step_plainly
+from accel_plugins.precision.scaling import LossScaling, step_unscaled, warn_unused_scaler_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -57,7 +57,7 @@ class MixedPrecision:
         for model in bundle.models:
             wrap_forward(model, self._around)
         if self.scaling is not None:
-            self.scaling.expect(bundle.optimizers)
+            self.scaling.add(bundle.optimizers)
         return bundle
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -69,10 +69,10 @@ class MixedPrecision:
         if self.scaling is not None:
             self.scaling.unscale(optimizers)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step; return False if gradients were not finite and nothing was done."""
         if self.scaling is None:
-            return step_plainly(optimizer, closure)
+            return step_unscaled(optimizer, closure)
         return self.scaling.step(optimizer, closure)
 
     def state_dict(self) -> StateDict:
@@ -82,7 +82,7 @@ class MixedPrecision:
     def load_state_dict(self, state: StateDict) -> None:
         """Resume from a state."""
         if self.scaling is None:
-            refuse_state(state, self.name)
+            warn_unused_scaler_state(state, self.name)
         else:
             self.scaling.load_state_dict(state)
 

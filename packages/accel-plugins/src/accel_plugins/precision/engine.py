@@ -12,7 +12,7 @@ from accel_ops.modules import wrap_forward
 from accel_ops.precision import convert_to_fp32
 from accel_ops.tree import recursively_apply
 from accel_plugins.precision.none import FullPrecision
-from accel_plugins.precision.scaling import step_plainly
+from accel_plugins.precision.scaling import step_unscaled
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -64,7 +64,7 @@ class EnginePrecision:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         """Step."""
-        return step_plainly(optimizer, closure)
+        return step_unscaled(optimizer, closure)
 
     def state_dict(self) -> StateDict:
         """Nothing; the engine's checkpoint has its loss scale."""

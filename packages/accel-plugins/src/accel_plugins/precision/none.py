@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_plugins.precision.scaling import refuse_state, step_plainly
+from accel_plugins.precision.scaling import step_unscaled, warn_unused_scaler_state
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -53,7 +53,7 @@ class FullPrecision:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
         """Step."""
-        return step_plainly(optimizer, closure)
+        return step_unscaled(optimizer, closure)
 
     def state_dict(self) -> StateDict:
         """Nothing."""
@@ -61,4 +61,4 @@ class FullPrecision:
 
     def load_state_dict(self, state: StateDict) -> None:
         """Do nothing, and say so if there is a state."""
-        refuse_state(state, self.name)
+        warn_unused_scaler_state(state, self.name)

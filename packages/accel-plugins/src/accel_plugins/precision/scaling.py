@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, final
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 
@@ -35,12 +35,14 @@ class LossScaling:
 
     def __init__(self, scaler: GradScaler) -> None:
         self.scaler = scaler
-        self._known: WeakSet[Optimizer] = WeakSet()
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
+        # What the gradients of unscaled optimizers were when a later loss was scaled.
+        self._versions: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
 
-    def expect(self, optimizers: Iterable[Optimizer]) -> None:
-        """Make optimizers known, whose steps an update waits for.
+    def add(self, optimizers: Iterable[Optimizer]) -> None:
+        """Add optimizers, whose steps an update waits for; the dtypes of their parameters are checked now.
 
         Raises:
             SettingsError: One has parameters in float16, in which scaled gradients would lose what scaling is
@@ -53,51 +55,66 @@ class LossScaling:
                     "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
                     "float32; or keep it, in bfloat16 rather than float16, and use mixed_precision='no'."
                 )
-            self._known.add(optimizer)
+            self._optimizers.add(optimizer)
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss times the scale."""
+        """Multiply the loss by the scale."""
         if self._stepped:
             self._update()
+        elif self._unscaled:
+            self._start_window_without_step()
         return self.scaler.scale(loss)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of optimizers by the scale, unless that was done since the last update."""
+        """Divide the gradients of optimizers by the scale, unless that was done since the last update.
+
+        Raises:
+            RuntimeError: A backward pass has added scaled gradients to unscaled ones.
+        """
         if not self.scaler.is_enabled():
             return
         for optimizer in optimizers:
-            if optimizer not in self._unscaled and _has_gradients(optimizer):
+            if optimizer in self._unscaled:
+                self._check_unmixed(optimizer)
+            elif _has_gradients(optimizer):
                 self.scaler.unscale_(optimizer)
                 self._unscaled.add(optimizer)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step unless a gradient is not finite.
 
         Returns:
-            Whether it stepped.
+            Whether it stepped. Fused optimizers decide that in their kernel: for them it is a 0-d tensor on
+            the device, so that only those who ask for its value wait.
 
         Raises:
             UnsupportedError: A closure was given; it would have to scale and unscale by itself.
+            RuntimeError: The optimizer has stepped since the last loss, or a backward pass has added scaled
+                gradients to unscaled ones.
         """
         if not self.scaler.is_enabled() or not _has_gradients(optimizer):
-            return step_plainly(optimizer, closure)
+            return step_unscaled(optimizer, closure)
         if closure is not None:
             raise UnsupportedError(
                 f"{type(optimizer).__name__}.step(closure) cannot be combined with the loss scaling of "
                 "mixed_precision='fp16'; use 'bf16' or 'no'."
             )
-        self.scaler.step(optimizer)
-        # Fused optimizers skip inside their kernel, so this is the only place that always knows.
-        found = self.scaler._found_inf_per_device(optimizer).values()  # pyright: ignore[reportPrivateUsage]
-        skipped = any(inf.item() for inf in found)
-        self.expect([optimizer])
+        if optimizer in self._stepped:
+            raise RuntimeError(
+                f"{type(optimizer).__name__}.step() was called twice for one loss; "
+                "call accelerator.backward() in between."
+            )
+        if optimizer not in self._optimizers:
+            self.add([optimizer])
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)  # as GradScaler itself asks
+        stepped = self._step_fused(optimizer) if is_fused else self._step_unless_infinite(optimizer)
         self._stepped.add(optimizer)
-        if len(self._stepped) == len(self._known):
+        if len(self._stepped) == len(self._optimizers):
             self._update()
-        return not skipped
+        return stepped
 
     def state_dict(self) -> StateDict:
-        """The state of the scaler between two iterations."""
+        """Return the state of the scaler between two iterations."""
         if self._stepped:
             self._update()
         return self.scaler.state_dict()
@@ -112,13 +129,55 @@ class LossScaling:
                 self.scaler.get_scale(),
             )
 
+    def _step_fused(self, optimizer: Optimizer) -> Tensor:
+        if optimizer in self._unscaled:
+            self._check_unmixed(optimizer)
+        self.scaler.step(optimizer)
+        flags = self._infinite(optimizer)
+        found = flags[0]
+        for flag in flags[1:]:
+            found = torch.maximum(found, flag.to(found.device, non_blocking=True))
+        return found == 0
+
+    def _step_unless_infinite(self, optimizer: Optimizer) -> bool:
+        # As GradScaler.step, which keeps to itself whether it stepped: to ask the device a second time would
+        # wait for the kernels of the step.
+        self.unscale([optimizer])
+        if any(flag.item() for flag in self._infinite(optimizer)):
+            return False
+        return step_unscaled(optimizer)
+
+    def _infinite(self, optimizer: Optimizer) -> list[Tensor]:
+        return [*self.scaler._found_inf_per_device(optimizer).values()]  # pyright: ignore[reportPrivateUsage]
+
+    def _start_window_without_step(self) -> None:
+        """A loss follows gradients that were unscaled, as for clipping, and have made no step.
+
+        If they are gone, the step was left out. If not, they may still make it, as those of one optimizer of
+        several with a loss each do; unless the loss's own gradients are added to them.
+        """
+        if not any(_has_gradients(optimizer) for optimizer in self._unscaled):
+            self._update()
+            return
+        for optimizer in self._unscaled:
+            self._versions.setdefault(optimizer, _versions(optimizer))
+
+    def _check_unmixed(self, optimizer: Optimizer) -> None:
+        if self._versions.pop(optimizer, None) not in {None, _versions(optimizer)}:
+            raise RuntimeError(
+                f"The gradients of {type(optimizer).__name__} were unscaled, as for clipping, and a "
+                "later backward pass has added scaled ones. Call optimizer.step(), or leave it out and "
+                "call optimizer.zero_grad(set_to_none=True), before the next accelerator.backward()."
+            )
+
     def _update(self) -> None:
         self.scaler.update()
         self._stepped.clear()
         self._unscaled.clear()
+        self._versions.clear()
 
 
-def stepping_with(scaler: GradScaler | None) -> Callable[..., bool]:
+def stepping_with(scaler: GradScaler | None) -> Callable[..., bool | Tensor]:
     """Make a function that steps an optimizer through a scaler.
 
     Args:
@@ -127,10 +186,10 @@ def stepping_with(scaler: GradScaler | None) -> Callable[..., bool]:
     Returns:
         `step(optimizer, closure=None)`, which returns whether the optimizer stepped.
     """
-    return step_plainly if scaler is None else LossScaling(scaler).step
+    return step_unscaled if scaler is None else LossScaling(scaler).step
 
 
-def step_plainly(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
     """Step an optimizer; return True."""
     if closure is None:  # some optimizers take no closure at all
         optimizer.step()
@@ -139,7 +198,7 @@ def step_plainly(optimizer: Optimizer, closure: Callable[[], float] | None = Non
     return True
 
 
-def refuse_state(state: StateDict, name: str) -> None:
+def warn_unused_scaler_state(state: StateDict, name: str) -> None:
     """Warn that a loss scaler's state cannot be used by a policy without one."""
     if state:
         logger.warning(
@@ -155,3 +214,8 @@ def _has_half_parameters(optimizer: Optimizer) -> bool:
 
 def _has_gradients(optimizer: Optimizer) -> bool:
     return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+
+
+def _versions(optimizer: Optimizer) -> tuple[tuple[int, int], ...]:
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return tuple((id(one), one._version) for one in gradients if one is not None)

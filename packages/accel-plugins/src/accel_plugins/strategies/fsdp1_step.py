@@ -88,6 +88,6 @@ class Fsdp1Stepper:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
         self.inner.clip_grad_value(parameters, clip_value, optimizers=optimizers)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step the optimizer; return False if gradients were not finite and nothing was done."""
         return self.inner.step(optimizer, closure)

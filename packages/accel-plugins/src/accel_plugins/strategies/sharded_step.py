@@ -93,7 +93,7 @@ class ShardedStepper:
             torch._foreach_clamp_min_(parts, -clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
             torch._foreach_clamp_max_(parts, clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step the optimizer; return False if gradients were not finite on some rank and nothing was done."""
         return self._inner.step(optimizer, closure)
 

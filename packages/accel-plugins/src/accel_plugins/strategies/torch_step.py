@@ -82,7 +82,7 @@ class TorchStepper:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
         torch.nn.utils.clip_grad_value_(unscaled(self.precision, parameters, optimizers), clip_value)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step the optimizer; return False if gradients were not finite and nothing was done."""
         return self.precision.step(optimizer, closure)
 
