@@ -5,7 +5,8 @@
 
 A documented name (tools/surface.json) is exported as soon as a public module of a package defines it with the
 documented parameters. Entries of api.toml are kept as they are: where two modules define a name, or where a
-name is ours alone, write the entry by hand.
+name is ours alone, write the entry by hand. `aliases.toml` beside it lists further modules that export names
+of api.toml under the paths that users of Accelerate know.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
 SUITE = PACKAGES / "accel-suite"
 API = SUITE / "api.toml"
+ALIASES = SUITE / "aliases.toml"
 SURFACE = ROOT / "tools" / "surface.json"
 WIDTH = 108
 
@@ -56,6 +58,16 @@ ABOUT = {
     "accel.utils.fsdp_utils": "Sharded models and their checkpoints.",
 }
 
+CALLABLE_MODULE = """
+class _CallableModule(ModuleType):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self.{name}(*arguments, **options)
+
+
+# Importing this module binds it in its package, where the name is that of a function.
+sys.modules[__name__].__class__ = _CallableModule
+"""
+
 Api = dict[str, dict[str, str]]
 Parameters = tuple[str, ...]
 
@@ -68,7 +80,11 @@ def main(argv: list[str] | None = None) -> int:
     api, doubtful = completed(tomllib.loads(API.read_text()) if API.exists() else {})
     for line in doubtful:
         print(line)
-    wanted = {API: api_text(api), **{table_path(module, api): table_text(module, api) for module in api}}
+    tables = with_aliases(api, tomllib.loads(ALIASES.read_text()))
+    wanted = {
+        API: api_text(api),
+        **{table_path(module, tables): table_text(module, tables) for module in tables},
+    }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in stale:
@@ -97,6 +113,20 @@ def completed(api: Api) -> tuple[Api, list[str]]:
             elif places:
                 doubtful.append(f"{module}.{name} is defined by {', '.join(places)}: choose in api.toml")
     return {module: dict(sorted(result[module].items())) for module in sorted(result)}, doubtful
+
+
+def with_aliases(api: Api, aliases: dict[str, list[str]]) -> Api:
+    """Add the modules and names of aliases.toml; where names are defined is looked up in `api`.
+
+    Example:
+        >>> with_aliases({"a": {"f": "pkg.m"}}, {"a.b": ["f"]})
+        {'a': {'f': 'pkg.m'}, 'a.b': {'f': 'pkg.m'}}
+    """
+    defined = {name: where for names in api.values() for name, where in names.items()}
+    result: Api = {module: dict(names) for module, names in api.items()}
+    for module, names in aliases.items():
+        result.setdefault(module, {}).update({name: defined[name] for name in names})
+    return {module: dict(sorted(result[module].items())) for module in sorted(result)}
 
 
 def fits(entry: dict[str, Any], shape: Parameters | None) -> bool:
@@ -160,17 +190,21 @@ def table_text(module: str, api: Api) -> str:
     for name, where in api[module].items():
         by_source[where].append(name)
     sources = sorted(by_source.items())
+    parent, _, own = module.rpartition(".")
     children = sorted(other for other in api if other.rpartition(".")[0] == module)
+    children = [child for child in children if child.rpartition(".")[2] not in api[module]]
+    is_callable = own in api.get(parent, {})
     lines = [
-        f'"""{ABOUT[module]}',
+        f'"""{ABOUT.get(module, "Names under the path by which users of Accelerate import them.")}',
         "",
-        "Written by tools/gen_exports.py from api.toml; change it there.",
+        "Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.",
         '"""',
         "",
         "# fmt: off",
         "from __future__ import annotations",
         "",
-        "from typing import TYPE_CHECKING",
+        *(["import sys", "from types import ModuleType"] if is_callable else []),
+        f"from typing import TYPE_CHECKING{', Any' if is_callable else ''}",
         "",
         "from accel_state._lazy import attach",
         "",
@@ -192,6 +226,7 @@ def table_text(module: str, api: Api) -> str:
         ),
         "}",
         "__getattr__, __dir__ = attach(__name__, _EXPORTS)",
+        *([CALLABLE_MODULE.format(name=own).removesuffix("\n")] if is_callable else []),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,6 +1,6 @@
 """One training script, unchanged, on any number of devices.
 
-Written by tools/gen_exports.py from api.toml; change it there.
+Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel import accelerator as accelerator
     from accel import big_modeling as big_modeling
     from accel import checkpointing as checkpointing
     from accel import data_loader as data_loader
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from accel import launchers as launchers
     from accel import local_sgd as local_sgd
     from accel import logging as logging
+    from accel import memory_utils as memory_utils
     from accel import optimizer as optimizer
     from accel import parallelism_config as parallelism_config
     from accel import scheduler as scheduler
@@ -62,6 +64,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _EXPORTS = {
+    "accelerator": "accel.accelerator:",
     "big_modeling": "accel.big_modeling:",
     "checkpointing": "accel.checkpointing:",
     "data_loader": "accel.data_loader:",
@@ -71,6 +74,7 @@ _EXPORTS = {
     "launchers": "accel.launchers:",
     "local_sgd": "accel.local_sgd:",
     "logging": "accel.logging:",
+    "memory_utils": "accel.memory_utils:",
     "optimizer": "accel.optimizer:",
     "parallelism_config": "accel.parallelism_config:",
     "scheduler": "accel.scheduler:",

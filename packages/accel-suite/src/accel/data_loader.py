@@ -1,6 +1,6 @@
 """Data loaders that give each process its share.
 
-Written by tools/gen_exports.py from api.toml; change it there.
+Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off

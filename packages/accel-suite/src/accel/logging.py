@@ -1,6 +1,6 @@
 """Loggers that speak once per run rather than once per process.
 
-Written by tools/gen_exports.py from api.toml; change it there.
+Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off

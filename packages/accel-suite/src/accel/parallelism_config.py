@@ -1,6 +1,6 @@
 """How the axes of a device mesh are divided.
 
-Written by tools/gen_exports.py from api.toml; change it there.
+Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off

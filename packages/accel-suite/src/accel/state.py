@@ -1,6 +1,6 @@
 """What this process is: rank, device, precision, accumulation.
 
-Written by tools/gen_exports.py from api.toml; change it there.
+Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off

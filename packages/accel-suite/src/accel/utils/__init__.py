@@ -1,6 +1,6 @@
 """The building blocks: nested data, settings, RNG, availability, plugin dataclasses.
 
-Written by tools/gen_exports.py from api.toml; change it there.
+Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off
@@ -11,9 +11,22 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel.utils import bnb as bnb
+    from accel.utils import constants as constants
+    from accel.utils import dataclasses as dataclasses
     from accel.utils import deepspeed as deepspeed
     from accel.utils import environment as environment
     from accel.utils import fsdp_utils as fsdp_utils
+    from accel.utils import imports as imports
+    from accel.utils import launch as launch
+    from accel.utils import memory as memory
+    from accel.utils import modeling as modeling
+    from accel.utils import offload as offload
+    from accel.utils import operations as operations
+    from accel.utils import other as other
+    from accel.utils import random as random
+    from accel.utils import torch_xla as torch_xla
+    from accel.utils import versions as versions
     from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
     from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
     from accel_bigmodel.device_map.infer import infer_auto_device_map
@@ -59,9 +72,13 @@ if TYPE_CHECKING:
         check_tied_parameters_in_config, find_tied_parameters, retie_parameters,
     )
     from accel_ops.weights.write import save
+    from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
     from accel_plugins.deepspeed.enabled import deepspeed_required
+    from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
     from accel_plugins.deepspeed.gathered import GatheredParameters
-    from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+    from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig
+    from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
+    from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
     from accel_plugins.fsdp.loading import ensure_weights_retied
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
     from accel_plugins.fsdp.ram import (
@@ -135,6 +152,7 @@ if TYPE_CHECKING:
         OPTIMIZER_NAME, RNG_STATE_NAME, SAMPLER_NAME, SCALER_NAME, SCHEDULER_NAME,
     )
     from accel_train.checkpoint.merge import merge_fsdp_weights
+    from accel_train.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
     from accel_train.fsdp import (
         fsdp2_apply_ac, fsdp2_canonicalize_names, fsdp2_load_full_state_dict, fsdp2_prepare_model,
         fsdp2_switch_optimizer_parameters,
@@ -144,56 +162,59 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning", "ComputeEnvironment",
-    "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin",
-    "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedType", "DynamoBackend",
-    "FullyShardedDataParallelPlugin", "GatheredParameters", "GradScalerKwargs",
-    "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "LoggerType",
-    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME", "OPTIMIZER_NAME", "OffloadedWeightsLoader",
-    "PROFILE_PATTERN_NAME", "ParallelismConfig", "PrecisionType", "PrefixedDataset", "PrepareForLaunch",
-    "ProfileKwargs", "ProjectConfiguration", "RNGType", "RNG_STATE_NAME", "SAFE_MODEL_NAME",
-    "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME", "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME",
-    "SCALER_NAME", "SCHEDULER_NAME", "SageMakerDistributedType", "TORCH_DISTRIBUTED_OPERATION_TYPES",
-    "TORCH_LAUNCH_PARAMS", "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin",
-    "TorchTensorParallelConfig", "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "align_module_device",
-    "are_libraries_initialized", "broadcast", "broadcast_object_list", "calculate_maximum_sizes",
-    "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel",
-    "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
-    "clean_state_dict_for_safetensors", "clear_environment", "compare_versions", "compile_regions",
-    "compile_regions_deepspeed", "compile_regions_fsdp2", "compute_module_sizes", "concatenate",
-    "convert_bytes", "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_outputs_to_fp32",
-    "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required", "disable_fsdp_ram_efficient_loading",
-    "dtype_byte_size", "enable_fsdp_ram_efficient_loading", "ensure_weights_retied",
-    "extract_model_from_parallel", "extract_submodules_state_dict", "find_batch_size", "find_device",
-    "find_executable_batch_size", "find_tied_parameters", "fsdp2_apply_ac", "fsdp2_canonicalize_names",
-    "fsdp2_load_full_state_dict", "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "gather",
-    "gather_object", "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
-    "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info", "get_grad_scaler", "get_int_from_env",
-    "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "get_model_tp_size",
-    "get_module_children_bottom_up", "get_pretty_name", "has_4bit_bnb_layers", "has_compiled_regions",
-    "has_offloaded_params", "honor_type", "id_tensor_storage", "ignorant_find_batch_size",
-    "infer_auto_device_map", "initialize_tensors", "install_xla", "is_4bit_bnb_available",
-    "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available", "is_bf16_available",
-    "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",
-    "is_clearml_available", "is_comet_ml_available", "is_compiled_module", "is_cuda_available",
-    "is_datasets_available", "is_deepspeed_available", "is_dvclive_available", "is_fp16_available",
-    "is_fp8_available", "is_habana_gaudi1", "is_hpu_available", "is_import_timer_available",
-    "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available", "is_mlflow_available",
-    "is_mlu_available", "is_mps_available", "is_msamp_available", "is_musa_available", "is_namedtuple",
-    "is_neuron_available", "is_npu_available", "is_pandas_available", "is_peft_available", "is_peft_model",
-    "is_pippy_available", "is_port_in_use", "is_pynvml_available", "is_pytest_available",
-    "is_rich_available", "is_rocm_available", "is_sagemaker_available", "is_schedulefree_available",
-    "is_sdaa_available", "is_swanlab_available", "is_tensor_information", "is_tensorboard_available",
-    "is_timm_available", "is_torch_tensor", "is_torch_version", "is_torch_xla_available",
-    "is_torchao_available", "is_torchdata_available", "is_torchdata_stateful_dataloader_available",
-    "is_torchvision_available", "is_trackio_available", "is_transformer_engine_available",
-    "is_transformer_engine_mxfp8_available", "is_transformers_available", "is_triton_available",
-    "is_wandb_available", "is_weights_only_available", "is_xccl_available", "is_xpu_available", "listify",
-    "load", "load_and_quantize_model", "load_checkpoint_in_model", "load_fsdp_model", "load_fsdp_optimizer",
-    "load_offloaded_weight", "load_offloaded_weights", "load_state_dict", "merge_dicts",
-    "merge_fsdp_weights", "model_has_dtensor", "named_module_tensors", "offload_state_dict",
-    "offload_weight", "pad_across_processes", "pad_input_tensors", "parse_choice_from_env",
-    "parse_flag_from_env", "patch_environment", "prepare_deepspeed_cmd_env", "prepare_multi_gpu_env",
+    "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedEngineWrapper",
+    "DeepSpeedOptimizerWrapper", "DeepSpeedPlugin", "DeepSpeedSchedulerWrapper",
+    "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedType", "DummyOptim",
+    "DummyScheduler", "DynamoBackend", "FullyShardedDataParallelPlugin", "GatheredParameters",
+    "GradScalerKwargs", "GradientAccumulationPlugin", "HfDeepSpeedConfig", "InitProcessGroupKwargs",
+    "KwargsHandler", "LoggerType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME",
+    "OPTIMIZER_NAME", "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "ParallelismConfig",
+    "PrecisionType", "PrefixedDataset", "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration",
+    "RNGType", "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
+    "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
+    "SageMakerDistributedType", "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_LAUNCH_PARAMS",
+    "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
+    "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
+    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "align_module_device", "are_libraries_initialized",
+    "broadcast", "broadcast_object_list", "calculate_maximum_sizes", "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_environment",
+    "compare_versions", "compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2",
+    "compute_module_sizes", "concatenate", "convert_bytes", "convert_dict_to_env_variables",
+    "convert_file_size_to_int", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
+    "deepspeed_required", "disable_fsdp_ram_efficient_loading", "dtype_byte_size",
+    "enable_fsdp_ram_efficient_loading", "ensure_weights_retied", "extract_model_from_parallel",
+    "extract_submodules_state_dict", "find_batch_size", "find_device", "find_executable_batch_size",
+    "find_tied_parameters", "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "gather", "gather_object",
+    "get_active_deepspeed_plugin", "get_balanced_memory", "get_cpu_distributed_information",
+    "get_current_device_type", "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info",
+    "get_grad_scaler", "get_int_from_env", "get_max_layer_size", "get_max_memory",
+    "get_mixed_precision_context_manager", "get_model_tp_size", "get_module_children_bottom_up",
+    "get_pretty_name", "has_4bit_bnb_layers", "has_compiled_regions", "has_offloaded_params", "honor_type",
+    "id_tensor_storage", "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors",
+    "install_xla", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
+    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available",
+    "is_bnb_available", "is_boto3_available", "is_clearml_available", "is_comet_ml_available",
+    "is_compiled_module", "is_cuda_available", "is_datasets_available", "is_deepspeed_available",
+    "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
+    "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
+    "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available",
+    "is_musa_available", "is_namedtuple", "is_neuron_available", "is_npu_available", "is_pandas_available",
+    "is_peft_available", "is_peft_model", "is_pippy_available", "is_port_in_use", "is_pynvml_available",
+    "is_pytest_available", "is_rich_available", "is_rocm_available", "is_sagemaker_available",
+    "is_schedulefree_available", "is_sdaa_available", "is_swanlab_available", "is_tensor_information",
+    "is_tensorboard_available", "is_timm_available", "is_torch_tensor", "is_torch_version",
+    "is_torch_xla_available", "is_torchao_available", "is_torchdata_available",
+    "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_trackio_available",
+    "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available",
+    "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
+    "is_xpu_available", "listify", "load", "load_and_quantize_model", "load_checkpoint_in_model",
+    "load_fsdp_model", "load_fsdp_optimizer", "load_offloaded_weight", "load_offloaded_weights",
+    "load_state_dict", "map_pytorch_optim_to_deepspeed", "merge_dicts", "merge_fsdp_weights",
+    "model_has_dtensor", "named_module_tensors", "offload_state_dict", "offload_weight",
+    "pad_across_processes", "pad_input_tensors", "parse_choice_from_env", "parse_flag_from_env",
+    "patch_environment", "prepare_deepspeed_cmd_env", "prepare_multi_gpu_env",
     "prepare_sagemager_args_inputs", "prepare_simple_launcher_cmd_env", "prepare_tpu",
     "purge_accelerate_environment", "recursive_getattr", "recursively_apply", "reduce", "release_memory",
     "retie_parameters", "save", "save_fsdp_model", "save_fsdp_optimizer", "save_offload_index",
@@ -203,9 +224,22 @@ __all__ = [
 ]
 
 _EXPORTS = {
+    "bnb": "accel.utils.bnb:",
+    "constants": "accel.utils.constants:",
+    "dataclasses": "accel.utils.dataclasses:",
     "deepspeed": "accel.utils.deepspeed:",
     "environment": "accel.utils.environment:",
     "fsdp_utils": "accel.utils.fsdp_utils:",
+    "imports": "accel.utils.imports:",
+    "launch": "accel.utils.launch:",
+    "memory": "accel.utils.memory:",
+    "modeling": "accel.utils.modeling:",
+    "offload": "accel.utils.offload:",
+    "operations": "accel.utils.operations:",
+    "other": "accel.utils.other:",
+    "random": "accel.utils.random:",
+    "torch_xla": "accel.utils.torch_xla:",
+    "versions": "accel.utils.versions:",
     **dict.fromkeys(("get_balanced_memory", "get_max_memory"), "accel_bigmodel.device_map.budget"),
     **dict.fromkeys((
         "check_device_map", "check_tied_parameters_on_same_device",
@@ -265,9 +299,13 @@ _EXPORTS = {
         "check_tied_parameters_in_config", "find_tied_parameters", "retie_parameters",
     ), "accel_ops.weights.tied"),
     **dict.fromkeys(("save",), "accel_ops.weights.write"),
+    **dict.fromkeys(("DummyOptim", "DummyScheduler"), "accel_plugins.deepspeed.dummy"),
     **dict.fromkeys(("deepspeed_required",), "accel_plugins.deepspeed.enabled"),
+    **dict.fromkeys(("DeepSpeedEngineWrapper",), "accel_plugins.deepspeed.engine"),
     **dict.fromkeys(("GatheredParameters",), "accel_plugins.deepspeed.gathered"),
-    **dict.fromkeys(("DeepSpeedPlugin",), "accel_plugins.deepspeed.plugin"),
+    **dict.fromkeys(("HfDeepSpeedConfig",), "accel_plugins.deepspeed.hf_config"),
+    **dict.fromkeys(("map_pytorch_optim_to_deepspeed",), "accel_plugins.deepspeed.optimizers"),
+    **dict.fromkeys(("DeepSpeedPlugin", "get_active_deepspeed_plugin"), "accel_plugins.deepspeed.plugin"),
     **dict.fromkeys(("ensure_weights_retied",), "accel_plugins.fsdp.loading"),
     **dict.fromkeys(("FullyShardedDataParallelPlugin",), "accel_plugins.fsdp.plugin"),
     **dict.fromkeys((
@@ -347,6 +385,7 @@ _EXPORTS = {
         "OPTIMIZER_NAME", "RNG_STATE_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
     ), "accel_train.checkpoint.layout"),
     **dict.fromkeys(("merge_fsdp_weights",), "accel_train.checkpoint.merge"),
+    **dict.fromkeys(("DeepSpeedOptimizerWrapper", "DeepSpeedSchedulerWrapper"), "accel_train.deepspeed"),
     **dict.fromkeys((
         "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict", "fsdp2_prepare_model",
         "fsdp2_switch_optimizer_parameters",
