@@ -1,7 +1,7 @@
 """Streams, events, pinned buffers and asynchronous copies of a device: no other module touches them.
 
 `device_streams(device)` returns the streams of a device that runs its work asynchronously, and None for one
-that does not, such as the CPU. Tests replace them with `override_streams`.
+that does not, such as the CPU. Tests run on the late device of `accel_state.testing`.
 """
 
 from __future__ import annotations
@@ -85,7 +85,8 @@ class DeviceStreams(Protocol):
     def pinned(self, nbytes: int) -> Tensor:
         """Allocate a uint8 pinned (page-locked) host buffer of shape `(nbytes,)`.
 
-        It must outlive the copies from and to it: keep a reference until an event says that they are over.
+        Once freed, it is reused only after the copies from and to it that streams have by then. Who writes or
+        reads it on the host waits for them with an event.
         """
         ...
 

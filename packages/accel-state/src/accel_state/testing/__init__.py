@@ -1,0 +1,45 @@
+"""A device that copies late, for tests of asynchronous code that runs on a CPU.
+
+    from accel_state.testing import late_device
+
+    @pytest.mark.parametrize("schedule", ["late", "early"])
+    def test_my_prefetching(schedule):
+        with late_device(schedule) as device:  # the CPU's streams
+            ...  # code that uses `accel_state.streams.device_streams(torch.device("cpu"))`
+        # raises RaceError if accesses were not ordered
+
+The device follows the rules of streams and no others:
+
+- The bytes of a copy arrive at the last moment that waits permit (`"early"`: as soon as they may).
+- `empty` and `pinned` hand out poisoned memory, if possible that which was freed last. Memory whose last
+  tensor goes while another stream may use it, without `record_stream`, is reported.
+- Two accesses to the same bytes of a storage, one of them a write, that no event orders are reported with
+  both places in the code. An operator is an access of its thread's current stream; one on pinned memory alone
+  is the host's. A change that anything else makes to what a pending copy reads is found, too.
+
+All host threads count as one: what one of them has waited for, the others know.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_state._lazy import attach
+
+if TYPE_CHECKING:
+    from accel_state.testing.clocks import Race as Race
+    from accel_state.testing.late import LateDevice as LateDevice
+    from accel_state.testing.late import RaceError as RaceError
+    from accel_state.testing.late import late_device as late_device
+
+__all__ = ["LateDevice", "Race", "RaceError", "late_device"]
+
+__getattr__, __dir__ = attach(
+    __name__,
+    {
+        "LateDevice": "accel_state.testing.late",
+        "Race": "accel_state.testing.clocks",
+        "RaceError": "accel_state.testing.late",
+        "late_device": "accel_state.testing.late",
+    },
+)

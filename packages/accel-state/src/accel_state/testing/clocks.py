@@ -1,0 +1,116 @@
+"""Vector clocks: which accesses to a storage are ordered by events, and which race.
+
+The method is that of `torch.cuda._sanitizer`. Other than there, an access covers a range of bytes rather than
+a pointer, so that views count, and the host is one more actor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+Clock = dict[int, int]
+"""For every actor how many of its accesses have happened."""
+
+
+@dataclass(slots=True)
+class Actor:
+    """A stream, or the host.
+
+    Args:
+        number: Its key in clocks.
+        name: What messages call it.
+    """
+
+    number: int
+    name: str
+    clock: Clock = field(default_factory=dict[int, int])
+
+    def join(self, clock: Clock) -> None:
+        """Order everything that the actor does from now on after what `clock` has seen."""
+        for number, count in clock.items():
+            if count > self.clock.get(number, 0):
+                self.clock[number] = count
+
+    def has_seen(self, access: Access) -> bool:
+        """Whether an access is ordered before what the actor does from now on."""
+        return access.count <= self.clock.get(access.actor.number, 0)
+
+
+@dataclass(slots=True, eq=False)
+class Access:
+    """One read or write of a range of bytes.
+
+    Args:
+        actor: Who reads or writes.
+        count: The actor's count of accesses, this one included.
+        writes: Whether it writes.
+        start: First byte in the storage.
+        end: First byte after the range.
+        what: The operator or copy.
+        where: Place in the code.
+    """
+
+    actor: Actor
+    count: int
+    writes: bool
+    start: int
+    end: int
+    what: str
+    where: str
+
+    def __str__(self) -> str:
+        verb = "writes" if self.writes else "reads"
+        return (
+            f"{self.what} {verb} bytes {self.start} to {self.end} on {self.actor.name}\n    at {self.where}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Race:
+    """Two accesses to one storage, one of them a write, that nothing orders.
+
+    Args:
+        first: The access that was issued first, with its place in the code.
+        second: The other one.
+    """
+
+    first: str
+    second: str
+
+    def __str__(self) -> str:
+        return f"{self.second}\n  is not ordered after\n  {self.first}"
+
+
+class History:
+    """The accesses to one storage that later ones may race with."""
+
+    def __init__(self) -> None:
+        self.accesses: list[Access] = []
+
+    def conflicts(self, access: Access) -> list[Race]:
+        """Return the races of an access that is about to be added."""
+        return [
+            Race(str(before), str(access))
+            for before in self.accesses
+            if (before.writes or access.writes)
+            and before.start < access.end
+            and access.start < before.end
+            and not access.actor.has_seen(before)
+        ]
+
+    def add(self, access: Access) -> None:
+        """Remember an access and forget those that it makes redundant."""
+        self.accesses = [
+            before
+            for before in self.accesses
+            if not (
+                access.start <= before.start
+                and before.end <= access.end
+                and (access.writes or (not before.writes and before.actor is access.actor))
+            )
+        ]
+        self.accesses.append(access)
+
+    def unseen_by(self, actor: Actor) -> list[Access]:
+        """Return the accesses that are not ordered before what an actor does next."""
+        return [access for access in self.accesses if not actor.has_seen(access)]

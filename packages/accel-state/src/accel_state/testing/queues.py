@@ -1,0 +1,102 @@
+"""Streams as queues whose work runs when somebody waits for it."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_state.testing.clocks import Actor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from accel_state.testing.clocks import Clock
+    from accel_state.testing.late import LateDevice
+
+Schedule = Literal["late", "early"]
+"""When copies run: at the last moment that waits permit, or as soon as they are issued."""
+
+
+class LateStream:
+    """A queue of copies that run when somebody waits for them."""
+
+    def __init__(self, device: LateDevice, number: int, name: str) -> None:
+        self._device = device
+        self.actor = Actor(number, name)
+        self.submitted = 0
+        self.done = 0
+        self._queue: deque[Callable[[], None]] = deque()
+
+    def submit(self, work: Callable[[], None]) -> None:
+        """Queue work."""
+        self._queue.append(work)
+        self.submitted += 1
+        if self._device.schedule == "early":
+            self.run()
+
+    def run(self, until: int | None = None) -> None:
+        """Run the first `until` pieces of work that the stream ever got, or all of them."""
+        until = self.submitted if until is None else until
+        while self.done < until:
+            self._queue.popleft()()
+            self.done += 1
+
+    def reaches_end(self) -> Callable[[], bool]:
+        """Return what tells whether all that the stream has now is done."""
+        position = self.submitted
+        return lambda: self.done >= position
+
+    def wait_event(self, event: Any) -> None:
+        """Order later work after an event."""
+        with self._device.own_code():
+            self.actor.join(self._device.host.clock)
+            if event.point is not None:
+                stream, position, clock = event.point
+                self.actor.join(clock)
+                self.submit(lambda: stream.run(position))
+
+    def wait_stream(self, stream: Any) -> None:
+        """Order later work after all that a stream has."""
+        event = LateEvent(self._device)
+        event.record(stream)
+        self.wait_event(event)
+
+    def synchronize(self) -> None:
+        """Run everything the stream has."""
+        event = LateEvent(self._device)
+        event.record(self)
+        event.synchronize()
+
+
+class LateEvent:
+    """A position in a stream's queue."""
+
+    def __init__(self, device: LateDevice) -> None:
+        self._device = device
+        self.point: tuple[LateStream, int, Clock] | None = None
+
+    def record(self, stream: Any) -> None:
+        """Note the end of the stream's queue."""
+        with self._device.own_code():
+            stream.actor.join(self._device.host.clock)
+            self.point = (stream, stream.submitted, dict(stream.actor.clock))
+
+    def synchronize(self) -> None:
+        """Run the stream's queue up to the event."""
+        with self._device.own_code():
+            if self.point is not None:
+                stream, position, clock = self.point
+                stream.run(position)
+                self._device.host.join(clock)
+
+    def query(self) -> bool:
+        """Answer no as long as nothing has waited; but the work is done before the next question."""
+        with self._device.own_code():
+            if self.point is None:
+                return True
+            stream, position, clock = self.point
+            if stream.done >= position:
+                self._device.host.join(clock)
+                return True
+            stream.run(position)
+            return False
