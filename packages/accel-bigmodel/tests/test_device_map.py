@@ -15,16 +15,19 @@ from accel_bigmodel import (
     check_device_map,
     check_tied_parameters_on_same_device,
     compute_module_sizes,
+    dispatch_model,
     explain,
     get_balanced_memory,
     get_max_layer_size,
     get_max_memory,
     infer_auto_device_map,
     kv_cache,
+    load_checkpoint_in_model,
     measure_activations,
 )
 from accel_bigmodel.device_map.budget import smallest_bound
 from accel_bigmodel.device_map.plan import fill, units_of
+from accel_bigmodel.host_memory import cgroup_headroom
 from accel_bigmodel.layers import Layers, read_layers
 from accel_ops.weights.read import device_of
 from accel_state.errors import SettingsError
@@ -296,8 +299,10 @@ def test_balancing_leaves_the_first_accelerator_low_when_asked():
 def test_activations_and_cache_take_room():
     model = nn.ModuleList([nn.Linear(4, 4, bias=False) for _ in range(4)])  # 64 bytes each
     names = [str(i) for i in range(4)]
+    memory = {0: 255, 1: 256}
+    assert infer_auto_device_map(model, memory) == {"0": 0, "1": 0, "2": 1, "3": 1}
     memory = {0: 256, 1: 256}
-    assert infer_auto_device_map(model, memory) == {"0": 0, "1": 0, "2": 0, "3": 1}
+    assert infer_auto_device_map(model, memory) == {"": 0}
     busy = Workload(cache=dict.fromkeys(names, 64))
     assert infer_auto_device_map(model, memory, workload=busy) == {"0": 0, "1": 0, "2": 1, "3": 1}
     active = Workload(activations={"0": 100, "3": 30})
@@ -322,8 +327,71 @@ def test_the_cache_of_attention_is_its_closed_form():
 
 
 def test_a_map_that_leaves_tensors_out_names_them(toy):
-    with pytest.raises(SettingsError, match=r"gives no device to gain, .*no part: 'blokcs'"):
+    with pytest.raises(SettingsError, match=r"names no part of Toy: 'blokcs' and gives no device to gain, "):
         check_device_map(toy, {"embed": 0, "blokcs": 0, "head": 0})
+
+
+@pytest.mark.parametrize("extra", [{"blokcs": 0}, {"blocks.7": "cpu"}, {"embed.bias": 0}])
+def test_a_map_that_names_what_the_model_lacks_is_refused(toy, extra):
+    with pytest.raises(SettingsError, match=f"names no part of Toy: '{next(iter(extra))}'"):
+        dispatch_model(toy, {"": "cpu", **extra})
+    check_device_map(toy, {"": "cpu", "head.weight": "cpu", "blocks.0.scale": 0})
+
+
+@pytest.mark.parametrize("device", [1.5, True, ["cpu"], None, "gpu zero", -2])
+def test_a_map_with_a_value_that_is_no_device_ends_in_one_sentence(toy, tmp_path, device):
+    with pytest.raises(SettingsError, match=r"sends '' to .*, which is no device: write 0, 'cpu' or 'disk'"):
+        check_device_map(toy, {"": device})
+    with pytest.raises(SettingsError, match="which is no device"):
+        load_checkpoint_in_model(toy, tmp_path, device_map={"": device})
+
+
+def test_a_map_that_is_no_mapping_ends_in_one_sentence(toy):
+    with pytest.raises(SettingsError, match="pass a mapping of module names to devices"):
+        check_device_map(toy, ["cpu"])
+    with pytest.raises(SettingsError, match="has the key 3"):
+        check_device_map(toy, {3: "cpu"})
+
+
+@settings(max_examples=100, deadline=None)
+@given(trees(), st.booleans())
+def test_a_model_that_fits_on_the_first_device_goes_there(model, offload_buffers):
+    total = compute_module_sizes(model)[""]  # tied weights once
+    memory = {0: total, 1: 10**6, "cpu": 10**6}
+    found = infer_auto_device_map(model, memory, offload_buffers=offload_buffers)
+    assert set(found.values()) == {0}
+
+
+V2 = {"memory.max": "5000", "memory.current": "3000", "memory.stat": "anon 1\ninactive_file 600\n"}
+V1 = {
+    "memory.limit_in_bytes": "5000",
+    "memory.usage_in_bytes": "3000",
+    "memory.stat": "inactive_file 1\ntotal_inactive_file 600\n",
+}
+
+
+@pytest.mark.parametrize(("line", "root", "files"), [("0::", "", V2), ("7:cpu,memory:", "memory", V1)])
+def test_the_limit_of_a_control_group_bounds_main_memory(tmp_path, line, root, files):
+    proc, mount = tmp_path / "cgroup", tmp_path / "mount"
+    assert cgroup_headroom(proc, mount) is None
+    proc.write_text(f"12:pids:/job/step\n{line}/job/step\n")
+    step = mount / root / "job" / "step"
+    step.mkdir(parents=True)
+    assert cgroup_headroom(proc, mount) is None
+    for name, text in files.items():
+        (step.parent / name).write_text(text)  # the job's own limit, above that of its step
+    (step / next(iter(files))).write_text("max")
+    assert cgroup_headroom(proc, mount) == 2600
+    for name, text in files.items():
+        (step / name).write_text(text.replace("5000", "4000"))
+    assert cgroup_headroom(proc, mount) == 1600
+
+
+def test_local_ranks_share_main_memory(monkeypatch):
+    alone = get_max_memory()["cpu"]
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert get_max_memory()["cpu"] < alone / 3
 
 
 def test_tied_weights_on_different_devices_are_told(caplog):

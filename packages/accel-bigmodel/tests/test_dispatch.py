@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import _global_module_registration_hooks as registration_hooks
 
 from accel_bigmodel import AlignDevicesHook, cpu_offload, disk_offload, dispatch_model
 from accel_ops.weights.tied import find_tied_parameters
@@ -94,6 +96,20 @@ def test_a044_a_replaced_module_is_placed_like_the_old_one(toy, tokens, tmp_path
     toy.blocks[2].first = Wrapper(toy.blocks[2].first)
     assert not hasattr(toy.blocks[2].first, "_hf_hook")
     toy(tokens)
+
+
+def test_no_hook_of_the_process_stays_when_dispatched_models_are_gone(toy, tmp_path):
+    gc.collect()
+    before = len(registration_hooks)
+    plan = {"embed": "cpu", "gain": "cpu", "blocks": "disk", "head": "cpu"}
+    models = [dispatch_model(copy.deepcopy(toy), plan, offload_dir=tmp_path) for _ in range(2)]
+    during = len(registration_hooks)
+    del models[0]
+    gc.collect()
+    assert len(registration_hooks) == during == before + 1
+    del models[0]
+    gc.collect()
+    assert len(registration_hooks) == before
 
 
 def test_a_dispatched_model_refuses_to_be_moved(toy, tmp_path):

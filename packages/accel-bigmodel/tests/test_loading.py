@@ -20,7 +20,7 @@ from accel_bigmodel.filesystem import is_network
 from accel_bigmodel.sources import local_checkpoint
 from accel_ops.weights.tied import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
 
 MAPS = {
     "all cpu": {"": "cpu"},
@@ -281,6 +281,11 @@ def test_the_disk_needs_a_place(toy, toy_class, tmp_path):
         load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path / "bin", device_map={"": "disk"})
     with pytest.raises(SettingsError, match="pass offload_dir"):
         dispatch_model(toy, {"": "disk"})
+
+
+def test_8bit_offload_is_refused_by_name(toy_class, tmp_path):
+    with pytest.raises(UnsupportedError, match=r"offload_8bit_bnb=True: .* load_and_quantize_model"):
+        load_checkpoint_in_model(skeleton(toy_class), tmp_path, offload_8bit_bnb=True)
 
 
 def test_a_broadcast_needs_a_process_group(toy_class, tmp_path):

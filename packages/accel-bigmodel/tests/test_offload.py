@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,6 +71,66 @@ def test_a_truncated_weight_is_named(tmp_path):
     (tmp_path / "w.dat").write_bytes(b"1234")
     with pytest.raises(CheckpointError, match=r"w\.dat.* is truncated"):
         load_offloaded_weight(tmp_path / "w.dat", entry)
+
+
+def test_a_full_disk_is_an_error_and_leaves_nothing(tmp_path):
+    full = tmp_path / "full"
+    full.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(full)]
+    if shutil.which("mount") is None or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("no right to mount a file system")
+    try:
+        # In a process of its own: a write through a mapping would end it with SIGBUS.
+        code = (
+            "import sys, torch\n"
+            "from accel_bigmodel import offload_weight\n"
+            "from accel_state.errors import CheckpointWriteError\n"
+            "try:\n    offload_weight(torch.ones(1 << 16), 'w', sys.argv[1])\n"
+            "except CheckpointWriteError as error:\n    print(error)\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(full)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done
+        assert "could not write the weight 'w'" in done.stdout
+        assert "No space left on device" in done.stdout
+        assert list(full.iterdir()) == []
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+
+
+ENTRIES = [
+    {"dtype": "float32", "shape": 3},
+    {"dtype": "float32", "shape": "3"},
+    {"dtype": "float32", "shape": [3.0]},
+    {"dtype": "float32", "shape": [-1]},
+    {"dtype": "float99", "shape": [3]},
+    {"dtype": ["float32"], "shape": [3]},
+    {"shape": [3]},
+    {"dtype": "float32"},
+    {"safetensors_file": ["m.safetensors"]},
+    {"safetensors_file": "m.safetensors", "weight_name": 3},
+    [3],
+    None,
+]
+
+
+@pytest.mark.parametrize("entry", ENTRIES, ids=str)
+def test_a_damaged_entry_of_an_index_ends_in_one_sentence(tmp_path, entry):
+    (tmp_path / "index.json").write_text(json.dumps({"w": entry}))
+    with pytest.raises(CheckpointError, match=r"'w' in .*index\.json.* describes no offloaded weight"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
+    with pytest.raises(CheckpointError, match="describes no offloaded weight"):
+        OffloadedWeightsLoader(index={"w": entry})
+    with pytest.raises(CheckpointError, match="describes no offloaded weight"):
+        load_offloaded_weight(tmp_path / "w.dat", entry)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "[]", "3", "{"])
+def test_an_index_that_is_none_ends_in_one_sentence(tmp_path, text):
+    (tmp_path / "index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"index\.json.* is no index of offloaded weights"):
+        OffloadedWeightsLoader(save_folder=tmp_path)
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "..", ""])

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import struct
+import subprocess
+import sys
 import tempfile
 import weakref
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,9 +31,6 @@ from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_pa
 from accel_ops.weights.write import save, save_state_dict, save_state_parts
 from accel_state.errors import CheckpointError, SettingsError
 from accel_state.labels import CustomDtype
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 
 @pytest.mark.parametrize(
@@ -436,3 +436,30 @@ def test_saved_files_have_the_mode_that_the_umask_gives(tmp_path):
 def test_safetensors_do_not_go_into_an_open_file(tmp_path):
     with (tmp_path / "f").open("wb") as file, pytest.raises(TypeError, match="pass the path"):
         save({}, file, safe_serialization=True)
+
+
+FOREIGN = """
+import os, sys
+from pathlib import Path
+from accel_ops.weights.safetensors_file import SafetensorsFile
+os.setgid(65534), os.setuid(65534)
+file = SafetensorsFile(sys.argv[1])
+file.read_ahead(file.entries)
+smaps, _, rest = Path("/proc/self/smaps").read_text().partition(sys.argv[1])
+print(next(line for line in rest.splitlines() if line.startswith("Rss:")).split()[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs root of a Linux machine")
+def test_weights_of_another_user_are_read_ahead():
+    # Not in tmp_path, whose parents only root may enter.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder) / "m.safetensors"
+        save_file({"w": torch.ones(1 << 20)}, path)
+        path.chmod(0o644)
+        done = subprocess.run(
+            [sys.executable, "-c", FOREIGN, str(path)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert int(done.stdout) >= 4096  # KiB, all of it

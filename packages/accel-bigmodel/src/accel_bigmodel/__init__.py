@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.offload import load_offloaded_weights as load_offloaded_weights
     from accel_bigmodel.offload import offload_state_dict as offload_state_dict
     from accel_bigmodel.offload import offload_weight as offload_weight
-    from accel_bigmodel.offload import save_offload_index as save_offload_index
+    from accel_bigmodel.offload_index import save_offload_index as save_offload_index
     from accel_bigmodel.placement import set_module_tensor_to_device as set_module_tensor_to_device
     from accel_bigmodel.report import FileReport as FileReport
     from accel_bigmodel.report import LoadReport as LoadReport
@@ -167,7 +167,7 @@ __getattr__, __dir__ = attach(
         "offload_weight": "accel_bigmodel.offload",
         "remove_hook_from_module": "accel_bigmodel.hooks.base",
         "remove_hook_from_submodules": "accel_bigmodel.hooks.base",
-        "save_offload_index": "accel_bigmodel.offload",
+        "save_offload_index": "accel_bigmodel.offload_index",
         "set_module_tensor_to_device": "accel_bigmodel.placement",
     },
 )

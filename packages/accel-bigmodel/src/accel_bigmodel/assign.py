@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from accel_bigmodel.offload import Index
+    from accel_bigmodel.offload_index import Index
     from accel_bigmodel.sources import Source
 
     Device = int | str | torch.device
@@ -44,7 +44,6 @@ class Assignment:
     spill: bool = False
     offload_buffers: bool = False
     keep_in_fp32: tuple[str, ...] = ()
-    quantized_offload: bool = False
     strict: bool = False
     shards: bool = False
     memory_limit: int | None = None

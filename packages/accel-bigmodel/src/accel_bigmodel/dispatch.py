@@ -138,7 +138,7 @@ def dispatch_model(
     _retie(model, tied, device_map)
     _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
-    keep_placement_of_replaced_modules()
+    keep_placement_of_replaced_modules(model)
     vars(model)["hf_device_map"] = asked
     return model
 
@@ -236,7 +236,7 @@ def _offloaded(
         preload_module_classes=preload,
         tied_params_map={weights[name].data_ptr(): {} for group in tied for name in group if name in weights},
     )
-    keep_placement_of_replaced_modules()
+    keep_placement_of_replaced_modules(model)
     return model
 
 

@@ -13,13 +13,13 @@ from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
 from accel_bigmodel.device_map.check import check_device_map
 from accel_bigmodel.device_map.infer import infer_auto_device_map
 from accel_bigmodel.dispatch import dispatch_model
-from accel_bigmodel.offload import save_offload_index
+from accel_bigmodel.offload_index import save_offload_index
 from accel_bigmodel.placement import torch_dtype
 from accel_bigmodel.report import FileReport, LoadReport, MemoryMeter, raw_rate
 from accel_bigmodel.sources import open_checkpoint
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     import os
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from accel_bigmodel.offload import Index
+    from accel_bigmodel.offload_index import Index
 
     Device = int | str | torch.device
 
@@ -67,8 +67,8 @@ def load_checkpoint_in_model(
             rather than in memory.
         offload_buffers: Whether buffers of modules on the disk are offloaded too.
         keep_in_fp32_modules: Modules whose weights are float32 whatever `dtype` says.
-        offload_8bit_bnb: Keep 8-bit weights for the CPU and the disk, with their statistics, for a quantised
-            model.
+        offload_8bit_bnb: Refused: `accel_quant.load_and_quantize_model` loads quantised models, and keeps
+            their 8-bit weights with their statistics wherever the device map sends them.
         strict: Refuse a checkpoint that lacks a tensor or has one too many; by default these are logged.
         full_state_dict: Whether the checkpoint holds whole tensors; otherwise each rank's own shards.
         broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
@@ -77,7 +77,13 @@ def load_checkpoint_in_model(
         CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
             named.
         SettingsError: The device map leaves tensors without a device, or weights for the disk have no folder.
+        UnsupportedError: `offload_8bit_bnb` is True.
     """
+    if offload_8bit_bnb:
+        raise UnsupportedError(
+            "offload_8bit_bnb=True: load_checkpoint_in_model loads weights as they are. For 8-bit weights "
+            "with their statistics, load the model with load_and_quantize_model from accel_quant"
+        )
     assignment = Assignment(
         device_map=device_map,
         offload_folder=offload_folder,
@@ -85,7 +91,6 @@ def load_checkpoint_in_model(
         spill=offload_state_dict,
         offload_buffers=offload_buffers,
         keep_in_fp32=tuple(keep_in_fp32_modules or ()),
-        quantized_offload=offload_8bit_bnb,
         strict=strict,
         shards=not full_state_dict,
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import secrets
@@ -12,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_bigmodel.offload_index import check_offload_index, read_offload_index, save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device, torch_dtype
-from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_state.errors import CheckpointError, SettingsError
+from accel_ops.weights.stream import as_bytes
+from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    Index = dict[str, dict[str, Any]]
+    from accel_bigmodel.offload_index import Index
 
 SUFFIX = ".dat"
 
@@ -41,16 +41,24 @@ def offload_weight(
 
     Returns:
         The index.
+
+    Raises:
+        CheckpointError: The name leaves the folder.
+        CheckpointWriteError: The file cannot be written, such as on a full disk.
     """
     path = _tensor_file(Path(offload_folder), weight_name)
     # Beside the target, then renamed: a model may have the old file mapped.
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    flat = weight.detach().to("cpu").contiguous().view(-1)
-    if flat.numel():
-        torch.from_file(str(temporary), shared=True, size=flat.numel(), dtype=flat.dtype).copy_(flat)
-    else:
-        temporary.touch()
-    temporary.replace(path)
+    try:
+        # Plain writes: a write through a mapping would end the process with SIGBUS on a full disk.
+        with temporary.open("wb") as file:
+            file.write(as_bytes(weight.detach().to("cpu")))
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointWriteError(
+            f"could not write the weight {weight_name!r} to {str(path)!r}: {error.strerror}"
+        ) from error
     index = {} if index is None else index
     index[weight_name] = {"dtype": str(weight.dtype).removeprefix("torch."), "shape": list(weight.shape)}
     return index
@@ -64,8 +72,9 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: Its entry of the index.
 
     Raises:
-        CheckpointError: The file is shorter than the entry says.
+        CheckpointError: The file is shorter than the entry says, or the entry is damaged.
     """
+    check_offload_index({Path(weight_file).stem: weight_info}, "the given weight_info")
     dtype = torch_dtype(weight_info["dtype"]) or torch.float32
     shape = tuple(weight_info["shape"])
     count = math.prod(shape)
@@ -78,35 +87,6 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
     if not count:
         return torch.empty(shape, dtype=dtype)
     return torch.from_file(str(weight_file), shared=False, size=count, dtype=dtype).view(shape)
-
-
-def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's `index.json`.
-
-    Args:
-        index: Name to entry; nothing is written for an empty one.
-        offload_folder: An existing folder.
-    """
-    if not index:
-        return
-    path = Path(offload_folder) / OFFLOAD_INDEX_NAME
-    known = read_offload_index(offload_folder) if path.is_file() else {}
-    path.write_text(json.dumps({**known, **index}, indent=2) + "\n", encoding="utf-8")
-
-
-def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
-    """Read a folder's `index.json`.
-
-    Raises:
-        CheckpointError: It is no index.
-        FileNotFoundError: There is none.
-    """
-    path = Path(offload_folder) / OFFLOAD_INDEX_NAME
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: {error}") from error
-    return found
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
@@ -201,6 +181,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         device: Move what is read there; by default it stays mapped.
 
     Raises:
+        CheckpointError: An entry of the index is damaged.
         SettingsError: None of the first three is given, or an entry needs a `save_folder`.
     """
 
@@ -217,6 +198,8 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         self.save_folder = save_folder
         if index is None and save_folder is not None:
             index = read_offload_index(save_folder)
+        elif index is not None:
+            check_offload_index(index, "the given index")
         self.index = {} if index is None else index
         self.device = device
         self._files: dict[str, SafetensorsFile] = {}

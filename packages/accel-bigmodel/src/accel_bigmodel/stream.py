@@ -115,8 +115,10 @@ class MappedCarrier:
             )
 
     def begin(self, block: str) -> None:
-        """Nothing to wait for: what is not there yet is read when it is touched."""
-        self._coming.pop(block, None)
+        """Wait until the block was read, if a thread is at it."""
+        coming = self._coming.pop(block, None)
+        if coming is not None:
+            coming.result()
         self._keep(block)
 
     def ahead(self, block: str) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-import psutil
 import torch
 
 from accel_bigmodel.device_map.plan import Units, fill, units_of
+from accel_bigmodel.host_memory import available_host_memory
 from accel_bigmodel.layers import class_names, read_layers
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.sizes import convert_file_size_to_int
@@ -33,7 +33,8 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> M
 
     Args:
         max_memory: Device to bytes, or to text like `"10GB"`; devices that it lacks get nothing. By default,
-            what is free now on every accelerator and in main memory.
+            what is free now on every accelerator, and this rank's part of the main memory that is free within
+            the limits of its control group.
 
     Returns:
         Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
@@ -47,7 +48,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> M
     """
     if max_memory is None:
         found: MemoryMap = {index: _free(index) for index in range(_accelerator_count())}
-        return {**found, "cpu": psutil.virtual_memory().available}
+        return {**found, "cpu": available_host_memory()}
     sizes = {_device_key(key): convert_file_size_to_int(size) for key, size in max_memory.items()}
     negative = [key for key, size in sizes.items() if size < 0]
     if negative:
@@ -72,7 +73,8 @@ def get_balanced_memory(
     """Bound each accelerator so that `infer_auto_device_map` makes the largest share as small as can be.
 
     The smallest bound is found exactly, by bisection over contiguous partitions of the layers. The last
-    accelerator keeps all its memory, in case the model is larger once it runs.
+    accelerator keeps all its memory, in case the model is larger once it runs, unless the model has so few
+    layers that the first one could take them all.
 
     Args:
         model: The model, on any device, the meta device too.
@@ -100,16 +102,19 @@ def get_balanced_memory(
         others = sum(memory[key] for key in devices[1:])
         memory[devices[0]] = min(memory[devices[0]], max(0, units.sums[-1] - others))
         devices = devices[1:]
-    first_reserve = 0 if low_zero else max(units.wholes, default=0)
+    reserve = 0 if low_zero else max(units.wholes, default=0)
     room = [memory[key] for key in devices]
-    for reserve in (first_reserve, 0):
-        bound = smallest_bound(units, [max(0, room[0] - reserve), *room[1:]])
-        if bound is not None:
-            bounds = [bound + reserve, *[bound] * len(devices)]
-            bounded = {key: min(memory[key], size) for key, size in zip(devices[:-1], bounds, strict=False)}
-            return {**memory, **bounded}
-    _log.info("The model is larger than all accelerators together: they are filled, not balanced.")
-    return memory
+    bound, bounded = smallest_bound(units, [max(0, room[0] - reserve), *room[1:]]), devices[:-1]
+    if bound is None:
+        reserve, bound = 0, smallest_bound(units, room)
+    elif reserve and bound + reserve >= units.sums[-1]:
+        # With room for another layer the first would take everything: bound them all, and leave no such room.
+        reserve, bound, bounded = 0, smallest_bound(units, room), devices
+    if bound is None:
+        _log.info("The model is larger than all accelerators together: they are filled, not balanced.")
+        return memory
+    bounds = [bound + reserve, *[bound] * len(devices)]
+    return {**memory, **{key: min(memory[key], size) for key, size in zip(bounded, bounds, strict=False)}}
 
 
 def smallest_bound(units: Units, capacities: Sequence[int]) -> int | None:
@@ -167,4 +172,4 @@ def _free(index: int) -> int:
     module = getattr(torch, accelerator.type if accelerator is not None else "cuda")
     if hasattr(module, "mem_get_info"):
         return int(module.mem_get_info(index)[0])
-    return psutil.virtual_memory().available  # unified memory (mps)
+    return available_host_memory()  # unified memory (mps)

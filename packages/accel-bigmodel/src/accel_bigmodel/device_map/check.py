@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
+
+import torch
 
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import named_module_tensors
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
-    import torch
     from torch import nn
 
     Device = int | str | torch.device
@@ -22,29 +24,55 @@ _SHOWN = 10
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a map places every parameter and buffer of a model.
+    """Check that a map places every parameter and buffer of a model, and names nothing else.
 
     Args:
         model: The model.
         device_map: Module or tensor name to device; `""` is the whole model.
 
     Raises:
-        SettingsError: Tensors are left without a device; they are named, with the entries that name nothing.
+        SettingsError: It is no mapping, a name is no part of the model, a value is no device, or tensors are
+            left without a device; what is wrong is named.
 
     Example:
         >>> from torch import nn
         >>> check_device_map(nn.Sequential(nn.Linear(2, 2)), {"0": "cpu"})
     """
+    if not isinstance(device_map, Mapping):
+        raise SettingsError(
+            f"device_map is {device_map!r}: pass a mapping of module names to devices, such as {{'': 0}}"
+        )
+    for name, device in device_map.items():
+        _check_device(name, device)
+    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    tensors |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | tensors
+    unknown = [repr(name) for name in device_map if name not in known]
     names = [name for name, _ in named_module_tensors(model, recurse=True)]
-    homeless = [name for name in names if device_of(name, device_map) is None]
-    if not homeless:
-        return
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | set(names)
-    unknown = [repr(key) for key in device_map if key not in known]
-    hint = f"; it has entries that name no part: {_some(unknown)}" if unknown else ""
-    raise SettingsError(
-        f"the device_map gives no device to {_some(homeless)}{hint}. Add them, or an entry '' for the rest"
-    )
+    unplaced = [name for name in names if device_of(name, device_map) is None]
+    problems = [
+        *([f"names no part of {type(model).__name__}: {_some(unknown)}"] if unknown else []),
+        *([f"gives no device to {_some(unplaced)}"] if unplaced else []),
+    ]
+    if problems:
+        hint = ". Add them, or an entry '' for the rest" if unplaced else ". Remove or correct these entries"
+        raise SettingsError(f"the device_map {' and '.join(problems)}{hint}")
+
+
+def _check_device(name: object, device: object) -> None:
+    if not isinstance(name, str):
+        raise SettingsError(f"the device_map has the key {name!r}: keys are names of modules or tensors")
+    if isinstance(device, bool) or not isinstance(device, int | str | torch.device):
+        raise SettingsError(
+            f"the device_map sends {name!r} to {device!r}, which is no device: write 0, 'cpu' or 'disk'"
+        )
+    try:
+        if device != "disk":
+            torch.device(device)
+    except (RuntimeError, ValueError) as error:
+        raise SettingsError(
+            f"the device_map sends {name!r} to {device!r}, which is no device: write 0, 'cpu' or 'disk'"
+        ) from error
 
 
 def check_tied_parameters_on_same_device(

@@ -109,14 +109,17 @@ class Machine:
 def place(units: Units, machine: Machine) -> list[int]:
     """Place units so that layers that are offloaded find room to run.
 
-    The main device keeps room for the largest offloaded layer (and the buffers of all of them, if they are
-    not offloaded), the CPU for the largest layer on the disk. What needs no offload is first tried with room
-    for the largest layer of all, so that small changes of a model do not move its layers about.
+    What fits on the first device goes there, before any memory is kept back. Otherwise the main device keeps
+    room for the largest offloaded layer (and the buffers of all of them, if they are not offloaded), the CPU
+    for the largest layer on the disk. What needs no offload is first tried with room for the largest layer of
+    all, so that small changes of a model do not move its layers about.
 
     Returns:
         As `fill`.
     """
     count = len(units.sizes)
+    if machine.executors and fill(units, machine.capacities[:1])[0] == count:
+        return [count] * len(machine.capacities)
     largest = max(units.wholes, default=0)
     steady = fill(units, _less(machine, largest, largest, main=0))
     if _end(steady, machine.executors) == count:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import threading
+import weakref
 from typing import TYPE_CHECKING
 
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -13,19 +14,43 @@ from accel_ops.weights.tensors import child_table
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.utils.hooks import RemovableHandle
+
+_lock = threading.RLock()  # a finalizer may run while the same thread holds it
+_models: set[int] = set()
+_handle: RemovableHandle | None = None
 
 
-@functools.cache
-def keep_placement_of_replaced_modules() -> None:
-    """From now on, `setattr` of a fresh module over a hooked one places it as the old one was.
+def keep_placement_of_replaced_modules(model: nn.Module) -> None:
+    """While `model` lives, let `setattr` of a fresh module over a hooked one place it as the old one was.
 
-    Called when the first model is dispatched. A replacement that has a hook already, or that contains the
-    module it replaces (a wrapper such as an adapter), is left alone.
+    torch offers this event for the whole process only; the registration ends with the last dispatched model.
+    A replacement that has a hook already, or that contains the module it replaces (a wrapper such as an
+    adapter), is left alone.
+
+    Args:
+        model: A dispatched model.
     """
-    register_module_module_registration_hook(_hand_on)
+    global _handle  # noqa: PLW0603 - the one registration of the process
+    with _lock:
+        if id(model) in _models:
+            return
+        _models.add(id(model))
+        weakref.finalize(model, _release, id(model)).atexit = False
+        if _handle is None:
+            _handle = register_module_module_registration_hook(_transfer)
 
 
-def _hand_on(parent: nn.Module, name: str, replacement: nn.Module | None) -> None:
+def _release(model_id: int) -> None:
+    global _handle  # noqa: PLW0603 - see above
+    with _lock:
+        _models.discard(model_id)
+        if not _models and _handle is not None:
+            _handle.remove()
+            _handle = None
+
+
+def _transfer(parent: nn.Module, name: str, replacement: nn.Module | None) -> None:
     if replacement is None:
         return
     replaced = child_table(parent).get(name)

@@ -42,7 +42,6 @@ HEADER_LIMIT = 100_000_000
 """Bytes; the format's own bound."""
 
 _PIECE = 16 << 20
-_PROBES = 16
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # mmap.MADV_POPULATE_READ is not named before Python 3.14; Linux 5.14 and later know it.
 _POPULATE_READ = 22
@@ -162,20 +161,8 @@ class SafetensorsFile:
         if libc is None:
             return False
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping(), begin))
-        if self._is_present(libc, address, length):
-            return True
+        # mincore() cannot say what is there already: it calls every page of another user's file resident.
         return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_READ) == 0
-
-    def _is_present(self, libc: ctypes.CDLL, address: int, length: int) -> bool:
-        """Look at a few pages: walking all of them each time would cost the computation."""
-        page, answer = mmap.PAGESIZE, (ctypes.c_ubyte * 1)()
-        last = (length - 1) // page
-        for number in {last * part // _PROBES for part in range(_PROBES + 1)}:
-            if libc.mincore(ctypes.c_void_p(address + number * page), ctypes.c_size_t(page), answer) != 0:
-                return False
-            if not answer[0] & 1:
-                return False
-        return True
 
     def _advise(self, advice: int | None, begin: int, end: int) -> None:
         if advice is not None and hasattr(self._mapping(), "madvise"):

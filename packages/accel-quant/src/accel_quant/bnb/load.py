@@ -11,7 +11,8 @@ import torch
 
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.heap import trim_heap
-from accel_bigmodel.offload import load_offloaded_weight, offload_weight, save_offload_index
+from accel_bigmodel.offload import load_offloaded_weight, offload_weight
+from accel_bigmodel.offload_index import save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device, sites_of
 from accel_bigmodel.sources import open_checkpoint
 from accel_ops.weights.read import device_of
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from accel_bigmodel.offload import Index
+    from accel_bigmodel.offload_index import Index
     from accel_bigmodel.sources import Source
     from accel_quant.bnb.config import BnbQuantizationConfig
 

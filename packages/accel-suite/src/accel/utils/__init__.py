@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from accel_bigmodel.loading import load_checkpoint_in_model
     from accel_bigmodel.offload import (
         OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict, load_offloaded_weight,
-        load_offloaded_weights, offload_state_dict, offload_weight, save_offload_index,
+        load_offloaded_weights, offload_state_dict, offload_weight,
     )
+    from accel_bigmodel.offload_index import save_offload_index
     from accel_bigmodel.placement import set_module_tensor_to_device
     from accel_bigmodel.sizes import calculate_maximum_sizes, compute_module_sizes, get_max_layer_size
     from accel_cli.config.basic import write_basic_config
@@ -250,8 +251,8 @@ _EXPORTS = {
     **dict.fromkeys((
         "OffloadedWeightsLoader", "PrefixedDataset", "extract_submodules_state_dict",
         "load_offloaded_weight", "load_offloaded_weights", "offload_state_dict", "offload_weight",
-        "save_offload_index",
     ), "accel_bigmodel.offload"),
+    **dict.fromkeys(("save_offload_index",), "accel_bigmodel.offload_index"),
     **dict.fromkeys(("set_module_tensor_to_device",), "accel_bigmodel.placement"),
     **dict.fromkeys((
         "calculate_maximum_sizes", "compute_module_sizes", "get_max_layer_size",

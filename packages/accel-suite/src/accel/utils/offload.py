@@ -13,8 +13,9 @@ from accel_state._lazy import attach
 if TYPE_CHECKING:
     from accel_bigmodel.offload import (
         OffloadedWeightsLoader, PrefixedDataset, extract_submodules_state_dict, load_offloaded_weight,
-        offload_state_dict, offload_weight, save_offload_index,
+        offload_state_dict, offload_weight,
     )
+    from accel_bigmodel.offload_index import save_offload_index
 
 __all__ = [
     "OffloadedWeightsLoader", "PrefixedDataset", "extract_submodules_state_dict", "load_offloaded_weight",
@@ -24,7 +25,8 @@ __all__ = [
 _EXPORTS = {
     **dict.fromkeys((
         "OffloadedWeightsLoader", "PrefixedDataset", "extract_submodules_state_dict",
-        "load_offloaded_weight", "offload_state_dict", "offload_weight", "save_offload_index",
+        "load_offloaded_weight", "offload_state_dict", "offload_weight",
     ), "accel_bigmodel.offload"),
+    **dict.fromkeys(("save_offload_index",), "accel_bigmodel.offload_index"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)
