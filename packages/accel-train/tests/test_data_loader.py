@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -11,8 +10,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
 from accel_state.gradient_state import GradientState
-from accel_train.data import loader as loader_module
-from accel_train.data import placing
 from accel_train.data.loader import DataLoaderShard
 from accel_train.data.mesh import shard_of_ranks
 from accel_train.data.prepare import prepare_data_loader
@@ -332,46 +329,3 @@ def test_the_size_of_a_padded_batch_does_not_depend_on_the_tensors_in_it(dataset
         for part in ranks(loader, 2, dispatch_batches=False)
     ]
     assert sizes == [[], [2]]
-
-
-class Streams:
-    """What of `torch.cuda` is needed to copy ahead, telling the order in which it is used."""
-
-    def __init__(self) -> None:
-        self.told: list[str] = []
-
-    def Stream(self, device: Any) -> Streams:  # noqa: N802 - torch's name
-        return self
-
-    current_stream = Stream
-
-    @contextmanager
-    def stream(self, stream: Any) -> Iterator[None]:
-        self.told.append("copy")
-        yield
-
-    def record_event(self) -> str:
-        return f"copy {self.told.count('copy')} has arrived"
-
-    def wait_event(self, event: str) -> None:
-        self.told.append(f"wait until {event}")
-
-
-@pytest.mark.parametrize("dataset", [list(range(6)), Numbers(6)])
-def test_a_batch_is_launched_while_the_one_before_is_at_hand(
-    dataset: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    streams = Streams()
-    monkeypatch.setattr(placing.torch, "cuda", streams)
-    monkeypatch.setattr(placing, "pin_memory", lambda batch: batch)
-    monkeypatch.setattr(loader_module, "placing", lambda device, *, ahead: placing.SideStream(device))
-    loader = prepare_data_loader(
-        DataLoader(dataset, batch_size=2), "cpu", put_on_device=True, non_blocking=True
-    )
-    for batch in loader:
-        streams.told.append(f"use {batch.tolist()}")
-    assert streams.told == [
-        *("copy", "copy", "wait until copy 1 has arrived", "use [0, 1]"),
-        *("copy", "wait until copy 2 has arrived", "use [2, 3]"),
-        *("wait until copy 3 has arrived", "use [4, 5]"),
-    ]

@@ -17,6 +17,9 @@ The device follows the rules of streams and no others:
   both places in the code. An operator is an access of its thread's current stream; one on pinned memory alone
   is the host's. A change that anything else makes to what a pending copy reads is found, too.
 
+`pin_memory`, `is_pinned` and `to` of the CPU's tensors mean what they mean with a device: `to("cpu")` of a
+pinned tensor uploads it, on the current stream.
+
 All host threads count as one: what one of them has waited for, the others know.
 """
 

@@ -12,7 +12,7 @@ from accel_state.streams import override_streams
 from accel_state.testing.clocks import Access, Actor, Race
 from accel_state.testing.copies import Copy
 from accel_state.testing.memory import Pool
-from accel_state.testing.operators import OperatorMode
+from accel_state.testing.operators import OperatorMode, TransferMode
 from accel_state.testing.queues import LateEvent, LateStream, Schedule
 from accel_state.testing.storages import Kind, Storages, byte_range, place_in_code
 
@@ -136,14 +136,16 @@ class LateDevice:
         for stream in list(self._streams):
             stream.synchronize()
 
-    def watch(self) -> OperatorMode:
-        """Return a context manager in which this thread's operators are seen, too.
+    @contextmanager
+    def watch(self) -> Generator[None]:
+        """See this thread's operators within the block.
 
         `late_device` does this for the thread that enters it. What other threads do through the seam is
-        always seen, and so is a change of memory that a pending copy reads; their operators only in this
+        always seen, and so is a change of memory that a pending copy reads; their operators only in such a
         block.
         """
-        return OperatorMode(self)
+        with OperatorMode(self), TransferMode(self):
+            yield
 
     def check(self) -> None:
         """Raise what was found so far.
@@ -154,6 +156,22 @@ class LateDevice:
         with self.own_code():
             if self.races:
                 raise RaceError(self.races)
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """What `tensor.is_pinned()` says."""
+        return tensor.layout is torch.strided and self._storages.kind(tensor) is Kind.PINNED
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Do what `tensor.pin_memory()` does."""
+        if self.is_pinned(tensor):
+            return tensor
+        return _like(self.pinned(tensor.numel() * tensor.itemsize), tensor).copy_(tensor)
+
+    def upload(self, tensor: Tensor, *, blocking: bool) -> Tensor:
+        """Do what `tensor.to(device)` does with pinned memory."""
+        target = _like(self.empty(tensor.numel() * tensor.itemsize), tensor)
+        self.plain_copy(target, tensor, blocking=blocking)
+        return target
 
     def is_device_copy(self, target: Tensor, source: Tensor) -> bool:
         """Whether a plain `target.copy_(source)` is a copy between pinned memory and known device memory."""
@@ -306,6 +324,12 @@ class LateDevice:
             with self.own_code():
                 stream.run()
         self.check()
+
+
+def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+    """See bytes as a tensor of the shape, dtype and, if they leave no gaps, the strides of another one."""
+    strides = torch.empty_like(tensor, device="meta").stride()
+    return flat.view(tensor.dtype).as_strided(tensor.size(), strides)
 
 
 @contextmanager

@@ -80,13 +80,13 @@ class Pool:
             block = fitting[-1]
             self._free.remove(block)
         else:
-            block = Block(np.empty(nbytes, dtype=np.uint8), owner)
+            block = Block(np.empty(max(nbytes, 1), dtype=np.uint8), owner)
         block.until = []
         block.recorded = []
         block.history = History()
-        lease = block.memory[:nbytes]
+        lease = block.memory[:]
         weakref.finalize(lease, self._freed.append, block).atexit = False
-        return block, torch.from_numpy(lease)
+        return block, torch.from_numpy(lease)[:nbytes]
 
     def freed(self) -> list[Block]:
         """Return the blocks whose last tensor has gone since the last call."""

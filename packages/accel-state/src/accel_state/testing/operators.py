@@ -1,4 +1,4 @@
-"""Every operator of a thread, as the reads and writes of a stream."""
+"""Every operator of a thread as reads and writes of a stream, and torch's own ways to pin and to upload."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
@@ -23,6 +24,9 @@ _WITHOUT_VALUES = re.compile(r"^aten::(new_empty.*|empty.*)$")
 _TO_HOST = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero", "aten::item"}
 """Operators whose result is known to the host when they return."""
 
+_torch_c: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_parse_to = _torch_c._nn._parse_to
+
 
 class OperatorMode(TorchDispatchMode):
     """Tell a device about all operators of this thread.
@@ -38,6 +42,7 @@ class OperatorMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Register the operator's accesses; take over copies between pinned and device memory."""
         kwargs = kwargs or {}
         device = self._device
         leaves = pytree.tree_leaves((args, kwargs))
@@ -58,6 +63,38 @@ class OperatorMode(TorchDispatchMode):
             fresh = [leaf for leaf in results if storage_id(leaf) not in old]
         device.after_operator(name, fresh, actor, waits=name in _TO_HOST)
         return outputs
+
+
+class TransferMode(TorchFunctionMode):
+    """Give `pin_memory`, `is_pinned` and `to` of this thread's tensors the meaning they have with a device.
+
+    Args:
+        device: Which one.
+    """
+
+    def __init__(self, device: LateDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Do what a device would do, or what the function does."""
+        kwargs = kwargs or {}
+        if func is torch.Tensor.pin_memory:
+            return self._device.pin(args[0])
+        if func is torch.Tensor.is_pinned:
+            return self._device.is_pinned(args[0])
+        if func is torch.Tensor.to and self._device.is_pinned(args[0]):
+            return self._to(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _to(self, tensor: Tensor, *args: Any, copy: bool = False, **kwargs: Any) -> Tensor:
+        device, dtype, non_blocking, _ = _parse_to(*args, **kwargs)
+        if device is None:
+            return tensor.to(*args, copy=copy, **kwargs)
+        moved = self._device.upload(tensor, blocking=not non_blocking)
+        return moved if dtype is None else moved.to(dtype)
 
 
 def _plain_copy(device: LateDevice, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:

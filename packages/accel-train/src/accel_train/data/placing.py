@@ -10,10 +10,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_ops.move import send_to_device
 from accel_ops.tree import walk
+from accel_state.streams import device_streams
 from accel_train.data.iterable_shard import Delivery
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+
+    from accel_state.streams import DeviceStreams, Event
 
 _CPU = torch.device("cpu")
 
@@ -45,17 +48,17 @@ class Plain:
 
 
 class SideStream:
-    """Batches are copied to a CUDA device on a stream of their own, while the one before is computed with.
+    """Batches are copied to the device on a stream of their own, while the one before is computed with.
 
     Work of the current stream on a batch waits for its copy, and its memory is kept until that work is done.
 
     Args:
-        device: The CUDA device.
+        streams: The device's streams.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
+        self._side = streams.new_stream()
 
     def launch(self, item: Any) -> Any:
         """Begin the copy of a batch."""
@@ -65,18 +68,34 @@ class SideStream:
 
     def land(self, flight: InFlight) -> Any:
         """Give the batch to the current stream."""
-        current = torch.cuda.current_stream(self._device)
+        current = self._streams.current_stream()
         current.wait_event(flight.arrived)
         for _, leaf in walk(flight.batch):
-            if isinstance(leaf, torch.Tensor) and leaf.is_cuda:
-                leaf.record_stream(current)
+            if isinstance(leaf, torch.Tensor):
+                if leaf.device == self._streams.device:
+                    self._streams.record_stream(leaf, current)
+            elif callable(record := getattr(leaf, "record_stream", None)):
+                record(current)
         return flight.batch
 
     def _launch(self, batch: Any) -> InFlight:
         pinned = pin_memory(batch)  # as it is, where it is pinned
-        with torch.cuda.stream(self._stream):
-            moved = send_to_device(pinned, self._device, non_blocking=True)
-        return InFlight(moved, self._stream.record_event())
+        hidden = any(_hides_tensors(leaf) for _, leaf in walk(batch))
+        stream = self._streams.current_stream() if hidden else self._side
+        arrived = self._streams.new_event()
+        with self._streams.on(stream):
+            moved = send_to_device(pinned, self._streams.device, non_blocking=True)
+            arrived.record(stream)
+        return InFlight(moved, arrived)
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether an object moves tensors that nobody can record: the stream that uses them must own them."""
+    return (
+        not isinstance(leaf, (torch.Tensor, type))
+        and callable(getattr(leaf, "to", None))
+        and not callable(getattr(leaf, "record_stream", None))
+    )
 
 
 @dataclass(slots=True)
@@ -89,7 +108,7 @@ class InFlight:
     """
 
     batch: Any
-    arrived: torch.Event
+    arrived: Event
 
 
 def to_cpu(batch: Any) -> Any:
@@ -123,8 +142,8 @@ def placing(device: torch.device | None, *, ahead: bool) -> Placing:
     """
     if device is None:
         return Plain()
+    if ahead and (streams := device_streams(device)) is not None:
+        return SideStream(streams)
     if device.type == "cpu":
         return Plain(to_cpu)
-    if device.type == "cuda" and ahead:
-        return SideStream(device)
     return Plain(lambda batch: send_to_device(batch, device, non_blocking=ahead))
