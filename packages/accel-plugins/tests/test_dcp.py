@@ -58,9 +58,9 @@ def save(folder: Path, world_size: int, make: Callable[[DeviceMesh], Mapping[str
         with as_rank(rank, world_size) as mesh:
             writer = ShardWriter(make(mesh), rank)
             with (folder / shard_file(rank)).open("wb") as file:
-                writer.write_shards(file)
+                writer.write_shards(writer.local_values(), file)
             with (folder / note_file(rank)).open("wb") as file:
-                writer.write_note(file)
+                writer.write_note([], file)
     write_index(folder, range(world_size))
 
 

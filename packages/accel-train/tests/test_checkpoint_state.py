@@ -394,16 +394,16 @@ def test_host_memory_is_used_again(tmp_path):
     run = Setup(tmp_path)
     run.train(1)
     run.accelerator.save_state(blocking=False).wait()
-    arena = run.accelerator._parts.checkpoints.arena
-    taken = arena.nbytes
+    staging = run.accelerator._parts.checkpoints.staging
+    taken = staging.nbytes
     for _ in range(3):
         run.accelerator.save_state(blocking=False)
     run.accelerator.has_checkpoint  # noqa: B018 - waits
-    assert arena.nbytes == taken
+    assert staging.nbytes == taken > 0
 
 
-def save_and_wait(run, blocking):
-    saved = run.accelerator.save_state(blocking=blocking)
+def save_and_wait(accelerator, blocking, folder=None):
+    saved = accelerator.save_state(folder, blocking=blocking)
     if not blocking:
         saved.wait()
 
@@ -425,6 +425,18 @@ class FailingDisk:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
+def test_a_disk_that_is_full_in_the_middle_of_an_optimizer_is_said(tmp_path, monkeypatch, blocking):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(1024, 1024, bias=False)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 1024)).sum())
+    optimizer.step()
+    monkeypatch.setattr(files, "os", FailingDisk(10 << 20))  # 4 MiB of weights, 8 of moments
+    with pytest.raises(CheckpointWriteError, match=r"write .optimizer.bin.: No space left on device"):
+        save_and_wait(accelerator, blocking, tmp_path / "c")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
 @pytest.mark.parametrize("room", [0, 700, 20_000])
 def test_a_full_disk_is_said_and_the_older_checkpoint_stands(tmp_path, monkeypatch, blocking, room):
     run = Setup(tmp_path, limit=1)
@@ -436,7 +448,7 @@ def test_a_full_disk_is_said_and_the_older_checkpoint_stands(tmp_path, monkeypat
     with pytest.raises(
         CheckpointWriteError, match=r"rank 0 could not write '.*': No space left.*Older ones stand"
     ):
-        save_and_wait(run, blocking)
+        save_and_wait(run.accelerator, blocking)
     monkeypatch.undo()
     assert listing(tmp_path / "checkpoints") == ["checkpoint_0"]
     run.accelerator.load_state()
@@ -459,7 +471,7 @@ def test_a_state_that_cannot_be_saved_leaves_nothing_behind(tmp_path, blocking):
     run, bad = Setup(tmp_path), Counter(lambda: None)
     run.accelerator.register_for_checkpointing(bad)
     with pytest.raises(CheckpointWriteError, match=r"lambda"):
-        run.accelerator.save_state(blocking=blocking)
+        save_and_wait(run.accelerator, blocking)
     assert listing(tmp_path / "checkpoints") == []
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from accel_plugins.dcp.layout import shard_file
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
 
@@ -56,29 +56,33 @@ class ShardWriter:
             if item.tensor_data is not None
         )
 
-    def write_shards(self, sink: ByteSink, to_host: Callable[[Tensor], Tensor] | None = None) -> None:
+    def local_values(self) -> list[Tensor | bytes]:
+        """Return what this rank writes, item by item: tensors where they are, objects in their bytes."""
+        values = (self._planner.resolve_data(item) for item in self._plan.items)
+        return [one.getvalue() if isinstance(one, io.BytesIO) else one.detach() for one in values]
+
+    def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
         """Write the file of this rank.
 
         Args:
+            values: What `local_values` returned, or a copy of it.
             sink: Gets the bytes.
-            to_host: What copies a tensor from a device to the CPU; `Tensor.cpu` if `None`.
         """
         counted: Any = _Counted(sink)
         self._results = []
-        for item in self._plan.items:
+        for item, value in zip(self._plan.items, values, strict=True):
             begin = counted.size
-            value = self._planner.resolve_data(item)
-            if isinstance(value, io.BytesIO):
-                counted.write(value.getbuffer())
+            if isinstance(value, bytes):
+                counted.write(value)
             else:
-                torch.save(_compact((to_host or torch.Tensor.cpu)(value.detach())), counted)
+                torch.save(_compact(value.cpu()), counted)
             length = counted.size - begin
             place = _StorageInfo(self._file, begin, length)
             self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
 
-    def write_note(self, sink: ByteSink, to_host: object = None) -> None:
+    def write_note(self, values: object, sink: ByteSink) -> None:
         """Write the note of this rank; after `write_shards`."""
-        del to_host
+        del values
         sink.write(pickle.dumps((self._plan, self._results)))
 
     def _is_ours(self, item: WriteItem, rank: int) -> bool:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import pickle
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from accel_ops.weights.clean import clean_state_dict_for_safetensors
 from accel_ops.weights.stream import write_safetensors
 from accel_state.errors import CheckpointError
+from accel_state.versions import is_torch_version
+from accel_train.checkpoint.staging import on_host
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Mapping
+    from collections.abc import Generator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from accel_ops.weights.stream import ByteSink
 
+_IS_PER_THREAD = is_torch_version(">=", "2.15")
 _reconstruct: Any = np.ndarray(0).__reduce__()[0]
 _NUMPY_TYPES = [type(np.dtype(code)) for code in "?bhilqBHILQefdFD"]
 SAFE: list[Any] = [
@@ -33,36 +36,29 @@ SAFE: list[Any] = [
 """What may be built while reading, beside tensors and plain containers: arrays of numbers."""
 
 
-def write_weights(
-    state: Mapping[str, Any], sink: ByteSink, *, safe: bool, to_host: Callable[[Tensor], Tensor] | None = None
-) -> None:
+def write_weights(state: Mapping[str, Any], sink: ByteSink, *, safe: bool) -> None:
     """Write the state dict of a model.
 
     Args:
         state: Name to tensor.
         sink: Gets the bytes.
         safe: As safetensors, tensors with two names once; else as `torch.save` does.
-        to_host: What copies a tensor from a device to the CPU; `Tensor.cpu` if `None`.
     """
     if safe:
-        tensors = clean_state_dict_for_safetensors(state)
-        write_safetensors(tensors, sink, to_host=to_host or Tensor.cpu)
+        write_safetensors(clean_state_dict_for_safetensors(state), sink)
     else:
-        write_object(dict(state), sink, to_host=to_host)
+        write_object(dict(state), sink)
 
 
-def write_object(obj: Any, sink: Any, *, to_host: Callable[[Tensor], Tensor] | None = None) -> None:
-    """Write an object as `torch.save` does; the bytes of tensors on the CPU come from where they are.
+def write_object(obj: Any, sink: Any) -> None:
+    """Write an object as `torch.save` does, with tensors of devices on the CPU.
 
     Args:
-        obj: Tensors and plain containers, if it shall be read back without trust.
+        obj: Tensors and plain containers, if it must load with `weights_only=True`.
         sink: Gets the bytes.
-        to_host: What copies a tensor from a device to the CPU; torch itself, one after the other, if `None`.
     """
-    if to_host is not None:
-        obj = _on_host(obj, to_host)
     with _without_crc():
-        torch.save(obj, sink)
+        torch.save(on_host(obj), sink)
 
 
 def read_object(path: Path, **kwargs: Any) -> Any:
@@ -91,20 +87,16 @@ def read_object(path: Path, **kwargs: Any) -> Any:
         raise CheckpointError(f"{str(path)!r} is damaged: {str(error).splitlines()[0]}") from error
 
 
-def _on_host(obj: Any, to_host: Callable[[Tensor], Tensor]) -> Any:
-    """The same nested plain containers with tensors of devices on the CPU; other objects as they are."""
-    if isinstance(obj, Tensor):
-        return obj if obj.device.type in {"cpu", "meta"} else to_host(obj.detach())
-    if type(obj) is dict:
-        return {key: _on_host(value, to_host) for key, value in obj.items()}
-    if type(obj) in {list, tuple}:
-        return type(obj)(_on_host(value, to_host) for value in obj)
-    return obj
+def _without_crc() -> AbstractContextManager[None]:
+    """Return a context in which this thread's `torch.save` computes no checksums; the manifest has better.
+
+    Before torch 2.15 the option may be that of all threads, the user's among them: there it stays as it is.
+    """
+    return _crc_off() if _IS_PER_THREAD else nullcontext()
 
 
 @contextmanager
-def _without_crc() -> Generator[None]:
-    """Within it, `torch.save` computes no checksums: there are better ones in the manifest."""
+def _crc_off() -> Generator[None]:
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:

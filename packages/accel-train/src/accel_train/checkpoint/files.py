@@ -26,11 +26,14 @@ class FileWriter:
         path: Where; must not exist.
         to_disk: Whether `finish` is to return only when the contents are on disk.
 
+    Attributes:
+        failure: The error that `write` has raised, if any.
+
     Raises:
         OSError: The file cannot be made.
     """
 
-    __slots__ = ("_begun", "_hash", "_pending", "_size", "_to_disk", "descriptor")
+    __slots__ = ("_begun", "_hash", "_pending", "_size", "_to_disk", "descriptor", "failure")
 
     def __init__(self, path: Path, *, to_disk: bool) -> None:
         self._to_disk = to_disk
@@ -39,6 +42,7 @@ class FileWriter:
         self._hash = xxhash.xxh3_64()
         self._pending = bytearray()
         self._size = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Append bytes; small pieces are collected.
@@ -82,8 +86,12 @@ class FileWriter:
     def _write_out(self, view: memoryview) -> None:
         self._hash.update(view)
         self._size += len(view)
-        while view:
-            view = view[os.write(self.descriptor, view) :]
+        try:
+            while view:
+                view = view[os.write(self.descriptor, view) :]
+        except OSError as error:
+            self.failure = error
+            raise
         if self._to_disk and self._size - self._begun >= _STRETCH and hasattr(os, "posix_fadvise"):
             # On Linux, this begins to write out what is not needed in memory, without waiting for it.
             os.posix_fadvise(self.descriptor, self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)

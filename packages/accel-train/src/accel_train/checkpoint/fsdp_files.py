@@ -227,7 +227,7 @@ def _write_folder(accelerator: Any, folder: Path, state: Mapping[str, Any]) -> N
     for part in parts_of_folder(folder.name, state, accelerator.process_index):
         writer = FileWriter(folder.parent / part.name, to_disk=True)
         try:
-            part.write(writer, None)
+            part.write_to(writer)
         except BaseException:
             writer.abandon()
             raise

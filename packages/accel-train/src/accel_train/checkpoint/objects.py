@@ -74,7 +74,7 @@ def save_accelerator_state(
     writes = here.topology.is_local_main if save_on_each_node else process_index == 0
     shared = shared_parts(contents, safe=safe_serialization) if writes else []
     records = {
-        part.name: _write(target / part.name, lambda sink, part=part: part.write(sink, None))
+        part.name: _write(target / part.name, part.write_to)
         for part in [*shared, *own_parts(contents, rank=process_index, device=here.device)]
     }
     if writes:

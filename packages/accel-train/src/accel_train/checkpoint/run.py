@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.errors import SettingsError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.agreement import agreement_of
-from accel_train.checkpoint.staging import HostArena
+from accel_train.checkpoint.staging import HostStaging
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,9 +102,9 @@ class Run:
         return agreement_of(self.runtime, "writer", in_main_thread=False)
 
     @cached_property
-    def arena(self) -> HostArena:
+    def staging(self) -> HostStaging:
         """Host memory for what is written in the background."""
-        return HostArena(self.runtime.device)
+        return HostStaging()
 
     def settle(self) -> None:
         """Wait until nothing is being written, and raise what has gone wrong with it."""

@@ -20,18 +20,15 @@ from accel_train.checkpoint.saving import (
     Report,
     Saving,
     complete,
-    record_parts,
+    staged_parts,
     write_parts,
-    write_recorded,
 )
 from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, save_own, sharded_parts
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     from accel_train.checkpoint.run import Run
-    from accel_train.checkpoint.staging import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -119,15 +116,15 @@ def save(
     if request.iteration is not None:
         run.project.iteration = request.iteration + 1
     job = _job(run, request, target, staging)
-    recorded: dict[str, Recorder] = {}
-    saving = Saving(str(target), lambda: complete(job, write_recorded(job, recorded), run.background))
+    parts: list[Part] = []
+    saving = Saving(str(target), lambda: complete(job, write_parts(job, parts), run.background))
     report, failure = Report(job.committer), None
     try:
-        parts = _parts(run, job, safe=safe)
+        parts += _parts(run, job, safe=safe)
         if blocking:
             report = write_parts(job, parts)
         else:
-            _record(run, parts, recorded)
+            parts[:] = staged_parts(parts, run.staging)
     except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks must hear
         failure = error
         report.error = f"rank {job.rank} failed before it could write: {error!r}"
@@ -254,9 +251,3 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     elif form is StateForm.OWN:
         save_own(run, job.staging)
     return [*shared, *own_parts(contents, rank=job.rank, device=run.runtime.device)]
-
-
-def _record(run: Run, parts: Sequence[Part], recorded: dict[str, Recorder]) -> None:
-    recorded |= record_parts(parts, run.arena)
-    if run.runtime.device.type != "cpu":
-        run.runtime.kind.module.synchronize()  # copies are under way

@@ -5,25 +5,25 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins import dcp
 from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train.checkpoint import layout
+from accel_train.checkpoint.encode import write_object
 from accel_train.checkpoint.files import FileWriter, make_folder, record_of, remove, sizes_in
 from accel_train.checkpoint.folder import complete_ones, delete, publish
 from accel_train.checkpoint.manifest import FileRecord, Manifest
 from accel_train.checkpoint.rotation import outdated
-from accel_train.checkpoint.staging import HostArena, Recorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
-    from torch import Tensor
-
     from accel_train.checkpoint.agreement import Agreement
+    from accel_train.checkpoint.staging import HostStaging
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +34,17 @@ class Part:
 
     Args:
         name: Inside the checkpoint.
-        write: Called as `write(sink, to_host)`: writes the contents to `sink`, copying tensors from devices
-            with `to_host`, or as it likes if that is `None`.
+        read: Called once; returns the state tree that is written.
+        write: Called as `write(state, sink)`, with that tree or a copy of it.
     """
 
     name: str
-    write: Callable[[Any, Callable[[Tensor], Tensor] | None], None]
+    read: Callable[[], Any]
+    write: Callable[[Any, Any], None] = write_object
+
+    def write_to(self, sink: Any) -> None:
+        """Write the state as it is now."""
+        self.write(self.read(), sink)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +100,7 @@ class Report:
 
 
 def write_parts(job: Job, parts: Sequence[Part]) -> Report:
-    """Write this rank's files, from where the tensors are.
+    """Write this rank's files.
 
     Returns:
         What was written; an error is part of it, for all ranks must hear of it.
@@ -103,7 +108,7 @@ def write_parts(job: Job, parts: Sequence[Part]) -> Report:
     report = Report(job.committer)
     for part in parts:
         try:
-            report.files[part.name] = _write(job, part.name, lambda sink, part=part: part.write(sink, None))
+            report.files[part.name] = _write(job, part)
         except Exception as error:
             report.error = _story(job.rank, part.name, error)
             logger.debug("%s", report.error, exc_info=error)
@@ -111,29 +116,20 @@ def write_parts(job: Job, parts: Sequence[Part]) -> Report:
     return report
 
 
-def record_parts(parts: Sequence[Part], arena: HostArena) -> dict[str, Recorder]:
-    """Copy this rank's files to host memory.
+def staged_parts(parts: Sequence[Part], staging: HostStaging) -> list[Part]:
+    """Copy the states of this rank's files to host memory.
 
     Returns:
-        The files. Copies from a device are under way: synchronise before they are written.
+        Parts that write the copies.
     """
-    arena.reset()
-    recorded: dict[str, Recorder] = {}
-    for part in parts:
-        recorder = recorded[part.name] = Recorder(arena)
-        part.write(recorder, arena.copy_of)
-    return recorded
+    staging.reset()
+    copies = [staging.copy(part.read()) for part in parts]
+    staging.synchronize()
+    return [replace(part, read=partial(_itself, state)) for part, state in zip(parts, copies, strict=True)]
 
 
-def write_recorded(job: Job, recorded: dict[str, Recorder]) -> Report:
-    """Write what `record_parts` has copied."""
-    return write_parts(
-        job,
-        [
-            Part(name=name, write=lambda sink, _, recorder=recorder: recorder.replay(sink))
-            for name, recorder in recorded.items()
-        ],
-    )
+def _itself(state: Any) -> Any:
+    return state
 
 
 def complete(job: Job, report: Report, agreement: Agreement) -> None:
@@ -207,14 +203,16 @@ def _prune(job: Job) -> None:
             logger.warning("checkpoint_%d could not be deleted: %s", iteration, error)
 
 
-def _write(job: Job, name: str, write: Callable[[Any], None]) -> FileRecord:
-    path = job.staging / name
+def _write(job: Job, part: Part) -> FileRecord:
+    path = job.staging / part.name
     make_folder(path.parent)
     writer = FileWriter(path, to_disk=job.to_disk)
     try:
-        write(writer)
-    except BaseException:
+        part.write_to(writer)
+    except BaseException as error:
         writer.abandon()
+        if writer.failure is not None:  # torch's own error hides it
+            raise writer.failure from error
         raise
     return writer.finish()
 

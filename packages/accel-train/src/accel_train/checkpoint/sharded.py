@@ -71,8 +71,8 @@ def parts_of_folder(folder: str, state: Mapping[str, Any], rank: int) -> list[Pa
     """
     writer = dcp.ShardWriter(state, rank)
     return [
-        Part(name=f"{folder}/{shard_file(rank)}", write=writer.write_shards),
-        Part(name=f"{folder}/{note_file(rank)}", write=writer.write_note),
+        Part(name=f"{folder}/{shard_file(rank)}", read=writer.local_values, write=writer.write_shards),
+        Part(name=f"{folder}/{note_file(rank)}", read=list, write=writer.write_note),
     ]
 
 

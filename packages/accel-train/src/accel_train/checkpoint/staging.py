@@ -1,140 +1,184 @@
-"""Copies of what is being saved in host memory, so that training goes on while they are written."""
+"""Copies of a state in host memory that they own, so that training goes on while the state is written."""
 
 from __future__ import annotations
 
-import ctypes
+import copy
 import logging
-import weakref
-from bisect import bisect_right, insort
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from accel_ops.weights.stream import as_bytes
+from accel_state.streams import device_streams
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Callable, Iterator
 
-    from accel_ops.weights.stream import ByteSink
+    from torch import UntypedStorage
+
+    from accel_state.streams import DeviceStreams
 
 logger = logging.getLogger(__name__)
 
-_BLOCK = 64 << 20  # bytes of host memory taken at once; more for a larger tensor
-_SMALL = 64 << 10  # bytes up to which a piece is collected with its neighbours
+_BLOCK = 64 << 20  # bytes of host memory that are allocated at once; more for a larger storage
 _ALIGNMENT = 64
 
 
-class HostArena:
-    """Host memory that is filled anew by every save. Taken when first needed, kept for the next time.
+class HostStaging:
+    """Host copies of state trees in buffers that the next save uses again.
 
-    Args:
-        device: Where copies come from; if it is a GPU, the memory is pinned.
+    Call `reset`, then `copy` for every tree, then `synchronize`; only then read the copies. They are valid
+    until the next `reset`. Storages are copied as they are, so that a copy is serialised to the same bytes as
+    its original: views share memory where the originals do.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._pinned = device.type == "cuda"
-        self._blocks: list[Tensor] = []
-        self._free: list[int] = []  # bytes at the end of each block
-        self._spans: list[tuple[int, int]] = []  # address and size of each block, sorted
+    def __init__(self) -> None:
+        self._pools: dict[torch.device, _Pool] = {}
+        self._streams: dict[torch.device, DeviceStreams | None] = {}
 
     @property
     def nbytes(self) -> int:
-        """How much memory is kept."""
-        return sum(size for _, size in self._spans)
+        """Bytes of host memory that are kept."""
+        return sum(block.numel() for pool in self._pools.values() for block in pool.blocks)
 
     def reset(self) -> None:
-        """Let the next save use the same memory."""
-        self._free = [block.numel() for block in self._blocks]
+        """Let the next copies use the same memory."""
+        self._streams.clear()
+        for pool in self._pools.values():
+            pool.used = [0 for _ in pool.blocks]
 
-    def take(self, nbytes: int) -> Tensor:
-        """Give memory.
+    def copy(self, tree: Any) -> Any:
+        """Copy a tree. Copies from a device are under way: synchronise before reading them.
 
         Args:
-            nbytes: How much.
-
-        Returns:
-            uint8, of shape `(nbytes,)`, aligned for every element type.
+            tree: Nested containers of tensors and of objects that can be copied.
         """
-        room = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        index = next((index for index, free in enumerate(self._free) if free >= room), None)
+        return copied_tree(tree, self._copy_of)
+
+    def synchronize(self) -> None:
+        """Wait until all copies have arrived, and release the buffers that none of them uses."""
+        for streams in self._streams.values():
+            if streams is not None:
+                streams.synchronize()
+        for pool in self._pools.values():
+            pool.trim()
+
+    def _copy_of(self, storage: UntypedStorage) -> UntypedStorage:
+        device = storage.device
+        if device not in self._streams:
+            self._streams[device] = device_streams(device)
+        streams = self._streams[device]
+        pool = self._pools.setdefault(device, _Pool())
+        target = pool.take(storage.nbytes(), torch.empty if streams is None else streams.pinned)
+        source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        if streams is None:
+            target.copy_(source)
+        else:
+            streams.copy_(target, source)
+        begin = target.storage_offset()
+        # A storage of exactly these bytes: `torch.save` writes the whole storage behind a tensor.
+        return target.untyped_storage()[begin : begin + storage.nbytes()]
+
+
+class _Pool:
+    """Blocks of host memory for the storages of one device."""
+
+    def __init__(self) -> None:
+        self.blocks: list[Tensor] = []
+        self.used: list[int] = []  # bytes at the beginning of each block
+
+    def take(self, nbytes: int, allocate: Callable[..., Tensor]) -> Tensor:
+        """Take uint8 memory of shape `(nbytes,)`, aligned for every element type."""
+        needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        sizes = zip(self.blocks, self.used, strict=True)
+        index = next((i for i, (one, used) in enumerate(sizes) if one.numel() - used >= needed), None)
         if index is None:
-            index = len(self._blocks)
-            block = self._allocate(max(room, _BLOCK))
-            self._blocks.append(block)
-            self._free.append(block.numel())
-            insort(self._spans, (block.data_ptr(), block.numel()))
-        begin = self._blocks[index].numel() - self._free[index]
-        self._free[index] -= room
-        return self._blocks[index][begin : begin + nbytes]
+            index = len(self.blocks)
+            # torch's pinned memory comes in powers of two: what is left of a block serves other storages.
+            size = max(_BLOCK, 1 << (needed - 1).bit_length())
+            self.blocks.append(_allocated(size, allocate))
+            self.used.append(0)
+        begin = self.used[index]
+        self.used[index] += needed
+        return self.blocks[index][begin : begin + nbytes]
 
-    def holds(self, address: int) -> bool:
-        """Whether an address is inside of this memory."""
-        index = bisect_right(self._spans, (address, 1 << 63)) - 1
-        return index >= 0 and address < sum(self._spans[index])
-
-    def copy_of(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor from a device. The copy is under way: synchronise before reading it.
-
-        Args:
-            tensor: On any device; on the CPU it stays where it is.
-        """
-        source = tensor.detach()
-        if source.device.type == "cpu":
-            return source
-        memory = self.take(source.numel() * source.element_size())
-        copy = memory.view(source.dtype).view(source.shape)
-        return copy.copy_(source, non_blocking=True)
-
-    def _allocate(self, nbytes: int) -> Tensor:
-        block = torch.empty(nbytes, dtype=torch.uint8)
-        if self._pinned:
-            # torch's own pinned memory comes in powers of two, which would waste up to half of it.
-            runtime: Any = torch.cuda.cudart()
-            failed = int(runtime.cudaHostRegister(block.data_ptr(), nbytes, 0))
-            if failed:
-                logger.warning("Host memory could not be pinned (CUDA error %d): copies are slower.", failed)
-            else:
-                weakref.finalize(self, runtime.cudaHostUnregister, block.data_ptr())
-        return block
+    def trim(self) -> None:
+        """Release the blocks of which nothing is used."""
+        kept = [(block, used) for block, used in zip(self.blocks, self.used, strict=True) if used]
+        self.blocks, self.used = [block for block, _ in kept], [used for _, used in kept]
 
 
-class Recorder:
-    """Takes the bytes of one file, and gives them again later.
+def on_host(tree: Any) -> Any:
+    """Return a tree with all tensors on the CPU; those that are there, and a tree of only such, stay.
 
     Args:
-        arena: Where large pieces are copied to. Pieces that are there already are not copied.
+        tree: Nested containers of tensors and other objects.
     """
+    if all(tensor.device.type in {"cpu", "meta"} for tensor in _tensors_in(tree, set())):
+        return tree
+    return copied_tree(tree, lambda storage: storage if storage.device.type == "cpu" else storage.cpu())
 
-    def __init__(self, arena: HostArena) -> None:
-        self._arena = arena
-        self._pieces: list[bytearray | memoryview] = []
 
-    def write(self, data: Any) -> int:
-        """Append bytes."""
-        view = memoryview(data).cast("B")
-        if len(view) < _SMALL:
-            if not self._pieces or not isinstance(self._pieces[-1], bytearray):
-                self._pieces.append(bytearray())
-            self._pieces[-1] += view  # pyright: ignore[reportOperatorIssue] - the one just made
-        else:
-            self._pieces.append(self._kept(view))
-        return len(view)
+def copied_tree(tree: Any, copy_storage: Callable[[UntypedStorage], UntypedStorage]) -> Any:
+    """Copy a tree as `copy.deepcopy` does, but the storages of its tensors with a function.
 
-    def flush(self) -> None:
-        """Do nothing; `torch.save` asks for it."""
+    Args:
+        tree: Nested containers of tensors and other objects. What is one object in several places of the tree
+            is one in the copy, too.
+        copy_storage: Called once for every storage that has memory; returns one on the CPU of the same size.
+    """
+    memo: dict[int, Any] = {}
+    storages: dict[int, UntypedStorage] = {}
+    tensors = {id(tensor): tensor for tensor in _tensors_in(tree, set()) if _is_plain(tensor)}
+    memo |= {key: _copied(tensor, copy_storage, storages) for key, tensor in tensors.items()}
+    for key, tensor in tensors.items():
+        vars(memo[key]).update(copy.deepcopy(vars(tensor), memo))  # they are saved, too
+    return copy.deepcopy(tree, memo)
 
-    def replay(self, sink: ByteSink) -> None:
-        """Write everything to a sink."""
-        for piece in self._pieces:
-            sink.write(piece)
 
-    def _kept(self, view: memoryview) -> memoryview:
-        size = len(view)
-        address: int = np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0]
-        # By its address, for torch warns about read-only buffers even if they are only read.
-        there: Any = (ctypes.c_char * size).from_address(address)
-        source = torch.frombuffer(there, dtype=torch.uint8)
-        if not self._arena.holds(address):
-            source = self._arena.take(size).copy_(source)  # with as many threads as torch may use
-        return as_bytes(source)
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor is a view of a storage and nothing else; `copy.deepcopy` copies the others."""
+    usual = tensor.layout == torch.strided and not (tensor.is_meta or tensor.is_quantized)
+    return usual and type(tensor) in {Tensor, torch.nn.Parameter} and not tensor.is_neg()
+
+
+def _copied(
+    tensor: Tensor,
+    copy_storage: Callable[[UntypedStorage], UntypedStorage],
+    storages: dict[int, UntypedStorage],
+) -> Tensor:
+    source = tensor.untyped_storage()
+    key = source._cdata  # pyright: ignore[reportPrivateUsage] - by which `torch.save` tells storages apart
+    target = storages.get(key)
+    if target is None:
+        target = copy_storage(source) if source.nbytes() else torch.UntypedStorage(0)
+        storages[key] = target
+    result = torch.empty(0, dtype=tensor.dtype).set_(
+        target, tensor.storage_offset(), tensor.size(), tensor.stride()
+    )
+    if tensor.is_conj():
+        result = result.conj()
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(result, tensor.requires_grad)
+    return result.requires_grad_(tensor.requires_grad)
+
+
+def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors in the dictionaries, lists and tuples of a tree, without those inside of other objects."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (dict, list, tuple)) and id(tree) not in seen:  # pyright: ignore[reportUnknownArgumentType]
+        seen.add(id(tree))  # pyright: ignore[reportUnknownArgumentType]
+        values: Any = tree.values() if isinstance(tree, dict) else tree
+        for value in values:
+            yield from _tensors_in(value, seen)
+
+
+def _allocated(nbytes: int, allocate: Callable[..., Tensor]) -> Tensor:
+    if allocate is torch.empty:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    try:
+        return allocate(nbytes)
+    except RuntimeError as error:
+        logger.warning("Host memory could not be pinned (%s): copies are slower.", str(error).splitlines()[0])
+        return torch.empty(nbytes, dtype=torch.uint8)

@@ -1,0 +1,164 @@
+"""Copies of a state tree in host memory: complete after one wait, and serialised to the same bytes."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accel_state.streams import override_streams
+from accel_train.checkpoint.encode import write_object
+from accel_train.checkpoint.staging import HostStaging, copied_tree
+
+
+class Late:
+    """The CPU as a device whose copies arrive when it is waited for."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *, can_pin=True):
+        self.copies = []
+        self.can_pin = can_pin
+
+    def pinned(self, nbytes):
+        if not self.can_pin:
+            raise RuntimeError("no memory to pin\nmore")
+        return torch.full((nbytes,), 0xAA, dtype=torch.uint8)
+
+    def copy_(self, target, source):
+        self.copies.append((target, source))
+
+    def synchronize(self):
+        for target, source in self.copies:
+            target.copy_(source)
+        self.copies.clear()
+
+
+def saved(tree):
+    sink = io.BytesIO()
+    write_object(tree, sink)
+    return sink.getvalue()
+
+
+def staged(staging, tree):
+    staging.reset()
+    copy = staging.copy(tree)
+    staging.synchronize()
+    return copy
+
+
+def tree():
+    base = torch.arange(50_000, dtype=torch.float64)
+    shared = ["a", base]
+    ordered = OrderedDict(weight=nn.Parameter(torch.ones(3)))
+    ordered._metadata = {"version": 1}
+    marked = torch.ones(2)
+    marked.note = "kept"
+    return {
+        "moments": torch.full((3, 5), 0.25, dtype=torch.bfloat16).t(),
+        "step": torch.tensor(3.0),
+        "bytes": torch.arange(7, dtype=torch.uint8),
+        "view": base[10:20],
+        "tied": [shared, shared],
+        "state": ordered,
+        "array": np.arange(6.0).reshape(2, 3).T,
+        "empty": torch.empty(0, 4, dtype=torch.int16),
+        "complex": torch.tensor([1 + 2j]).conj(),
+        "sparse": torch.eye(3).to_sparse(),
+        "marked": marked,
+        "plain": (1, "two", None, torch.Size([1]), torch.float16),
+    }
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_a_copy_is_serialised_to_the_bytes_of_the_original(late):
+    original = tree()
+    expected = saved(original)
+    staging, device = HostStaging(), Late() if late else None
+    for _ in range(2):  # the second time into the same memory
+        with override_streams("cpu", lambda _: device):
+            copy = staged(staging, original)
+        assert saved(copy) == expected
+    original["tied"][0][1].zero_()
+    original["tied"][0].append(1)
+    original["array"][:] = 0
+    assert saved(copy) == expected
+
+
+def test_a_small_state_takes_few_bytes_on_disk_and_the_same_memory_every_time():
+    staging, state = HostStaging(), {"exp_avg": torch.zeros(1000), "step": torch.tensor(1.0)}
+    sizes, kept = set(), set()
+    for _ in range(3):
+        sizes.add(len(saved(staged(staging, state))))
+        kept.add(staging.nbytes)
+    assert sizes == {len(saved(state))}
+    assert len(kept) == 1
+
+
+def test_memory_that_is_not_needed_any_more_is_released():
+    staging = HostStaging()
+    staged(staging, [torch.zeros(100 << 20, dtype=torch.uint8) for _ in range(2)])
+    most = staging.nbytes
+    staged(staging, [torch.zeros(3)])
+    assert 0 < staging.nbytes < most
+
+
+def test_memory_that_cannot_be_pinned_is_said_and_does(caplog):
+    device = Late(can_pin=False)
+    with override_streams("cpu", lambda _: device):
+        copy = staged(HostStaging(), {"a": torch.ones(5)})
+    assert copy["a"].tolist() == [1] * 5
+    assert "could not be pinned (no memory to pin): copies are slower" in caplog.text
+
+
+def test_a_copy_that_was_asked_for_once_is_made_once():
+    storage = torch.arange(8.0)
+    calls = []
+
+    def copy(one):
+        calls.append(one.nbytes())
+        return one.clone()
+
+    left, right = copied_tree([storage[:2], storage[4:]], copy)
+    assert calls == [32]
+    assert left.untyped_storage().data_ptr() == right.untyped_storage().data_ptr() != storage.data_ptr()
+
+
+def test_another_thread_saves_with_checksums_while_we_save_without():
+    seen = []
+
+    class Sink(io.BytesIO):
+        def write(self, data):
+            if not seen:
+                thread = threading.Thread(target=lambda: seen.append(torch.serialization.get_crc32_options()))
+                thread.start()
+                thread.join()
+            return super().write(data)
+
+    write_object({"a": torch.ones(3)}, Sink())
+    assert seen == [True]
+    assert torch.serialization.get_crc32_options() is True
+
+
+@pytest.mark.gpu
+def test_a_state_on_a_gpu_is_serialised_like_its_copy_in_host_memory():
+    device = torch.device("cuda")
+    state = {"small": torch.ones(3, device=device), "large": torch.arange(1 << 20, device=device)}
+    state["view"] = state["large"][5:9]
+    staging = HostStaging()
+    for value in (1, 2):
+        state["small"].fill_(value)
+        torch.cuda._sleep(100_000_000)
+        state["large"].add_(value)
+        expected = saved(state)
+        copy = staged(staging, state)
+        state["large"].zero_()
+        assert saved(copy) == expected
+        assert copy["small"].tolist() == [value] * 3
+        assert copy["large"].is_pinned()
+        state["large"].copy_(copy["large"])
