@@ -70,6 +70,47 @@ except StalledCollectiveError as error:
     print(error)
 """,
     ),
+    "forward of DDP": (
+        2,
+        """
+from accel_train import Accelerator
+model = Accelerator().prepare(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)))
+model(torch.randn(4, 2)).sum().backward()
+try:
+    if state.process_index == 1:
+        while not os.path.exists("given_up"):
+            time.sleep(0.05)
+    model(torch.randn(4, 2))  # sends buffers
+except StalledCollectiveError as error:
+    print(error)
+    open("given_up", "w").close()
+""",
+    ),
+    "user's error": (
+        2,
+        """
+from accel_train import Accelerator
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("HTTP request timed out while fetching tokenizer")
+accelerator = Accelerator()
+model = accelerator.prepare(torch.nn.Linear(2, 2))
+if state.process_index == 0:
+    try:
+        accelerator.backward(Failing.apply(model(torch.randn(4, 2))).sum())
+    except RuntimeError as error:
+        print(type(error).__name__, error)
+else:
+    model(torch.randn(4, 2))
+time.sleep(3)  # long enough to hear of a stall
+gather()
+print("gathered")
+""",
+    ),
     "destroyed": (2, "state.destroy_process_group()\nprint([t.name for t in threading.enumerate()])"),
     "left alone": (2, "print([t.name for t in threading.enumerate()])"),
     "one by one": (2, "time.sleep(state.process_index)"),
@@ -116,6 +157,21 @@ def test_a_rank_that_died_is_named(ends) -> None:
 def test_a_rank_that_ended_early_is_named(ends) -> None:
     assert [end.code for end in ends["early end"]] == [0, 0]
     assert "rank 1 has left after 1 collectives" in ends["early end"][0].output
+
+
+def test_a_stall_in_the_forward_pass_of_ddp_is_explained(ends) -> None:
+    for end in ends["forward of DDP"]:
+        assert end.code == 0, end.errors
+        assert "`forward` did not complete: " in end.output
+        assert "`model(torch.randn(4, 2))  # sends buffers` (collective " in end.output
+        assert "`time.sleep(0.05)` (in no collective, after " in end.output
+
+
+def test_an_error_of_the_user_that_speaks_of_a_time_out_is_no_stall(ends) -> None:
+    failed, other = ends["user's error"]
+    assert failed.output == "RuntimeError HTTP request timed out while fetching tokenizer\ngathered\n"
+    assert other.output == "gathered\n"
+    assert (failed.code, other.code) == (0, 0), failed.errors + other.errors
 
 
 @pytest.mark.parametrize("name", ["destroyed", "left alone", "one by one"])

@@ -5,13 +5,14 @@ import time
 from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from accel_state import hang_monitor
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
-from accel_state.hang_monitor import collective_scope
+from accel_state.hang_monitor import collective_scope, transport_errors_explained
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 
 TIMED_OUT = RuntimeError("[/src/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 4ms. Or so")
@@ -107,14 +108,43 @@ def test_a_disagreement_is_an_error_of_its_own(store):
     assert not isinstance(raised.value, StalledCollectiveError)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes differ"), ValueError("gloo/"), KeyError("x")])
-def test_errors_of_the_program_pass_unchanged(store, error):
-    begin(store)
-    with pytest.raises(type(error)) as raised, collective_scope("backward"):
+OF_THE_PROGRAM = [
+    RuntimeError("shapes differ"),
+    RuntimeError("HTTP request timed out while fetching tokenizer"),
+    RuntimeError("NCCL is mentioned: Connection reset by peer"),
+    RuntimeError("could not open [/src/gloo/transport/tcp/pair.cc:81]"),
+    TimeoutError("timed out"),
+    ValueError("[/src/gloo/transport/tcp/pair.cc:81] Timed out"),
+    KeyError("x"),
+]
+
+
+@pytest.mark.parametrize("error", OF_THE_PROGRAM)
+@pytest.mark.parametrize("scope", [collective_scope, transport_errors_explained])
+def test_errors_of_the_program_pass_unchanged(store, error, scope):
+    active = begin(store)
+    with pytest.raises(type(error)) as raised, scope("backward"):
         raise error
     assert raised.value is error
-    with collective_scope("backward"):
+    assert active.diagnosis is None, "other ranks would be told of a stall"
+    with scope("backward"):
         pass
+
+
+@pytest.mark.parametrize("kind", [dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError])
+def test_what_torch_raises_for_the_transport_is_a_stall(store, kind):
+    begin(store)
+    with pytest.raises(StalledCollectiveError), collective_scope("all_reduce"):
+        raise kind("NCCL error: remote process exited or there was a network error")
+
+
+def test_a_stall_in_mixed_code_is_explained_but_no_collective(store):
+    active = begin(store)
+    told = pytest.raises(StalledCollectiveError, match="`pipeline` did not complete")
+    with told, transport_errors_explained("pipeline"):
+        assert active.slot is None
+        raise TIMED_OUT
+    assert active.count == 0
 
 
 def test_once_a_rank_has_given_up_the_others_fail_at_their_next_collective(store, caplog):

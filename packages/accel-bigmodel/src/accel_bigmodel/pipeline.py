@@ -114,7 +114,7 @@ def build_pipeline(
     """
     state = PartialState()
     spec = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
-    with torch.no_grad(), hang_monitor.collective_scope("prepare_pippy"), _restored(model, split_points):
+    with torch.no_grad(), _restored(model, split_points):
         pipe = pipeline(_Entrance(model), mb_args=args, mb_kwargs=dict(kwargs or {}), split_spec=spec)
         stage = pipe.build_stage(state.process_index, device=state.device)
     return ScheduleGPipe(stage, num_chunks)
@@ -193,7 +193,7 @@ def _one_batch(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    with hang_monitor.collective_scope("pipeline"):
+    with hang_monitor.transport_errors_explained("pipeline"):
         if state.is_main_process:
             args, kwargs = _padded((args, kwargs), wanted)
             output = forward(*args, **kwargs)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import re
 import sys
 import threading
 import time
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,10 @@ from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPri
 
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
+from accel_state.transport_errors import first_sentence, is_stall, is_transport_error
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
     from types import CodeType, TracebackType
 
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
@@ -33,9 +35,6 @@ _RING = 16  # collectives of this rank that are remembered
 WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
 MIN_POLL_S = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
 SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to hear why it ends
-_BACKEND_ERRORS = frozenset({"DistBackendError", "DistNetworkError"})
-_BACKEND_WORDS = re.compile(r"gloo[/:]|NCCL|XCCL|HCCL|ProcessGroup|Connection (closed|reset)|[Tt]imed out")
-_STALL_WORDS = re.compile(r"tim(ed|e) ?out|connection (closed|reset)|broken pipe|peer", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +89,30 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
             monitor.slot = None
             return
         try:
-            if isinstance(error, RuntimeError) and _is_of_backend(error):
-                stalled = _STALL_WORDS.search(str(error)) is not None
-                wrapped = StalledCollectiveError if stalled else DistributedOperationException
-                raise wrapped(monitor.on_timeout(self._operation, error)) from error
+            _explain(monitor, self._operation, error)
         finally:
             monitor.slot = None
+
+
+@contextmanager
+def transport_errors_explained(operation: str) -> Generator[None]:
+    """Explain a stall in code that mixes the user's computation with collectives, such as a pipeline.
+
+    Unlike a `collective_scope` it is no collective: what happens inside is recorded as what it is.
+
+    Args:
+        operation: What is done, for the message.
+
+    Raises:
+        StalledCollectiveError: In place of the transport's error when ranks have waited in vain.
+        DistributedOperationException: In place of another error of the transport.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _active is not None:
+            _explain(_active, operation, error)
+        raise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,9 +182,9 @@ class HangMonitor:
             except RuntimeError as error:
                 logger.debug("the store is gone already: %s", error)
 
-    def on_timeout(self, operation: str, error: RuntimeError) -> str:
+    def on_timeout(self, operation: str, error: BaseException) -> str:
         """Make the message for a collective that the backend has given up, and tell it to the other ranks."""
-        reason = _first_sentence(str(error)) or type(error).__name__
+        reason = first_sentence(error)
         self._warn_after = float("inf")
         try:
             self._poll_diagnosis()
@@ -341,15 +358,11 @@ def clone_store(store: Any) -> Any:
     return store
 
 
-def _is_of_backend(error: RuntimeError) -> bool:
-    """Whether the transport failed, rather than an argument or the user's model."""
-    return type(error).__name__ in _BACKEND_ERRORS or _BACKEND_WORDS.search(str(error)) is not None
-
-
-def _first_sentence(text: str) -> str:
-    """What a backend says, without the place in its own source and its advice."""
-    line = re.sub(r"^\[\S*\] ", "", (text.strip().splitlines() or [""])[0])
-    return line.split(". ")[0].rstrip(".")
+def _explain(monitor: HangMonitor, operation: str, error: BaseException) -> None:
+    """Raise an error of the transport again, as one that says where all ranks are; pass over any other."""
+    if is_transport_error(error):
+        wrapped = StalledCollectiveError if is_stall(error) else DistributedOperationException
+        raise wrapped(monitor.on_timeout(operation, error)) from error
 
 
 atexit.register(end, closing=True)

@@ -64,7 +64,7 @@ class ContextParallel:
         pieces = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
             nullcontext() if pieces % 2 == 0 else _without_balance(),
-            hang_monitor.collective_scope("maybe_context_parallel"),
+            hang_monitor.transport_errors_explained("maybe_context_parallel"),
             context_parallel(
                 self.mesh,
                 buffers=buffers,

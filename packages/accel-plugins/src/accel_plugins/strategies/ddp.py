@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
+import torch
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
@@ -24,7 +25,6 @@ from accel_state.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from accel_plugins.bundle import Bundle
@@ -33,6 +33,23 @@ if TYPE_CHECKING:
     from accel_state.settings.model import Settings
 
 _graphs_seen: WeakSet[nn.Module] = WeakSet()
+
+
+class MonitoredDDP(DistributedDataParallel):
+    """DDP whose own collectives in the forward pass, for buffers and for new buckets, are monitored."""
+
+    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator] - torch.compiler.disable imports the compiler
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        with hang_monitor.collective_scope("forward"):
+            return super()._pre_forward(*inputs, **kwargs)
+
+    @torch._disable_dynamo(recursive=False)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage, reportUntypedFunctionDecorator] - as above
+    def _post_forward(self, output: Any) -> Any:
+        with hang_monitor.collective_scope("forward"):
+            return super()._post_forward(output)
+
+    def _get_name(self) -> str:
+        return DistributedDataParallel.__name__  # printed as what it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,9 +83,7 @@ class DdpWrapper:
         with hang_monitor.collective_scope("prepare"), warnings.catch_warnings():
             # The documented option, with the documented meaning, is deprecated by newer versions of torch.
             warnings.filterwarnings("ignore", message=".*`broadcast_buffers` is deprecated")
-            wrapped = DistributedDataParallel(
-                model, device_ids=_device_ids(model), **self.options.to_kwargs()
-            )
+            wrapped = MonitoredDDP(model, device_ids=_device_ids(model), **self.options.to_kwargs())
         self.options.register_comm_hook(wrapped)
         return wrapped
 
