@@ -1,7 +1,7 @@
 """Each package declares what it imports, and imports what it declares.
 
 Counts imports for type checkers too, and the modules named in export tables. Optional libraries may be
-imported if an extra of the package names them. The metapackage declares every other member.
+imported if an extra of the package names them. The metapackage declares every other member below it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ def main() -> int:
         path.parent: tomllib.loads(path.read_text())["project"]
         for path in sorted(PACKAGES.glob("*/pyproject.toml"))
     }
-    members = {project["name"] for project in projects.values()}
+    members = {
+        project["name"]
+        for project in projects.values()
+        if METAPACKAGE not in names_of(project["dependencies"])
+    }
     ours = {next(folder.glob("src/*")).name: [project["name"]] for folder, project in projects.items()}
     distributions = {**packages_distributions(), **ours}
     complaints = [

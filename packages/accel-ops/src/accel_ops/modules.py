@@ -179,3 +179,21 @@ def _unwrap_children(model: nn.Module) -> nn.Module:
     for name, child in model.named_children():
         setattr(model, name, _unwrap_children(child))
     return model
+
+
+def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
+    """Find the class of a module, or of the first one inside it, by the name of the class.
+
+    Args:
+        module: Where to look.
+        name: Such as `"LlamaDecoderLayer"`.
+
+    Returns:
+        The class, or None if no module has one of that name.
+
+    Example:
+        >>> import torch
+        >>> get_module_class_from_name(torch.nn.Sequential(torch.nn.ReLU()), "ReLU")
+        <class 'torch.nn.modules.activation.ReLU'>
+    """
+    return next((type(found) for found in module.modules() if type(found).__name__ == name), None)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel_ops.modules import get_module_class_from_name
     from accel_ops.tree import TensorInformation
     from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -44,10 +45,11 @@ __all__ = [
     "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
     "PrecisionType", "ProfileKwargs", "ProjectConfiguration", "RNGType", "SageMakerDistributedType",
     "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
+    "TorchTensorParallelPlugin", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "get_module_class_from_name",
 ]
 
 _EXPORTS = {
+    **dict.fromkeys(("get_module_class_from_name",), "accel_ops.modules"),
     **dict.fromkeys(("TensorInformation",), "accel_ops.tree"),
     **dict.fromkeys(("DeepSpeedPlugin",), "accel_plugins.deepspeed.plugin"),
     **dict.fromkeys(("FullyShardedDataParallelPlugin",), "accel_plugins.fsdp.plugin"),

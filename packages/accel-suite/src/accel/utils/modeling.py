@@ -13,6 +13,7 @@ from accel_state._lazy import attach
 if TYPE_CHECKING:
     from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
     from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
+    from accel_bigmodel.device_map.clean import clean_device_map
     from accel_bigmodel.device_map.infer import infer_auto_device_map
     from accel_bigmodel.hooks.align import align_module_device, has_offloaded_params
     from accel_bigmodel.loading import load_checkpoint_in_model
@@ -32,12 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "SAFE_WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "align_module_device",
     "calculate_maximum_sizes", "check_device_map", "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device", "compute_module_sizes", "convert_file_size_to_int",
-    "dtype_byte_size", "find_tied_parameters", "get_balanced_memory", "get_grad_scaler",
-    "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "has_offloaded_params",
-    "id_tensor_storage", "infer_auto_device_map", "is_peft_model", "load_checkpoint_in_model",
-    "load_offloaded_weights", "load_state_dict", "named_module_tensors", "retie_parameters",
-    "set_module_tensor_to_device",
+    "check_tied_parameters_on_same_device", "clean_device_map", "compute_module_sizes",
+    "convert_file_size_to_int", "dtype_byte_size", "find_tied_parameters", "get_balanced_memory",
+    "get_grad_scaler", "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager",
+    "has_offloaded_params", "id_tensor_storage", "infer_auto_device_map", "is_peft_model",
+    "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict", "named_module_tensors",
+    "retie_parameters", "set_module_tensor_to_device",
 ]
 
 _EXPORTS = {
@@ -45,6 +46,7 @@ _EXPORTS = {
     **dict.fromkeys((
         "check_device_map", "check_tied_parameters_on_same_device",
     ), "accel_bigmodel.device_map.check"),
+    **dict.fromkeys(("clean_device_map",), "accel_bigmodel.device_map.clean"),
     **dict.fromkeys(("infer_auto_device_map",), "accel_bigmodel.device_map.infer"),
     **dict.fromkeys(("align_module_device", "has_offloaded_params"), "accel_bigmodel.hooks.align"),
     **dict.fromkeys(("load_checkpoint_in_model",), "accel_bigmodel.loading"),

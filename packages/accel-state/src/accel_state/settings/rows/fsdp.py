@@ -8,10 +8,11 @@ from accel_state.settings.option import Option, Said
 from accel_state.settings.parsing import flag, one_of, whole, words
 from accel_state.settings.rows.launch import here
 
-_STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
-_PREFETCHES = ("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH")
-_POLICIES = ("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP")
-_STATE_DICTS = ("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT")
+# The lists are public in Accelerate, as lists in this order; transformers relies on it.
+FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
 
 
 def _reshard(text: str) -> bool | int | str:
@@ -23,10 +24,11 @@ def _reshard(text: str) -> bool | int | str:
     except ValueError:
         pass
     try:
-        return one_of(*_STRATEGIES)(text)
+        return one_of(*FSDP_SHARDING_STRATEGY)(text)
     except ValueError:
         raise ValueError(
-            f"expected 'true', 'false', a number of ranks, or one of {', '.join(map(repr, _STRATEGIES))}"
+            "expected 'true', 'false', a number of ranks, or one of "
+            f"{', '.join(map(repr, FSDP_SHARDING_STRATEGY))}"
         ) from None
 
 
@@ -84,8 +86,8 @@ FSDP = (
     _row(
         "sharding_strategy",
         "Version 1: what is sharded, and among whom.",
-        parse=one_of(*_STRATEGIES, numbered=True),
-        choices=_STRATEGIES,
+        parse=one_of(*FSDP_SHARDING_STRATEGY, numbered=True),
+        choices=tuple(FSDP_SHARDING_STRATEGY),
         question="What is sharded?",
         when=_first,
     ),
@@ -106,8 +108,8 @@ FSDP = (
     _row(
         "auto_wrap_policy",
         "Which modules are sharded on their own.",
-        parse=one_of(*_POLICIES),
-        choices=_POLICIES,
+        parse=one_of(*FSDP_AUTO_WRAP_POLICY),
+        choices=tuple(FSDP_AUTO_WRAP_POLICY),
         question="Which modules are sharded on their own?",
     ),
     _row(
@@ -130,8 +132,8 @@ FSDP = (
     _row(
         "backward_prefetch",
         "Version 1: when the parameters of the next module are gathered in the backward pass.",
-        parse=one_of(*_PREFETCHES, numbered=True),
-        choices=_PREFETCHES,
+        parse=one_of(*FSDP_BACKWARD_PREFETCH, numbered=True),
+        choices=tuple(FSDP_BACKWARD_PREFETCH),
         more_keys=("fsdp_config.fsdp_backward_prefetch_policy",),
         question="When are the parameters of the next module gathered in the backward pass?",
         when=_first,
@@ -146,8 +148,8 @@ FSDP = (
     _row(
         "state_dict_type",
         "What checkpoints hold.",
-        parse=one_of(*_STATE_DICTS, numbered=True),
-        choices=_STATE_DICTS,
+        parse=one_of(*FSDP_STATE_DICT_TYPE, numbered=True),
+        choices=tuple(FSDP_STATE_DICT_TYPE),
         question="What do checkpoints hold?",
     ),
     _row(

@@ -1,0 +1,15 @@
+"""Make `import accelerate` resolve to accel in this process, for libraries that import it.
+
+Call `install()` before anything imports `accelerate`, or run a script with `python -m accel_compat`.
+
+Example:
+    >>> import accel_compat
+    >>> accel_compat.install()
+    >>> import accelerate, accel
+    >>> accelerate.Accelerator is accel.Accelerator
+    True
+"""
+
+from accel_compat.alias import REFERENCE_VERSION, install, is_installed
+
+__all__ = ["REFERENCE_VERSION", "install", "is_installed"]

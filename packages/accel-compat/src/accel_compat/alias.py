@@ -1,0 +1,186 @@
+"""The alias: a finder that answers imports of `accelerate`, and the metadata that its dependants read."""
+
+from __future__ import annotations
+
+import os
+import sys
+from email.message import EmailMessage
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, DistributionFinder
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import accel
+from accel_state.environ import publish, read
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from os import PathLike
+
+REFERENCE = "accelerate"
+"""The import and distribution name that is answered."""
+
+REFERENCE_VERSION = "1.15.0"
+"""The version of Accelerate whose interface accel has, and which `accelerate.__version__` says."""
+
+HOME_PAGE = "https://github.com/huggingface/accelerate"
+"""What dependants, such as sentence-transformers, look for in the metadata to tell the distribution."""
+
+_STARTUP = Path(__file__).with_name("startup")
+
+
+def install() -> None:
+    """Let `accelerate`, its submodules and its metadata resolve to accel, here and in child processes.
+
+    Whether Accelerate itself is installed does not matter. Nothing of accel is imported before it is asked
+    for. Calling it again does nothing.
+
+    Raises:
+        ImportError: Accelerate itself has been imported already: its objects are in use.
+    """
+    if is_installed():
+        return
+    if REFERENCE in sys.modules:
+        raise ImportError(
+            "accel_compat.install() came too late: 'accelerate' has been imported already. Call it before "
+            "anything imports accelerate, or run the script with `python -m accel_compat`.",
+            name=REFERENCE,
+        )
+    sys.meta_path.insert(0, AliasFinder())
+    # Python imports `sitecustomize` from there when it starts, in children that are no forks of this process.
+    paths = read().get("PYTHONPATH", "").split(os.pathsep)
+    if str(_STARTUP) not in paths:
+        publish({"PYTHONPATH": os.pathsep.join([str(_STARTUP), *filter(None, paths)])})
+
+
+def is_installed() -> bool:
+    """Whether `accelerate` resolves to accel in this process."""
+    return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
+
+
+class AliasFinder(DistributionFinder):
+    """Answer imports of `accelerate` and of its submodules, and questions for its metadata."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Find the spec of `accelerate` or of one of its submodules, None for others.
+
+        Raises:
+            ModuleNotFoundError: accel has no such submodule.
+        """
+        del path, target
+        if fullname == REFERENCE:
+            return ModuleSpec(fullname, TopLevelLoader(), is_package=True)
+        if not fullname.startswith(f"{REFERENCE}."):
+            return None
+        ours = f"accel{fullname.removeprefix(REFERENCE)}"
+        found = find_spec(ours)
+        if found is None:
+            raise ModuleNotFoundError(
+                f"No module named {fullname!r}: accel answers for accelerate in this process and has no "
+                f"{ours!r}. Please report which library imports it, and for what.",
+                name=fullname,
+            )
+        return ModuleSpec(
+            fullname, SubmoduleLoader(ours), is_package=found.submodule_search_locations is not None
+        )
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
+        """Yield the distribution `accelerate` if it is asked for, by its name or with all others."""
+        if context is None or context.name is None or context.name.lower() == REFERENCE:
+            yield AliasDistribution()
+
+
+class TopLevelLoader(Loader):
+    """Make the module `accelerate`: accel's names, but the version of the reference."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Create the module."""
+        return TopLevel(spec.name, accel.__doc__)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Set what is not accel's."""
+        vars(module).update(__version__=REFERENCE_VERSION, __all__=list(accel.__all__))
+
+
+class TopLevel(ModuleType):
+    """The module `accelerate`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {REFERENCE!r} has no attribute {name!r}", name=name)
+        try:
+            return getattr(accel, name)
+        except AttributeError:
+            raise AttributeError(
+                f"module {REFERENCE!r} has no attribute {name!r}: accel answers for accelerate in this "
+                "process and has no such name. Please report which library uses it, and for what.",
+                name=name,
+            ) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if not name.startswith("__") and not isinstance(value, ModuleType):
+            setattr(accel, name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *dir(accel)})
+
+
+class SubmoduleLoader(Loader):
+    """Let a submodule of `accelerate` be accel's, the same object under two names.
+
+    Args:
+        ours: The dotted name of accel's module.
+    """
+
+    def __init__(self, ours: str) -> None:
+        self._ours = ours
+        self._spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Import accel's module."""
+        del spec
+        module = import_module(self._ours)
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Give the module its own spec back, which the import system has just replaced."""
+        module.__spec__ = self._spec
+
+
+class AliasDistribution(Distribution):
+    """The metadata of a distribution called `accelerate`."""
+
+    @property
+    def metadata(self) -> Any:
+        """Name, version and home page, as dependants check them."""
+        message = EmailMessage()
+        for key, value in {
+            "Metadata-Version": "2.1",
+            "Name": REFERENCE,
+            "Version": REFERENCE_VERSION,
+            "Summary": "accel, under the name of the library whose interface it has",
+            "Home-page": HOME_PAGE,
+        }.items():
+            message[key] = value
+        return message
+
+    def read_text(self, filename: str) -> str | None:
+        """Return the text of METADATA; there are no other files."""
+        return str(self.metadata) if filename == "METADATA" else None
+
+    def locate_file(self, path: str | PathLike[str]) -> Any:
+        """Locate a file of the distribution, which is accel's."""
+        return Path(__file__).parents[1] / path
+
+    @property
+    def files(self) -> Iterable[Any] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """None: the distribution has no files of its own."""
+        return None

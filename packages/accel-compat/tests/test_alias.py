@@ -1,0 +1,156 @@
+"""`import accelerate` is accel: one identity, its own version, children included, nothing imported early."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from accel_compat import REFERENCE_VERSION
+
+INSTALL = "import accel_compat; accel_compat.install()\n"
+
+
+def run(program: str, *arguments: str) -> str:
+    """Run a program in a fresh interpreter; return what it prints."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_submodules_are_the_same_objects_under_both_names() -> None:
+    program = """
+import accelerate.utils.operations as theirs
+import accel.utils.operations as ours
+from accelerate.utils import operations
+import accelerate.utils, accel.utils
+assert theirs is ours is operations
+assert accelerate.utils is accel.utils
+assert ours.__spec__.name == ours.__name__ == "accel.utils.operations"
+"""
+    run(INSTALL + program)
+
+
+def test_objects_keep_one_identity_and_pickles_go_both_ways() -> None:
+    program = """
+import pickle
+import accel, accelerate
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType
+assert accelerate.Accelerator is accel.Accelerator
+assert PartialState is accel.PartialState
+assert pickle.loads(pickle.dumps(DistributedType.NO)) is accel.DistributedType.NO
+assert pickle.loads(b"caccelerate.utils.dataclasses\\nDistributedType\\n.") is accel.DistributedType
+assert isinstance(accel.Accelerator(cpu=True), accelerate.Accelerator)
+"""
+    run(INSTALL + program)
+
+
+def test_versions_are_those_of_the_interface() -> None:
+    program = """
+import importlib.metadata, importlib.util
+import accel, accelerate
+print(accelerate.__version__, importlib.metadata.version("accelerate"))
+assert accel.__version__ == importlib.metadata.version("accel-suite")
+assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
+assert importlib.util.find_spec("accelerate") is not None
+assert [found.version for found in importlib.metadata.distributions() if found.name == "accelerate"][:1]
+"""
+    assert run(INSTALL + program) == f"{REFERENCE_VERSION} {REFERENCE_VERSION}"
+
+
+def test_the_version_is_that_of_the_reference_with_which_the_project_compares() -> None:
+    root = Path(__file__).parents[3] / "pyproject.toml"
+    if not root.exists():
+        pytest.skip("the workspace's pyproject.toml is not here: the package is tested alone")
+    groups = tomllib.loads(root.read_text())["dependency-groups"]
+    assert groups["reference"] == [f"accelerate=={REFERENCE_VERSION}"]
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    program = "import sys, accelerate, accelerate.utils; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
+    assert run(INSTALL + program) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "words"),
+    [
+        ("import accelerate.nowhere", "ModuleNotFoundError", "has no 'accel.nowhere'. Please report"),
+        ("from accelerate import Nothing", "ImportError", "cannot import name 'Nothing'"),
+        ("import accelerate; accelerate.Nothing", "AttributeError", "has no such name. Please report"),
+    ],
+)
+def test_names_that_accel_lacks_are_errors_that_say_so(statement: str, error: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INSTALL + statement], capture_output=True, text=True, check=False
+    )
+    assert error in done.stderr
+    assert words in done.stderr
+
+
+def test_installing_after_the_reference_was_imported_is_an_error() -> None:
+    program = """
+import sys, types
+sys.modules["accelerate"] = types.ModuleType("accelerate")
+import accel_compat
+try:
+    accel_compat.install()
+except ImportError as error:
+    print(error)
+"""
+    assert "came too late" in run(program)
+
+
+def test_what_is_assigned_in_the_alias_is_assigned_in_accel() -> None:
+    program = """
+import accel, accelerate
+accelerate.notebook_launcher = len
+assert accel.notebook_launcher is len
+"""
+    run(INSTALL + program)
+
+
+def test_children_that_start_anew_inherit_the_alias(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys; sys.seen_by_test = True\n")
+    program = f"""
+import os, subprocess, sys
+os.environ["PYTHONPATH"] = {str(tmp_path)!r}
+{INSTALL}
+accel_compat.install()
+assert os.environ["PYTHONPATH"].count("startup") == 1
+child = "import sys, accelerate, accel; print(accelerate.utils is accel.utils, sys.seen_by_test)"
+print(subprocess.run([sys.executable, "-c", child], check=True, capture_output=True, text=True).stdout)
+"""
+    assert run(program) == "True True"
+
+
+def test_a_script_and_a_module_run_with_their_arguments(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, accelerate, neighbour\nprint(__name__, sys.argv[1:], accelerate.__version__)\n"
+    )
+    (tmp_path / "neighbour.py").touch()
+    command = [sys.executable, "-m", "accel_compat"]
+    wanted = f"__main__ ['--x', '1'] {REFERENCE_VERSION}\n"
+    as_script = subprocess.run(
+        [*command, str(script), "--x", "1"], capture_output=True, text=True, check=True
+    )
+    assert as_script.stdout == wanted
+    as_module = subprocess.run(
+        [*command, "-m", "script", "--x", "1"], capture_output=True, text=True, check=True, cwd=tmp_path
+    )
+    assert as_module.stdout == wanted
+
+
+def test_without_a_script_the_usage_is_told() -> None:
+    done = subprocess.run([sys.executable, "-m", "accel_compat"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("usage: python -m accel_compat")
