@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,7 +15,7 @@ from hypothesis import strategies as st
 from accel_plugins import registry
 from accel_plugins.bundle import Bundle
 from accel_plugins.choose import choose
-from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
 
@@ -22,16 +24,45 @@ def entry(name: str, value: str) -> EntryPoint:
     return EntryPoint(name, value, registry.ENTRY_POINT_GROUP)
 
 
-def test_an_installed_distribution_adds_a_strategy():
-    found = registry.available([entry("mine", "my_package:build")])
-    assert found["mine"] == "my_package:build"
-    assert set(registry.STRATEGIES) < set(found)
+def never(settings: Any, topology: Any, device: Any) -> bool:
+    return False
 
 
-def test_a_distribution_may_repeat_a_row_but_not_take_a_name():
-    registry.available([entry("ddp", registry.STRATEGIES["ddp"])])
-    with pytest.raises(SettingsError, match=r"'ddp' = 'other:build'.*takes a name"):
-        registry.available([entry("ddp", "other:build")])
+def always(settings: Any, topology: Any, device: Any) -> bool:
+    return True
+
+
+MINE = StrategySpec(name="mine", applies=always, build=cast("Any", json.dumps), shards_gradients=True)
+OTHER = StrategySpec(name="other", applies=never, build="json:loads")
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "my_package", cast("Any", sys.modules[__name__]))
+
+
+def test_a_strategy_of_an_installed_distribution_is_asked_first():
+    specs = registry.available([entry("other", "my_package:OTHER"), entry("mine", "my_package:MINE")])
+    assert [*specs] == ["mine", "other", *registry.BUILT_IN]
+    assert specs["mine"] is MINE
+    topology = SimpleNamespace(world_size=2)
+    assert choose(Settings(), cast("Any", topology), cast("Any", None), specs) == "mine"
+    del specs["mine"]
+    assert choose(Settings(), cast("Any", topology), cast("Any", None), specs) == "ddp"
+
+
+def test_two_distributions_cannot_take_one_name():
+    registry.available([entry("mine", "my_package:MINE"), entry("mine", "my_package:MINE")])
+    with pytest.raises(SettingsError, match=r"'ddp' = 'other:SPEC'.*takes a name"):
+        registry.available([entry("ddp", "other:SPEC")])
+    with pytest.raises(SettingsError, match=r"'mine' = 'other:SPEC'.*takes a name"):
+        registry.available([entry("mine", "my_package:MINE"), entry("mine", "other:SPEC")])
+
+
+@pytest.mark.parametrize("value", ["json:dumps", "my_package:OTHER"])
+def test_an_entry_point_that_is_no_strategy_of_its_name_is_refused(value: str):
+    with pytest.raises(SettingsError, match=r"'mine' = .* must be a StrategySpec of the name 'mine'"):
+        registry.available([entry("mine", value)])
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest_name():
@@ -41,11 +72,12 @@ def test_an_unknown_strategy_is_refused_with_the_nearest_name():
         registry.load("warp")
 
 
-def test_the_factory_of_an_entry_point_is_imported(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(registry, "entry_points", lambda group: [entry("mine", "json:dumps")])
-    import json
-
+def test_the_factory_of_an_entry_point_is_there(monkeypatch: pytest.MonkeyPatch):
+    points = [entry("mine", "my_package:MINE"), entry("other", "my_package:OTHER")]
+    monkeypatch.setattr(registry, "entry_points", lambda group: points)
     assert cast("Any", registry.load("mine")) is json.dumps
+    assert cast("Any", registry.load("other")) is json.loads
+    assert registry.find("mine").shards_gradients
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(1, "single"), (2, "ddp"), (8, "ddp")])

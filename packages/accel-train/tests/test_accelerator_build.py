@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from dataclasses import replace
 from datetime import timedelta
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from accel_plugins import registry
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
@@ -15,6 +20,9 @@ from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.precision.sharded_scaler import ShardedGradScaler
+from accel_plugins.strategies import single
+from accel_plugins.strategy import StrategySpec
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DistributedType, RNGType
 from accel_train import Accelerator
@@ -202,3 +210,16 @@ def test_the_constructor_keeps_the_documented_order_of_arguments():
         "parallelism_config",
     ]
     assert repr(inspect.signature(Accelerator).parameters["split_batches"].default) == "<unset>"
+
+
+def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
+    def build(settings, runtime, precision, handlers):
+        assert isinstance(precision.scaler, ShardedGradScaler)
+        return replace(single.build(settings, runtime, precision, handlers), name="mine")
+
+    spec = StrategySpec(name="mine", applies=lambda *_: True, build=build, shards_gradients=True)
+    monkeypatch.setitem(sys.modules, "my_package", SimpleNamespace(SPEC=spec))
+    point = EntryPoint("mine", "my_package:SPEC", registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    assert accelerator._parts.strategy.name == "mine"

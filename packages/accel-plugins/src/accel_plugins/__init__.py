@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel_plugins.strategy import Feature as Feature
     from accel_plugins.strategy import Strategy as Strategy
     from accel_plugins.strategy import StrategyFactory as StrategyFactory
+    from accel_plugins.strategy import StrategySpec as StrategySpec
 
 __all__ = [
     "AutocastKwargs",
@@ -47,6 +48,7 @@ __all__ = [
     "Stepper",
     "Strategy",
     "StrategyFactory",
+    "StrategySpec",
     "TorchDynamoPlugin",
     "build_precision",
 ]
@@ -64,7 +66,7 @@ _MODULES = {
     "kwargs.project": ("ProjectConfiguration",),
     "precision.build": ("build_precision",),
     "roles": ("ModelWrapper", "Persister", "PrecisionPolicy", "Stepper"),
-    "strategy": ("BatchSharding", "Feature", "Strategy", "StrategyFactory"),
+    "strategy": ("BatchSharding", "Feature", "Strategy", "StrategyFactory", "StrategySpec"),
 }
 
 __getattr__, __dir__ = attach(

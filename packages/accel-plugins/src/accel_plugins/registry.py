@@ -4,56 +4,139 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
+from accel_plugins.strategy import StrategySpec
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    import torch
+
     from accel_plugins.strategy import StrategyFactory
+    from accel_state.settings.model import Settings
+    from accel_state.topology import Topology
 
 ENTRY_POINT_GROUP = "accel.strategies"
-"""A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:build"`."""
+"""A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:SPEC"`."""
 
-STRATEGIES: Mapping[str, str] = {
-    "single": "accel_plugins.strategies.single:build",
-    "ddp": "accel_plugins.strategies.ddp:build",
-    "deepspeed": "accel_plugins.strategies.deepspeed:build",
-    "fsdp1": "accel_plugins.strategies.fsdp1:build",
-    "fsdp2": "accel_plugins.strategies.fsdp2:build",
-    "tp": "accel_plugins.strategies.tp:build",
+
+def _has_engine(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del topology, device
+    return settings.deepspeed is not None
+
+
+def _shards_flat_parameters(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del topology, device
+    return settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
+
+
+def _shards_models(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del device
+    sizes = settings.parallelism
+    if settings.fsdp is not None:
+        return True
+    if sizes is None:
+        return False
+    tensor = sizes.tp_size or 1
+    copies = tensor > 1 and topology.world_size > tensor  # gradients of divided layers are averaged by FSDP
+    return (sizes.dp_shard_size or 1) > 1 or (sizes.cp_size or 1) > 1 or copies
+
+
+def _shards_layers(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del topology, device
+    return settings.parallelism is not None and (settings.parallelism.tp_size or 1) > 1
+
+
+def _several_processes(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del settings, device
+    return topology.world_size > 1
+
+
+def _always(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del settings, topology, device
+    return True
+
+
+_STRATEGIES = "accel_plugins.strategies"
+
+BUILT_IN: Mapping[str, StrategySpec] = {
+    spec.name: spec
+    for spec in (
+        StrategySpec(name="deepspeed", applies=_has_engine, build=f"{_STRATEGIES}.deepspeed:build"),
+        StrategySpec(
+            name="fsdp1",
+            applies=_shards_flat_parameters,
+            build=f"{_STRATEGIES}.fsdp1:build",
+            shards_gradients=True,
+            master_weights=True,
+        ),
+        StrategySpec(
+            name="fsdp2",
+            applies=_shards_models,
+            build=f"{_STRATEGIES}.fsdp2:build",
+            shards_gradients=True,
+            master_weights=True,
+        ),
+        StrategySpec(
+            name="tp", applies=_shards_layers, build=f"{_STRATEGIES}.tp:build", shards_gradients=True
+        ),
+        StrategySpec(name="ddp", applies=_several_processes, build=f"{_STRATEGIES}.ddp:build"),
+        StrategySpec(name="single", applies=_always, build=f"{_STRATEGIES}.single:build"),
+    )
 }
-"""Name to `"module:build"` of the strategies that come with accel."""
-
-DIVIDES_GRADIENTS: frozenset[str] = frozenset({"fsdp1", "fsdp2", "tp"})
-"""Strategies under which a rank has parts of gradients, and cannot tell alone whether all are finite."""
+"""The strategies that come with accel, in order: the first that applies is chosen."""
 
 
-def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, str]:
-    """All strategies, ours and those of installed distributions.
+def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, StrategySpec]:
+    """Return all strategies in the order of choice: those of installed distributions, then ours.
 
     Args:
         installed: The entry points to add; those of this environment when `None`.
 
-    Returns:
-        Name to `"module:build"`, sorted by name. Nothing is imported.
-
     Raises:
-        SettingsError: Two distributions claim one name, or one of ours.
+        SettingsError: Two distributions claim one name, or one of ours; or what an entry point names is no
+            `StrategySpec`.
 
     Example:
-        >>> available([])["ddp"]
+        >>> available([])["ddp"].build
         'accel_plugins.strategies.ddp:build'
     """
-    found = dict(STRATEGIES)
-    for point in entry_points(group=ENTRY_POINT_GROUP) if installed is None else installed:
-        if found.setdefault(point.name, point.value) != point.value:
+    found: dict[str, StrategySpec] = {}
+    values: dict[str, str] = dict.fromkeys(BUILT_IN, "accel's own")
+    points = entry_points(group=ENTRY_POINT_GROUP) if installed is None else installed
+    for point in sorted(points, key=lambda point: point.name):
+        if values.setdefault(point.name, point.value) != point.value:
             raise SettingsError(
                 f"The entry point {point.name!r} = {point.value!r} in the group {ENTRY_POINT_GROUP!r} takes "
-                f"a name that {found[point.name]!r} has already; uninstall one of the two."
+                f"a name that {values[point.name]!r} has already; uninstall one of the two."
             )
-    return dict(sorted(found.items()))
+        found[point.name] = _spec_of(point)
+    return {**found, **BUILT_IN}
+
+
+def find(name: str) -> StrategySpec:
+    """Return what is known of a strategy.
+
+    Args:
+        name: A key of `available()`.
+
+    Raises:
+        SettingsError: There is no such strategy.
+
+    Example:
+        >>> find("fsdp2").shards_gradients
+        True
+    """
+    found = available()
+    if name not in found:
+        near = get_close_matches(name, found, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else "."
+        raise SettingsError(
+            f"There is no strategy {name!r}: registered are {', '.join(map(repr, found))}{hint}"
+        )
+    return found[name]
 
 
 def load(name: str) -> StrategyFactory:
@@ -69,11 +152,17 @@ def load(name: str) -> StrategyFactory:
         >>> load("single").__name__
         'build'
     """
-    found = available()
-    if name not in found:
-        near = get_close_matches(name, found, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+    build = find(name).build
+    if isinstance(build, str):
+        return cast("StrategyFactory", EntryPoint(name, build, ENTRY_POINT_GROUP).load())
+    return build
+
+
+def _spec_of(point: EntryPoint) -> StrategySpec:
+    spec: Any = point.load()
+    if not isinstance(spec, StrategySpec) or spec.name != point.name:
         raise SettingsError(
-            f"There is no strategy {name!r}: registered are {', '.join(map(repr, found))}{hint}"
+            f"The entry point {point.name!r} = {point.value!r} in the group {ENTRY_POINT_GROUP!r} is {spec!r}"
+            f"; it must be a StrategySpec of the name {point.name!r}."
         )
-    return cast("StrategyFactory", EntryPoint(name, found[name], ENTRY_POINT_GROUP).load())
+    return spec

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
 
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_plugins.dcp.role import ShardedStates
     from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
+    from accel_state.topology import Topology
 
 
 class Feature(Enum):
@@ -128,3 +130,29 @@ class Strategy:
 
 StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapping[type, Any]], Strategy]"
 """`build(settings, runtime, precision, handlers)`; `handlers` maps the type of a kwargs handler to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategySpec:
+    """What is known of a strategy before it is built; what a distribution registers.
+
+    Args:
+        name: The name under which it is registered.
+        applies: Whether a run uses it: asked with the settings, the topology and the device; pure, and the
+            same on every rank.
+        build: Makes it, or `"module:function"` of what does.
+        shards_gradients: Whether a rank has parts of gradients, and cannot tell alone whether all are finite.
+        master_weights: Whether models are wrapped so that, under mixed precision, trained parameters are in
+            float32 whatever they were loaded in.
+
+    Example:
+        >>> spec = StrategySpec(name="mine", applies=lambda *_: False, build="my_package:build")
+        >>> spec.shards_gradients
+        False
+    """
+
+    name: str
+    applies: Callable[[Settings, Topology, torch.device], bool]
+    build: StrategyFactory | str
+    shards_gradients: bool = False
+    master_weights: bool = False

@@ -16,7 +16,7 @@ from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_plugins.precision import build_precision
-from accel_plugins.registry import DIVIDES_GRADIENTS, load
+from accel_plugins.registry import available, load
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
@@ -229,13 +229,15 @@ def _strategy(
     settings: Settings, mixed_precision: str, runtime: Runtime, handlers: Mapping[type, Any]
 ) -> tuple[Strategy, PrecisionPolicy]:
     """Choose the strategy and make it, and the precision that goes with it."""
-    name = choose(settings, runtime.topology, runtime.device)
+    specs = available()
+    name = choose(settings, runtime.topology, runtime.device, specs)
     precision = build_precision(
         mixed_precision,
         runtime.device,
         handlers.get(AutocastKwargs),
         handlers.get(GradScalerKwargs),
-        shared=name in DIVIDES_GRADIENTS,
+        shared=specs[name].shards_gradients,
+        master_weights=specs[name].master_weights,
     )
     strategy = load(name)(settings, runtime, precision, handlers)
     return strategy, strategy.precision or precision

@@ -28,6 +28,7 @@ def build_precision(
     scaler_kwargs: GradScalerKwargs | None = None,
     *,
     shared: bool = False,
+    master_weights: bool = False,
 ) -> PrecisionPolicy:
     """Make the policy of a run.
 
@@ -38,6 +39,7 @@ def build_precision(
         scaler_kwargs: Options of the loss scaler; used by `"fp16"` alone.
         shared: Whether ranks have parts of the gradients, and so have to look together whether all are
             finite.
+        master_weights: Whether the strategy puts trained parameters into float32.
 
     Raises:
         SettingsError: There is no such precision.
@@ -61,7 +63,8 @@ def build_precision(
         )
     scaling = None
     if name in _SCALED:
-        scaling = LossScaling(build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared))
+        scaler = build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared)
+        scaling = LossScaling(scaler, master_weights=master_weights)
     return MixedPrecision(
         name=name,
         dtype=_DTYPES[name],

@@ -31,10 +31,12 @@ class LossScaling:
 
     Args:
         scaler: The scaler to keep.
+        master_weights: Whether parameters in float16 are put into float32 when they are wrapped.
     """
 
-    def __init__(self, scaler: GradScaler) -> None:
+    def __init__(self, scaler: GradScaler, *, master_weights: bool = False) -> None:
         self.scaler = scaler
+        self._master_weights = master_weights
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._unscaled: WeakSet[Optimizer] = WeakSet()
         self._stepped: WeakSet[Optimizer] = WeakSet()
@@ -49,7 +51,7 @@ class LossScaling:
                 to save.
         """
         for optimizer in optimizers:
-            if self.scaler.is_enabled() and _has_half_parameters(optimizer):
+            if self.scaler.is_enabled() and not self._master_weights and _has_half_parameters(optimizer):
                 raise SettingsError(
                     f"{type(optimizer).__qualname__} trains parameters in float16 with "
                     "mixed_precision='fp16', whose loss scaling needs them in float32. Load the model in "
@@ -209,7 +211,11 @@ def warn_unused_scaler_state(state: StateDict, name: str) -> None:
 
 
 def _has_half_parameters(optimizer: Optimizer) -> bool:
-    return any(p.dtype is torch.float16 for group in optimizer.param_groups for p in group["params"])
+    return any(
+        p.dtype is torch.float16 and p.requires_grad
+        for group in optimizer.param_groups
+        for p in group["params"]
+    )
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:

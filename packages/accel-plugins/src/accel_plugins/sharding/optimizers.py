@@ -144,7 +144,7 @@ def _divided(state: Any, like: Tensor) -> Any:
         return state
     items: dict[str, Any] = state
     return {
-        name: part_like(value, like)
+        name: part_like(value.to(like.dtype) if value.is_floating_point() else value, like)
         if isinstance(value, Tensor) and value.shape == like.shape and not isinstance(value, DTensor)
         else value
         for name, value in items.items()

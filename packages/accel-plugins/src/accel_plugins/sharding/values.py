@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accel_plugins.sharding.parts import part_like, whole_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import Tensor
 
@@ -41,13 +41,20 @@ class Values:
     before: Any = field(default_factory=WeakIdKeyDictionary)
 
 
-def take_values(model: nn.Module, *, keep: bool, device: torch.device) -> Values:
+def take_values(
+    model: nn.Module,
+    *,
+    keep: bool,
+    device: torch.device,
+    dtype_of: Callable[[Tensor], torch.dtype] | None = None,
+) -> Values:
     """Take the values out of a model, which is on the meta device afterwards; names and ties stay.
 
     Args:
         model: Any; parameters that are divided already are brought together, on every rank that holds them.
         keep: Whether this rank's values are the ones that count.
         device: Where ranks communicate.
+        dtype_of: The dtype that a parameter gets; its own if `None`.
     """
     values = Values()
     for kind, named in (
@@ -63,6 +70,7 @@ def take_values(model: nn.Module, *, keep: bool, device: torch.device) -> Values
             values.dtypes[name] = tensor.dtype
             if kind is values.parameters:
                 values.before[tensor] = name
+                values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
             values.attributes[name] = dict(vars(tensor))
             whole = whole_of(tensor, device) if isinstance(tensor, DTensor) else tensor.detach()
             if keep:
@@ -120,8 +128,9 @@ def _empty(model: nn.Module, values: Values) -> None:
     """Put a model on the meta device, tied tensors tied."""
     nn.Module.to(model, device="meta")  # a subclass may refuse to be moved
     for names in values.names.values():
+        tensor = _get(model, names[0])
+        tensor.data = tensor.data.to(values.dtypes[names[0]])
         if len(names) > 1:
-            tensor = _get(model, names[0])
             for name in names[1:]:
                 put_tensor(model, name, tensor)
 

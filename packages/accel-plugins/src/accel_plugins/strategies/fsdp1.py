@@ -25,6 +25,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.rebind import OptimizerBook
 from accel_plugins.fsdp.roots import Roots, quiet
 from accel_plugins.fsdp.states import Fsdp1Shards
+from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
 from accel_plugins.sharding.optimizers import refuse_strangers
 from accel_plugins.strategies.fsdp1_step import Fsdp1Stepper
 from accel_plugins.strategies.replicated import check_materialised, place
@@ -58,6 +59,8 @@ class Fsdp1Wrapper:
         mesh: Over which ranks.
         roots: Gets to know what was wrapped.
         book: Lets optimizers go on with flat parameters.
+        master_weights: The name of the mixed precision under which trained parameters are put into float32;
+            `None` where all keep their dtypes.
     """
 
     runtime: Runtime
@@ -65,6 +68,7 @@ class Fsdp1Wrapper:
     mesh: DeviceMesh
     roots: Roots
     book: OptimizerBook
+    master_weights: str | None = None
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models without values, absent classes, and optimizers that have stepped or are of others."""
@@ -105,6 +109,8 @@ class Fsdp1Wrapper:
         plugin, device = copy.copy(self.plugin), self.runtime.device
         plugin.set_auto_wrap_policy(model)
         before = dict(model.named_parameters(remove_duplicate=False))
+        if self.master_weights is not None and self.runtime.topology.is_main:
+            warn_about_master_weights(model, self.master_weights)
         on_cpu = device.type == "cpu"
         sync = bool(plugin.sync_module_states)
         if on_cpu:  # FSDP1 sends values only between accelerators
@@ -135,6 +141,8 @@ class Fsdp1Wrapper:
                 use_orig_params=bool(plugin.use_orig_params),
                 device_mesh=self.mesh,
             )
+        if self.master_weights is not None:
+            upcast_flat_parameters(root)
         if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
             _checkpoint_blocks(root, plugin)
         self.roots.add(root)
@@ -162,7 +170,12 @@ def build(
     return Strategy(
         name="fsdp1",
         wrapper=Fsdp1Wrapper(
-            runtime=runtime, plugin=plugin, mesh=_mesh(plugin, runtime), roots=roots, book=OptimizerBook()
+            runtime=runtime,
+            plugin=plugin,
+            mesh=_mesh(plugin, runtime),
+            roots=roots,
+            book=OptimizerBook(),
+            master_weights=None if precision.name == "no" else precision.name,
         ),
         stepper=Fsdp1Stepper(
             roots=roots,

@@ -73,6 +73,7 @@ def build(
             divide=in_turn(divide),
             examine=in_turn([stage.examine for stage in stages]),
             parameters_on=full.parameters_on(runtime.device),
+            master_weights=None if precision.name == "no" else precision.name,
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
         ),
         stepper=ShardedStepper(precision=precision, name="fsdp2"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch.nn.parameter import is_lazy
 
 from accel_ops.modules import without_compiler
+from accel_plugins.sharding.master_weights import dtype_to_train, warn_about_master_weights
 from accel_plugins.sharding.optimizers import ParameterBook, let_go, take_up
 from accel_plugins.sharding.values import give_values, take_values
 from accel_plugins.strategies.replicated import place
@@ -33,6 +34,8 @@ class ShardedWrapper:
         divide: Divides a model without values, in place.
         examine: Raises `ValueError` for a model that cannot be divided; knows nothing of other ranks.
         parameters_on: Where parameters stay.
+        master_weights: The name of the mixed precision under which trained parameters are put into float32;
+            `None` where all keep their dtypes.
         only_main_has_values: Whether models of other ranks than 0 may be on the meta device.
         book: Of parameters that were replaced.
     """
@@ -41,6 +44,7 @@ class ShardedWrapper:
     divide: Callable[[nn.Module], None]
     examine: Callable[[nn.Module], None]
     parameters_on: torch.device
+    master_weights: str | None = None
     only_main_has_values: bool = False
     book: ParameterBook = field(default_factory=ParameterBook)
 
@@ -92,7 +96,15 @@ class ShardedWrapper:
 
     def _wrap(self, model: nn.Module, bundle: Bundle) -> None:
         names = {id(one): name for name, one in model.named_parameters()}
-        values = take_values(model, keep=self.runtime.topology.is_main, device=self.runtime.device)
+        is_main = self.runtime.topology.is_main
+        if self.master_weights is not None and is_main:
+            warn_about_master_weights(model, self.master_weights)
+        values = take_values(
+            model,
+            keep=is_main,
+            device=self.runtime.device,
+            dtype_of=None if self.master_weights is None else dtype_to_train,
+        )
         held = let_go(bundle.optimizers, names)
         self.divide(model)
         give_values(model, values, self.runtime, parameters_on=self.parameters_on)

@@ -124,7 +124,7 @@ class ObservedStepper:
         """A context in which gradients stay local."""
         return self._inner.no_sync(model) if self._communicates else contextlib.nullcontext()
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step the optimizer, and tell that what it makes is its state."""
         with self._observer.stepping(optimizer):
             if self._communicates:
