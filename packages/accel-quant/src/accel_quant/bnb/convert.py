@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_ops.weights.tensors import child_table
 from accel_ops.weights.tied import find_tied_parameters
+from accel_quant.bnb.exact import keep_exact
 from accel_state.available import is_bnb_available, require
 
 if TYPE_CHECKING:
@@ -212,6 +213,7 @@ class Quantizer:
                     compress_statistics=config.bnb_4bit_use_double_quant,
                     quant_type=config.bnb_4bit_quant_type,
                 )
+                keep_exact(new)
         new.weight.requires_grad = False
         if bias:
             new.bias = linear.bias

@@ -11,6 +11,7 @@ from accel_bigmodel.hooks.slot import slot_of
 from accel_bigmodel.placement import owner_of
 from accel_ops.weights.tensors import parameter_table
 from accel_quant.bnb.convert import bitsandbytes
+from accel_quant.bnb.exact import never_pack
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -80,4 +81,6 @@ def _int8_slot(tensor: Tensor, module: nn.Module, name: str) -> Int8Slot:
 
 
 def _4bit_slot(tensor: Tensor, module: nn.Module, name: str) -> QuantizedSlot:
+    # Weights come unpacked each time.
+    never_pack(owner_of(module, name)[0])
     return QuantizedSlot(module, name, tensor)
