@@ -180,8 +180,6 @@ def compare_class(thing: Any, entry: dict[str, Any]) -> str | None:
         return f"is {thing!r}, documented is a class"
     if entry["kind"] == "dataclass" and not dataclasses.is_dataclass(thing):
         return "is not a dataclass"
-    if [parameter["name"] for parameter in entry["init"]] == ["*args", "**kwargs"]:
-        return None  # documented without an __init__ of its own
     return compare_parameters(thing, entry["init"], skip=0)
 
 
@@ -192,6 +190,8 @@ def compare_function(thing: Any, entry: dict[str, Any]) -> str | None:
 
 def compare_parameters(function: Any, documented: list[dict[str, Any]], *, skip: int) -> str | None:
     """How the parameters of a function differ from the documented ones, which come first and in order."""
+    if [parameter["name"] for parameter in documented] == ["*args", "**kwargs"]:
+        return None  # documented without parameters of its own
     try:
         parameters = list(inspect.signature(function).parameters.values())[skip:]
     except (TypeError, ValueError) as error:

@@ -28,7 +28,7 @@ from accel_state.labels import DistributedType, RNGType
 from accel_train import Accelerator
 from accel_train.parts import sort_handlers
 
-LATER = ["megatron_lm_plugin", "log_with"]
+LATER = ["megatron_lm_plugin"]
 
 
 def test_alone_it_is_the_main_the_local_main_and_the_last_process():

@@ -6,6 +6,7 @@ AccelError
 ├── CheckpointError                 (ValueError)           weights are damaged, unsafe or do not fit
 ├── CheckpointWriteError            (OSError)              a checkpoint could not be written on some rank
 ├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
+├── TrackerError                    (RuntimeError)         trackers were called at the wrong time
 └── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
     └── StalledCollectiveError      (TimeoutError)         the ranks waited for each other in vain
 """
@@ -53,6 +54,10 @@ class CheckpointWriteError(AccelError, OSError):
 
 class UnsupportedError(AccelError, NotImplementedError):
     """The active strategy, device or backend does not offer what was asked of it."""
+
+
+class TrackerError(AccelError, RuntimeError):
+    """Experiment trackers were called before they were started, or after they were finished."""
 
 
 class DistributedOperationException(AccelError, RuntimeError):  # noqa: N818 - the documented name

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel import scheduler as scheduler
     from accel import settings as settings
     from accel import state as state
+    from accel import tracking as tracking
     from accel import utils as utils
     from accel_bigmodel.device_map.infer import infer_auto_device_map
     from accel_bigmodel.dispatch import cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
@@ -80,6 +81,7 @@ _EXPORTS = {
     "scheduler": "accel.scheduler:",
     "settings": "accel.settings:",
     "state": "accel.state:",
+    "tracking": "accel.tracking:",
     "utils": "accel.utils:",
     **dict.fromkeys(("infer_auto_device_map",), "accel_bigmodel.device_map.infer"),
     **dict.fromkeys((

@@ -67,22 +67,6 @@ def unchanged_by_failure() -> Generator[None]:
         raise
 
 
-def refuse_unavailable(**given: object) -> None:
-    """Raise if an argument was given whose feature is not part of this version.
-
-    Args:
-        **given: The arguments of `Accelerator` by name.
-
-    Raises:
-        UnsupportedError: One of them is not `None`.
-    """
-    for name, value in given.items():
-        if value is not None:
-            raise UnsupportedError(
-                f"Accelerator({name}={value!r}): this version of accel has no use for {name}; leave it out."
-            )
-
-
 def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
     """Raise if a launcher has switched on an engine that is not part of this version.
 

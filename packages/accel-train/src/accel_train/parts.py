@@ -24,6 +24,7 @@ from accel_state.gradient_state import GradientState
 from accel_state.labels import DynamoBackend, RNGType
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
+from accel_trackers.session import TrackerSession
 from accel_train.checkpoint.run import Run
 from accel_train.given import known_plugins, refuse_unavailable_engines, unchanged_by_failure
 from accel_train.items import ItemWindow
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from accel_state.labels import PrecisionType
     from accel_state.runtime import Runtime
     from accel_state.settings import Settings
+    from accel_trackers.session import OnTrackerError
     from accel_train.optimizer import AcceleratedOptimizer
     from accel_train.scheduler import AcceleratedScheduler, StepPer
 
@@ -78,6 +80,8 @@ class Arguments:
     cpu: bool = False
     dataloader_config: DataLoaderConfiguration | None = None
     rng_types: Sequence[str | RNGType] | None = None
+    log_with: Any = None
+    on_tracker_error: OnTrackerError = "raise"
     project_dir: str | Path | None = None
     project_config: ProjectConfiguration | None = None
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
@@ -139,6 +143,7 @@ class Parts:
         step_scheduler_per: By which clock they do.
         prepared: What `prepare` has prepared.
         checkpoints: What is saved and loaded, and where.
+        trackers: The experiment trackers.
     """
 
     process: PartialState
@@ -159,6 +164,7 @@ class Parts:
     step_scheduler_per: StepPer | None
     prepared: Prepared
     checkpoints: Run
+    trackers: TrackerSession
 
 
 def build_parts(arguments: Arguments) -> Parts:
@@ -172,7 +178,7 @@ def build_parts(arguments: Arguments) -> Parts:
     handlers = sort_handlers(arguments.kwargs_handlers or ())
     dataloading = _dataloading(arguments)
     rng_types = _rng_types(arguments.rng_types)
-    project = _project(arguments)
+    project, trackers = _project_and_trackers(arguments)
     compiler = _dynamo(arguments)
     plugins = find_plugins(arguments.plugins, known_plugins(), settings)
     settings = described(settings, plugins)
@@ -187,8 +193,7 @@ def build_parts(arguments: Arguments) -> Parts:
     state.device_mesh = strategy.mesh
     gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
     prepared = Prepared()
-    alone = runtime.topology.world_size == 1
-    synchronizer = Synchronizer(gradient_state, None if alone else strategy.stepper.no_sync)
+    synchronizer = _synchronizer(gradient_state, strategy, runtime)
     return Parts(
         process=process,
         state=state,
@@ -216,7 +221,19 @@ def build_parts(arguments: Arguments) -> Parts:
             shards=strategy.shards,
             precision=precision,
         ),
+        trackers=trackers,
     )
+
+
+def _synchronizer(gradient_state: GradientState, strategy: Strategy, runtime: Runtime) -> Synchronizer:
+    alone = runtime.topology.world_size == 1
+    return Synchronizer(gradient_state, None if alone else strategy.stepper.no_sync)
+
+
+def _project_and_trackers(arguments: Arguments) -> tuple[ProjectConfiguration, TrackerSession]:
+    project = _project(arguments)
+    where, on_error = project.logging_dir, arguments.on_tracker_error
+    return project, TrackerSession(arguments.log_with, where, on_error=on_error)
 
 
 def _settings() -> Settings:

@@ -12,7 +12,8 @@ from accel_train.accelerator.process import ProcessFacet
 from accel_train.accelerator.project import ProjectFacet
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
-from accel_train.given import refuse_unavailable, sort_plugins
+from accel_train.accelerator.tracking import TrackingFacet
+from accel_train.given import sort_plugins
 from accel_train.parts import UNSET, Arguments, build_parts
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_state.labels import DynamoBackend, PrecisionType, RNGType
+    from accel_trackers.session import OnTrackerError
     from accel_train.scheduler import StepPer
 
 __all__ = ["Accelerator"]
@@ -39,6 +41,7 @@ class Accelerator(
     StateIoFacet,
     ProjectFacet,
     ObserveFacet,
+    TrackingFacet,
     ParallelFacet,
 ):
     """Everything that a training script needs to run on one device or many.
@@ -59,7 +62,8 @@ class Accelerator(
         megatron_lm_plugin: Not available in this version.
         rng_types: Which sources of randomness loaders synchronise between processes at their beginning;
             `["generator"]` if `None`: that of the sampler.
-        log_with: Not available in this version.
+        log_with: Experiment trackers: a name such as `"tensorboard"`, `"all"` for all that are installed, a
+            `GeneralTracker` of your own, or a list of these.
         project_dir: Directory of the project's files.
         project_config: That and more about them.
         gradient_accumulation_plugin: The number of micro-batches and more about them.
@@ -75,6 +79,8 @@ class Accelerator(
         step_scheduler_per: What one step of a learning rate schedule stands for: `"process"` advances it once
             for every process when the optimizer steps, `"update"` once, `"sample"` by the samples that were
             read; `"process"` if `None`, with a line in the log.
+        on_tracker_error: What an error of a tracker does: `"raise"` raises it on the main process; `"warn"`
+            says it in one line, and the training goes on.
 
     Raises:
         SettingsError: An argument, or an environment variable that stands for it, cannot be used.
@@ -119,8 +125,8 @@ class Accelerator(
         parallelism_config: Any = None,
         *,
         step_scheduler_per: StepPer | None = None,
+        on_tracker_error: OnTrackerError = "raise",
     ) -> None:
-        refuse_unavailable(log_with=log_with)
         plugins = sort_plugins(
             deepspeed_plugin=deepspeed_plugin,
             fsdp_plugin=fsdp_plugin,
@@ -137,6 +143,8 @@ class Accelerator(
             cpu=cpu,
             dataloader_config=dataloader_config,
             rng_types=rng_types,
+            log_with=log_with,
+            on_tracker_error=on_tracker_error,
             project_dir=project_dir,
             project_config=project_config,
             gradient_accumulation_plugin=gradient_accumulation_plugin,

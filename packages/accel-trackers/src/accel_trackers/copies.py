@@ -1,0 +1,134 @@
+"""Values of tensors that are read later: copied to the host on the side, without waiting for the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from accel_state.errors import UnsupportedError
+from accel_state.streams import device_streams
+from accel_trackers.values import check_scalar
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_state.streams import DeviceStreams, Event
+
+_ALIGNMENT = 16
+
+
+class Reading:
+    """Values of one call of `log`, with the tensors among them on their way to the host.
+
+    Tensors on a device with streams are copied to pinned memory on their own stream, after everything that
+    computes them and before everything that changes them later. All others are read at once.
+
+    Args:
+        values: As given to `log`; dictionaries may be nested.
+
+    Raises:
+        UnsupportedError: A tensor or array has several elements, or complex ones.
+
+    Example:
+        >>> loss = torch.tensor(0.5)
+        >>> reading = Reading({"loss": loss, "lr": {"head": np.float32(2)}})
+        >>> _ = loss.zero_()
+        >>> reading.is_ready(), reading.values()
+        (True, {'loss': 0.5, 'lr': {'head': 2.0}})
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._tensors: dict[torch.device, list[torch.Tensor]] = {}
+        self._given = self._capture(values)
+        self._copies = {device: HostCopies(tensors) for device, tensors in self._tensors.items()}
+
+    def is_ready(self) -> bool:
+        """Whether `values` does not wait."""
+        return all(copies.is_ready() for copies in self._copies.values())
+
+    def values(self) -> dict[str, Any]:
+        """Return the values with numbers for tensors; wait for what is still on its way."""
+        numbers = {device: copies.numbers() for device, copies in self._copies.items()}
+        return _fill(self._given, numbers)
+
+    def _capture(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        captured: dict[str, Any] = {}
+        for key, value in values.items():
+            name = str(key)
+            if isinstance(value, dict):
+                captured[name] = self._capture(value)
+            elif isinstance(value, torch.Tensor | np.ndarray | np.generic):
+                check_scalar(name, value)
+                captured[name] = self._number(name, value)
+            else:
+                captured[name] = value
+        return captured
+
+    def _number(self, name: str, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value.item()
+        if value.is_meta:
+            raise UnsupportedError(f"log() got {name!r}, a meta tensor, which has no value.")
+        tensor = value.detach()
+        if device_streams(tensor.device) is None:
+            return tensor.item()
+        waiting = self._tensors.setdefault(tensor.device, [])
+        waiting.append(tensor)
+        return _Place(tensor.device, len(waiting) - 1)
+
+
+class _Place:
+    """Where in the copies a value will be."""
+
+    __slots__ = ("device", "index")
+
+    def __init__(self, device: torch.device, index: int) -> None:
+        self.device = device
+        self.index = index
+
+
+class HostCopies:
+    """Single elements of tensors of one device, copied to one pinned buffer.
+
+    Args:
+        tensors: With one element each, on a device with streams.
+    """
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        streams = device_streams(tensors[0].device)
+        if streams is None:
+            raise AssertionError(tensors[0].device)
+        self._tensors: list[torch.Tensor] | None = tensors  # alive until they are copied
+        buffer = streams.pinned(_ALIGNMENT * len(tensors))
+        self._copies = [_copy(streams, buffer, index, one) for index, one in enumerate(tensors)]
+        self._event: Event = streams.new_event()
+        self._event.record(streams.current_stream())
+
+    def is_ready(self) -> bool:
+        """Whether everything is copied."""
+        return self._event.query()
+
+    def numbers(self) -> list[Any]:
+        """Return the values in order; wait for the copies."""
+        self._event.synchronize()
+        self._tensors = None
+        return [copy.item() for copy in self._copies]
+
+
+def _copy(streams: DeviceStreams, buffer: torch.Tensor, index: int, tensor: torch.Tensor) -> torch.Tensor:
+    first = index * _ALIGNMENT
+    target = buffer[first : first + tensor.element_size()].view(tensor.dtype)
+    streams.copy_(target, tensor.reshape(1))
+    return target
+
+
+def _fill(given: Mapping[str, Any], numbers: Mapping[torch.device, list[Any]]) -> dict[str, Any]:
+    filled: dict[str, Any] = {}
+    for name, value in given.items():
+        if isinstance(value, _Place):
+            filled[name] = numbers[value.device][value.index]
+        else:
+            filled[name] = _fill(value, numbers) if isinstance(value, dict) else value
+    return filled

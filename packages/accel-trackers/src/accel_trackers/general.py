@@ -1,0 +1,317 @@
+"""`GeneralTracker`: the interface of every experiment tracker, and what stands for one on other ranks."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from accel_state import runtime
+from accel_state.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a method of a tracker that only the main process runs; elsewhere it returns `None`.
+
+    A tracker whose `main_process_only` is False runs it on every rank. The rank is looked up when the method
+    is called; nothing is started for it.
+
+    Args:
+        function: A method of a `GeneralTracker`.
+
+    Example:
+        >>> class Printer(GeneralTracker):
+        ...     name = "printer"
+        ...     requires_logging_directory = False
+        ...     tracker = None
+        ...
+        ...     @on_main_process
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> Printer().log({"loss": 0.5}, step=3)
+        3 {'loss': 0.5}
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> Any:
+        if getattr(args[0], "main_process_only", False) and not runtime.current_topology().is_main:
+            return None
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class GeneralTracker:
+    """An experiment tracker. Subclass it for one of your own.
+
+    A subclass has the class attributes `name` and `requires_logging_directory`, and `tracker`, the library's
+    own object. Methods decorated with `on_main_process` may be called on every rank. A class that is used by
+    its name is constructed with the name of the project, the logging directory if it requires one, and its
+    part of `init_kwargs`.
+
+    Args:
+        _blank: Whether to leave out the check that the attributes are there.
+
+    Attributes:
+        name: By which `log_with`, `init_kwargs` and `get_tracker` know it.
+        requires_logging_directory: Whether it is constructed with one.
+        main_process_only: Whether only the main process logs.
+
+    Raises:
+        UnsupportedError: An attribute is absent.
+
+    Example:
+        >>> class Memory(GeneralTracker):
+        ...     name = "memory"
+        ...     requires_logging_directory = False
+        ...
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.rows = []
+        ...
+        ...     @property
+        ...     def tracker(self):
+        ...         return self.rows
+        ...
+        ...     @on_main_process
+        ...     def log(self, values, step=None, **kwargs):
+        ...         self.rows.append((step, values))
+        >>> memory = Memory()
+        >>> memory.log({"loss": 0.5}, step=1)
+        >>> memory.tracker
+        [(1, {'loss': 0.5})]
+    """
+
+    name: str
+    requires_logging_directory: bool
+    main_process_only: bool = True
+    if TYPE_CHECKING:
+
+        @property
+        def tracker(self) -> Any:
+            """The library's own object."""
+
+    def __init__(self, _blank: bool = False) -> None:
+        if not _blank:
+            check_attributes(type(self))
+
+    def start(self) -> None:
+        """Begin the run. Called once, by `Accelerator.init_trackers`."""
+
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters.
+
+        Args:
+            values: Numbers, texts, booleans and `None` by name, and lists and dictionaries of them: a copy
+                made by `accel_trackers.values.to_plain`.
+        """
+
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log values.
+
+        Args:
+            values: Numbers and texts by name, dictionaries of them, and whatever else the library takes.
+                Tensors with one element have become numbers.
+            step: At which step.
+            **kwargs: The tracker's part of `log_kwargs`.
+        """
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images.
+
+        Args:
+            values: By name an image, a batch or a list of images: arrays or tensors of shape (H, W),
+                (H, W, C), (C, H, W) or with a batch in front, integers from 0 to 255 or floats from 0 to 1;
+                or PIL images.
+            step: At which step.
+            **kwargs: Options of the library.
+
+        Raises:
+            UnsupportedError: The library has no images.
+        """
+        del values, step, kwargs
+        raise self._unsupported("images")
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table.
+
+        Args:
+            table_name: Its name.
+            columns: Names of the columns, with `data`.
+            data: The rows.
+            dataframe: A pandas data frame, instead of both.
+            step: At which step.
+            **kwargs: Options of the library.
+
+        Raises:
+            UnsupportedError: The library has no tables.
+        """
+        del table_name, columns, data, dataframe, step, kwargs
+        raise self._unsupported("tables")
+
+    @on_main_process
+    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log how values are distributed.
+
+        Args:
+            values: Tensors, arrays or sequences of numbers by name, of any shape.
+            step: At which step.
+            **kwargs: Options of the library.
+
+        Raises:
+            UnsupportedError: The library has no histograms.
+        """
+        del values, step, kwargs
+        raise self._unsupported("histograms")
+
+    @on_main_process
+    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Log texts.
+
+        Args:
+            values: Texts by name.
+            step: At which step.
+            **kwargs: Options of the library.
+
+        Raises:
+            UnsupportedError: The library has no texts.
+        """
+        del values, step, kwargs
+        raise self._unsupported("text")
+
+    @on_main_process
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Store a file with the run.
+
+        Args:
+            local_path: The file.
+            artifact_path: Where the run keeps it: a folder for MLflow, else a name; the file's name if
+                `None`.
+            **kwargs: Options of the library.
+
+        Raises:
+            UnsupportedError: The library has no artifacts.
+        """
+        del local_path, artifact_path, kwargs
+        raise self._unsupported("artifacts")
+
+    def flush(self) -> None:
+        """Write what the library still holds back; called at least every ten seconds."""
+
+    def finish(self) -> None:
+        """End the run."""
+
+    @property
+    def run_id(self) -> str | None:
+        """By which the library finds the run again; `None` if it cannot."""
+        return None
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        """Arguments of the class with which a run goes on.
+
+        Args:
+            run_id: What `run_id` was.
+        """
+        del run_id
+        return {}
+
+    def _unsupported(self, what: str) -> UnsupportedError:
+        return UnsupportedError(
+            f"The tracker {self.name!r} has no {what}: use another one, or what its library offers, "
+            f"get_tracker({self.name!r}, unwrap=True)."
+        )
+
+
+def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
+    """Check that a tracker has what every one needs.
+
+    Args:
+        tracker: A class or an object.
+
+    Raises:
+        UnsupportedError: An attribute is absent.
+    """
+    there = dir(tracker)
+    absent = [name for name in ("name", "requires_logging_directory", "tracker") if name not in there]
+    if absent:
+        owner = tracker if isinstance(tracker, type) else type(tracker)
+        raise UnsupportedError(
+            f"{owner.__name__} is no complete tracker: it lacks {', '.join(map(repr, absent))}; define that "
+            "as a class attribute or property."
+        )
+
+
+class Inert:
+    """What stands for a library's object where it is not: everything in it can be called and does nothing.
+
+    Example:
+        >>> run = Inert()
+        >>> run.summary["best"] = run.log_figure("a", size=3).url
+        >>> bool(run), list(run)
+        (False, [])
+    """
+
+    def __getattr__(self, name: str) -> Inert:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Inert:
+        """Do nothing."""
+        del args, kwargs
+        return self
+
+    def __enter__(self) -> Inert:
+        return self
+
+    def __exit__(self, *error: object) -> None: ...
+
+    def __getitem__(self, key: object) -> Inert:
+        return self
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __bool__(self) -> bool:
+        return False
+
+
+class InertTracker(GeneralTracker):
+    """What stands for a tracker on ranks where it does nothing: it has every method there could be.
+
+    Args:
+        name: Of the tracker.
+    """
+
+    requires_logging_directory = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        super().__init__(_blank=True)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__") or name in _STATED:
+            return super().__getattribute__(name)
+        return Inert()
+
+
+_STATED = frozenset({"name", "requires_logging_directory", "main_process_only"})

@@ -1,0 +1,80 @@
+"""Images of any layout as arrays that every library takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from accel_state.errors import UnsupportedError
+
+_CHANNELS = (1, 3, 4)
+
+
+def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.ndarray[Any, Any]]:
+    """Convert images to a list of arrays of shape (H, W, C) and dtype uint8, C being 1, 3 or 4.
+
+    Args:
+        name: Of the images, for messages.
+        value: An image, a batch or a list of images: arrays or tensors, integers from 0 to 255 or floats from
+            0 to 1, or PIL images.
+        dataformats: The axes, such as `"CHW"` or `"NHWC"`; if `None`, the channels are last if the last axis
+            has 1, 3 or 4 elements, and first otherwise.
+
+    Raises:
+        UnsupportedError: They are no images.
+
+    Example:
+        >>> [image.shape for image in to_images("samples", torch.zeros(2, 3, 5, 7))]
+        [(5, 7, 3), (5, 7, 3)]
+    """
+    if isinstance(value, list | tuple):
+        return [image for one in value for image in to_images(name, one, dataformats)]
+    array = value.detach().float().cpu().numpy() if _is_float(value) else np.asarray(_on_host(value))
+    axes = dataformats or _axes(array.shape)
+    if axes is None or len(axes) != array.ndim or set(axes) - set("NHWC"):
+        raise UnsupportedError(
+            f"log_images() got {name!r} of shape {array.shape} with dataformats={dataformats!r}: give "
+            "(H, W), (H, W, C), (C, H, W) or a batch of these, with 1, 3 or 4 channels."
+        )
+    for missing in "CN":
+        if missing not in axes:
+            array, axes = array[None], missing + axes
+    batch = array.transpose([axes.index(axis) for axis in "NHWC"])
+    if batch.dtype.kind == "f":
+        batch = (batch.clip(0, 1) * 255).round()
+    return list(np.ascontiguousarray(batch.astype(np.uint8)))
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _axes(shape: tuple[int, ...]) -> str | None:
+    if len(shape) == 2:
+        return "HW"
+    if len(shape) not in (3, 4):
+        return None
+    batch = "N" if len(shape) == 4 else ""
+    if shape[-1] in _CHANNELS:
+        return f"{batch}HWC"
+    return f"{batch}CHW" if shape[-3] in _CHANNELS else None
+
+
+def to_numbers(value: Any) -> np.ndarray[Any, Any]:
+    """Convert a tensor, array or sequence of numbers to a flat array of floats.
+
+    Args:
+        value: Of any shape, on any device.
+
+    Example:
+        >>> to_numbers([[1, 2], [3, 4]])
+        array([1., 2., 3., 4.])
+    """
+    host = value.detach().double().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    return np.asarray(host, dtype=np.float64).reshape(-1)

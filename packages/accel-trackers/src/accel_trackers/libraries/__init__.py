@@ -1,0 +1,1 @@
+"""One module for the tracker of each library."""

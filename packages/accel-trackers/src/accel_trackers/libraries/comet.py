@@ -1,0 +1,126 @@
+"""Comet."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_trackers.general import GeneralTracker, on_main_process
+from accel_trackers.images import to_images, to_numbers
+from accel_trackers.values import split, to_flat
+from accel_trackers.vendor import import_vendor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+class CometMLTracker(GeneralTracker):
+    """Log to an experiment of Comet.
+
+    Args:
+        run_name: Name of the project.
+        **kwargs: More arguments of `comet_ml.start`.
+
+    Raises:
+        MissingDependencyError: comet_ml is not installed.
+    """
+
+    name = "comet_ml"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        comet_ml = import_vendor(self.name)
+        self.writer: Any = comet_ml.start(**{"project_name": run_name, **kwargs})
+
+    @property
+    def tracker(self) -> Any:
+        """The experiment."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str | None:
+        """The experiment's key."""
+        return self.writer.get_key()
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        """Arguments of `comet_ml.start`."""
+        return {"experiment_key": run_id, "mode": "get_or_create"}
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters as parameters, flattened."""
+        self.writer.log_parameters(to_flat(values))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as metrics and texts as `other`.
+
+        Args:
+            values: By name.
+            step: At which step.
+            **kwargs: More arguments of `log_metrics`.
+        """
+        if step is not None:
+            self.writer.set_step(step)
+        numbers, texts = split(self.name, values)
+        if numbers:
+            self.writer.log_metrics(numbers, step=step, **kwargs)
+        for name, text in texts.items():
+            self.writer.log_other(name, text)
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; see `GeneralTracker.log_images`.
+
+        Args:
+            values: By name.
+            step: At which step.
+            **kwargs: `dataformats`, the axes of arrays, and more arguments of `log_image`.
+        """
+        dataformats = kwargs.pop("dataformats", None)
+        for name, value in values.items():
+            for image in to_images(name, value, dataformats):
+                self.writer.log_image(image, name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as a CSV file; `kwargs` go to `log_table` of Comet, which knows no steps."""
+        name = table_name if table_name.endswith((".csv", ".tsv")) else f"{table_name}.csv"
+        name = name if step is None else f"step_{step}_{name}"
+        rows = dataframe if dataframe is not None else [list(row) for row in data or ()]
+        headers: Any = columns if columns is not None else dataframe is not None
+        self.writer.log_table(name, tabular_data=rows, headers=headers, **kwargs)
+
+    @on_main_process
+    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log distributions of values; `kwargs` go to `log_histogram_3d`."""
+        for name, value in values.items():
+            self.writer.log_histogram_3d(to_numbers(value), name=name, step=step, **kwargs)
+
+    @on_main_process
+    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Log texts; `kwargs` go to `log_text` of Comet."""
+        for name, text in values.items():
+            self.writer.log_text(text, step=step, metadata={"name": name}, **kwargs)
+
+    @on_main_process
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Store a file as an asset; `kwargs` go to `log_asset`."""
+        self.writer.log_asset(str(local_path), file_name=artifact_path, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """End the experiment: what was logged is sent, or the offline archive written."""
+        self.writer.end()

@@ -1,0 +1,130 @@
+"""DVCLive: files of a DVC project."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import UnsupportedError
+from accel_trackers.general import GeneralTracker, on_main_process
+from accel_trackers.images import to_images
+from accel_trackers.values import split, to_flat
+from accel_trackers.vendor import import_vendor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+
+class DVCLiveTracker(GeneralTracker):
+    """Write metrics, parameters and plots with DVCLive.
+
+    Args:
+        run_name: Not used: DVC names experiments; `exp_name` of `Live` does it.
+        live: A `dvclive.Live` to log to; a new one if `None`.
+        **kwargs: Arguments of `Live`.
+
+    Raises:
+        MissingDependencyError: dvclive is not installed.
+    """
+
+    name = "dvclive"
+    requires_logging_directory = False
+
+    @on_main_process
+    def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self._dvclive = import_vendor(self.name)
+        self.live: Any = live if live is not None else self._dvclive.Live(**kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The `Live`."""
+        return self.live
+
+    @property
+    def run_id(self) -> str | None:
+        """The folder."""
+        return str(self.live.dir)
+
+    @classmethod
+    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
+        """Arguments of `Live`."""
+        return {"dir": run_id, "resume": True}
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters in `params.yaml`, flattened; `None` is a text."""
+        flat = {name: "None" if value is None else value for name, value in to_flat(values).items()}
+        self.live.log_params(flat)
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and texts as metrics.
+
+        Args:
+            values: By name.
+            step: At which step; the one after the last if `None`.
+            **kwargs: More arguments of `Live.log_metric`.
+        """
+        self._set_step(step)
+        numbers, texts = split(self.name, values)
+        for name, value in {**numbers, **texts}.items():
+            self.live.log_metric(name, value, **kwargs)
+        self.live.next_step()
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; see `GeneralTracker.log_images`.
+
+        Args:
+            values: By name.
+            step: At which step.
+            **kwargs: `dataformats`, the axes of arrays.
+
+        Raises:
+            UnsupportedError: Another option was given.
+        """
+        dataformats = kwargs.pop("dataformats", None)
+        if kwargs:
+            raise UnsupportedError(f"DVCLive has no options for images, not {', '.join(sorted(kwargs))}.")
+        self._set_step(step)
+        for name, value in values.items():
+            images = to_images(name, value, dataformats)
+            for number, image in enumerate(images):
+                file = name if len(images) == 1 else f"{name}_{number}"
+                array = image.squeeze(-1) if image.shape[-1] == 1 else image
+                self.live.log_image(f"{file}.png", array)
+
+    @on_main_process
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: Sequence[Sequence[Any]] | None = None,
+        dataframe: Any | None = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Log a table as data of a plot; `kwargs` go to `Live.log_plot`, such as `x`, `y` and `template`."""
+        if dataframe is not None:
+            columns, data = [str(name) for name in dataframe.columns], dataframe.to_numpy().tolist()
+        names = columns or [str(number) for number in range(len(data[0]) if data else 0)]
+        rows = [dict(zip(names, row, strict=True)) for row in data or ()]
+        options = {"x": names[0], "y": names[-1], **kwargs} if names else kwargs
+        file = table_name if step is None else f"{table_name}_{step}"
+        self.live.log_plot(file, rows, **options)
+
+    @on_main_process
+    def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
+        """Track a file with DVC; `kwargs` go to `Live.log_artifact`."""
+        self.live.log_artifact(str(local_path), name=artifact_path, **kwargs)
+
+    @on_main_process
+    def finish(self) -> None:
+        """Write the summary and end."""
+        self.live.end()
+
+    def _set_step(self, step: int | None) -> None:
+        if step is not None:
+            self.live.step = step

@@ -1,0 +1,118 @@
+"""TensorBoard: event files in the logging directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_trackers.general import GeneralTracker, on_main_process
+from accel_trackers.images import to_images
+from accel_trackers.values import split, to_flat
+from accel_trackers.vendor import import_vendor
+
+if TYPE_CHECKING:
+    import os
+
+# Two brands of the same writer; PyTorch's needs the `tensorboard` package.
+_WRITERS = {True: "torch.utils.tensorboard", False: "tensorboardX"}
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Write event files to `<logging_dir>/<run_name>`; a run goes on in the same folder.
+
+    Args:
+        run_name: Name of the run, a folder.
+        logging_dir: Directory of all runs.
+        **kwargs: More arguments of `SummaryWriter`.
+
+    Raises:
+        MissingDependencyError: Neither tensorboard nor tensorboardX is installed.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    @on_main_process
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str], **kwargs: Any) -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = str(Path(logging_dir) / run_name)
+        module = _WRITERS[find_spec("tensorboard") is not None]
+        self._summary: Any = import_vendor(self.name, f"{module}.summary")
+        self.writer: Any = import_vendor(self.name, module).SummaryWriter(self.logging_dir, **kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The `SummaryWriter`."""
+        return self.writer
+
+    @property
+    def run_id(self) -> str | None:
+        """The folder."""
+        return self.logging_dir
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters for the dashboard HParams; nested ones are flattened, `None` is a text."""
+        flat = {name: "None" if value is None else value for name, value in to_flat(values).items()}
+        for summary in self._summary.hparams(flat, {}):
+            self.writer.file_writer.add_summary(summary)
+        self.writer.flush()
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers as scalars, texts as texts, and dictionaries of numbers into one chart.
+
+        Args:
+            values: By name.
+            step: At which step.
+            **kwargs: More arguments of `add_scalar`, `add_text` or `add_scalars`.
+        """
+        groups = {name: value for name, value in values.items() if isinstance(value, Mapping)}
+        numbers, texts = split(self.name, {n: value for n, value in values.items() if n not in groups})
+        for name, group in groups.items():
+            self.writer.add_scalars(name, split(self.name, group)[0], global_step=step, **kwargs)
+        for name, number in numbers.items():
+            self.writer.add_scalar(name, number, global_step=step, **kwargs)
+        for name, text in texts.items():
+            self.writer.add_text(name, text, global_step=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images; see `GeneralTracker.log_images`.
+
+        Args:
+            values: By name.
+            step: At which step.
+            **kwargs: `dataformats`, the axes of arrays, and more arguments of `add_image`.
+        """
+        dataformats = kwargs.pop("dataformats", None)
+        for name, value in values.items():
+            images = to_images(name, value, dataformats)
+            for number, image in enumerate(images):
+                tag = name if len(images) == 1 else f"{name}/{number}"
+                self.writer.add_image(tag, image, global_step=step, dataformats="HWC", **kwargs)
+
+    @on_main_process
+    def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log distributions of values; `kwargs` go to `add_histogram`."""
+        for name, value in values.items():
+            self.writer.add_histogram(name, value, global_step=step, **kwargs)
+
+    @on_main_process
+    def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
+        """Log texts; `kwargs` go to `add_text`."""
+        for name, text in values.items():
+            self.writer.add_text(name, text, global_step=step, **kwargs)
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write what the writer holds."""
+        self.writer.flush()
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the writer."""
+        self.writer.close()

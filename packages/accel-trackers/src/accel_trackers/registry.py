@@ -1,0 +1,186 @@
+"""Which trackers there are: the nine libraries, registered classes, installed third parties."""
+
+from __future__ import annotations
+
+import difflib
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from accel_state.available import is_installed, require
+from accel_state.errors import SettingsError
+from accel_state.labels import LoggerType
+from accel_trackers.general import GeneralTracker, check_attributes
+from accel_trackers.libraries.aim import AimTracker
+from accel_trackers.libraries.clearml import ClearMLTracker
+from accel_trackers.libraries.comet import CometMLTracker
+from accel_trackers.libraries.dvclive import DVCLiveTracker
+from accel_trackers.libraries.mlflow import MLflowTracker
+from accel_trackers.libraries.swanlab import SwanLabTracker
+from accel_trackers.libraries.tensorboard import TensorBoardTracker
+from accel_trackers.libraries.trackio import TrackioTracker
+from accel_trackers.libraries.wandb import WandBTracker
+from accel_trackers.vendor import VENDORS
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable
+
+ENTRY_POINT_GROUP = "accel.trackers"
+"""Third parties declare classes here: `[project.entry-points."accel.trackers"]`, `name = "module:Class"`."""
+
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    tracker.name: tracker
+    for tracker in (
+        AimTracker,
+        CometMLTracker,
+        MLflowTracker,
+        TensorBoardTracker,
+        WandBTracker,
+        ClearMLTracker,
+        DVCLiveTracker,
+        SwanLabTracker,
+        TrackioTracker,
+    )
+}
+"""The class of every tracker that `log_with` knows by name, those of entry points excepted."""
+
+_T = TypeVar("_T", bound=type[GeneralTracker])
+
+
+def register_tracker_class(tracker_class: _T) -> _T:
+    """Let `log_with` know a class by its name. Do it before an `Accelerator` is constructed with it.
+
+    The class is constructed by `init_trackers` with the project's name, the logging directory if it requires
+    one, and its part of `init_kwargs`.
+
+    Args:
+        tracker_class: A subclass of `GeneralTracker`.
+
+    Returns:
+        The class, so that this may be used as a decorator.
+
+    Raises:
+        UnsupportedError: It lacks an attribute.
+        SettingsError: It is no such class, has no name, or one that another class has.
+
+    Example:
+        >>> @register_tracker_class
+        ... class Silent(GeneralTracker):
+        ...     name = "silent"
+        ...     requires_logging_directory = False
+        ...     tracker = None
+        >>> filter_trackers("silent")
+        ['silent']
+        >>> del LOGGER_TYPE_TO_CLASS["silent"]
+    """
+    given: Any = tracker_class
+    if not (isinstance(given, type) and issubclass(given, GeneralTracker)):
+        raise SettingsError(f"register_tracker_class({given!r}): give a subclass of GeneralTracker.")
+    check_attributes(tracker_class)
+    name: Any = tracker_class.name
+    if not isinstance(name, str) or not name:
+        raise SettingsError(
+            f"{tracker_class.__name__}.name is {name!r}; give it a text, by which it is known."
+        )
+    known = LOGGER_TYPE_TO_CLASS.get(name)
+    if name == LoggerType.ALL.value or (
+        known is not None and known.__qualname__ != tracker_class.__qualname__
+    ):
+        raise SettingsError(
+            f"{tracker_class.__name__}.name is {name!r}, which is taken; choose another name."
+        )
+    LOGGER_TYPE_TO_CLASS[name] = tracker_class
+    return tracker_class
+
+
+def get_available_trackers() -> list[LoggerType | str]:
+    """List the trackers that can be used here: libraries that are installed, registered and third-party ones.
+
+    Returns:
+        Members of `LoggerType` for the libraries, names for the others.
+    """
+    libraries = [name for name in VENDORS if is_installed(VENDORS[name].installed)]
+    others = [name for name in _known_names() if name not in VENDORS]
+    return [*(LoggerType(name) for name in libraries), *others]
+
+
+def filter_trackers(
+    log_with: Any, logging_dir: str | os.PathLike[str] | None = None
+) -> list[str | GeneralTracker]:
+    """Check which trackers were asked for, each once; `"all"` stands for all that are available.
+
+    Args:
+        log_with: A name, a `LoggerType`, a `GeneralTracker`, or a list of these; `None` for none.
+        logging_dir: Where trackers that write files write them.
+
+    Returns:
+        Names and objects, in the order given.
+
+    Raises:
+        SettingsError: A name is unknown, or a tracker requires a `logging_dir` and there is none.
+        MissingDependencyError: Its library is not installed.
+        UnsupportedError: An object lacks an attribute.
+
+    Example:
+        >>> filter_trackers(None)
+        []
+    """
+    given: Iterable[Any] = () if log_with is None else [log_with]
+    if isinstance(log_with, list | tuple | set):
+        given = cast("Iterable[Any]", log_with)
+    chosen: list[str | GeneralTracker] = []
+    for one in given:
+        named = one if isinstance(one, GeneralTracker) else str(one)
+        more = get_available_trackers() if named == LoggerType.ALL.value else [named]
+        chosen += [new if isinstance(new, GeneralTracker) else str(new) for new in more]
+    unique = list(dict.fromkeys(chosen))
+    for one in unique:
+        _check(one, logging_dir)
+    return unique
+
+
+def tracker_class(name: str) -> type[GeneralTracker]:
+    """Find the class of a tracker.
+
+    Args:
+        name: Its name.
+
+    Raises:
+        SettingsError: There is none, or the entry point of that name gives something else.
+    """
+    known = LOGGER_TYPE_TO_CLASS.get(name)
+    if known is not None:
+        return known
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        loaded: Any = point.load()
+        if not (isinstance(loaded, type) and issubclass(loaded, GeneralTracker)):
+            raise SettingsError(
+                f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {point.value}, which is no subclass of "
+                "GeneralTracker; ask the authors of the package."
+            )
+        check_attributes(loaded)
+        return loaded
+    names = [LoggerType.ALL.value, *_known_names()]
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
+    raise SettingsError(f"log_with contains {name!r}: {hint}It takes {', '.join(map(repr, names))}.")
+
+
+def _known_names() -> list[str]:
+    installed = [point.name for point in entry_points(group=ENTRY_POINT_GROUP)]
+    return list(dict.fromkeys([*LOGGER_TYPE_TO_CLASS, *installed]))
+
+
+def _check(chosen: str | GeneralTracker, logging_dir: str | os.PathLike[str] | None) -> None:
+    if isinstance(chosen, GeneralTracker):
+        check_attributes(chosen)
+        return
+    wanted = tracker_class(chosen)
+    vendor = VENDORS.get(chosen)
+    if vendor is not None:
+        require(vendor.installed, f"log_with={chosen!r}", install=f"accel-trackers[{vendor.extra}]")
+    if wanted.requires_logging_directory and logging_dir is None:
+        raise SettingsError(
+            f"log_with contains {chosen!r}, which writes files: say where with "
+            "Accelerator(project_dir=…) or ProjectConfiguration(logging_dir=…)."
+        )

@@ -1,0 +1,351 @@
+"""The trackers of one run: started together, logged to in order, never holding the training up."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_state import runtime
+from accel_state.errors import SettingsError, TrackerError, UnsupportedError
+from accel_trackers.copies import Reading
+from accel_trackers.general import GeneralTracker, InertTracker
+from accel_trackers.registry import filter_trackers, tracker_class
+from accel_trackers.termination import TerminationHook
+from accel_trackers.values import to_plain
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Generator
+
+logger = logging.getLogger(__name__)
+
+OnTrackerError = Literal["raise", "warn"]
+
+FLUSH_SECONDS = 10.0
+"""At least so often everything that was logged is handed to the libraries and flushed by them."""
+
+_MOST_WAITING = 256
+"""So many calls of `log` may wait for the device; the next waits for the oldest."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of `log`."""
+
+    reading: Reading
+    step: int | None
+    options: Mapping[str, Any]
+
+
+class TrackerSession:
+    """The trackers that one `Accelerator` logs with.
+
+    All methods may be called on every rank. Only the main process logs, except to trackers whose
+    `main_process_only` is False.
+
+    Args:
+        log_with: As `filter_trackers` takes it.
+        logging_dir: Where trackers that write files write them.
+        on_error: What an error of a tracker does: `"raise"` raises it; `"warn"` says it in one line, and the
+            training goes on.
+
+    Raises:
+        SettingsError: A name is unknown, or there is no logging directory where one is required.
+        MissingDependencyError: A library is not installed.
+
+    Example:
+        >>> session = TrackerSession(None)
+        >>> session.log({"loss": 0.5}, step=1)
+        >>> session.trackers
+        []
+    """
+
+    def __init__(
+        self,
+        log_with: Any,
+        logging_dir: str | os.PathLike[str] | None = None,
+        *,
+        on_error: OnTrackerError = "raise",
+    ) -> None:
+        if on_error not in ("raise", "warn"):
+            raise SettingsError(f"on_tracker_error={on_error!r}: give 'raise' or 'warn'.")
+        self.log_with = filter_trackers(log_with, logging_dir)
+        self.trackers: list[GeneralTracker] = []
+        self._logging_dir = logging_dir
+        self._warns = on_error == "warn"
+        self._stage: Literal["new", "running", "finished"] = "new"
+        self._waiting: deque[_Call] = deque()
+        self._resumed: dict[str, str] = {}
+        self._start_arguments: tuple[str, Any, Mapping[str, Any]] | None = None
+        self._failures: dict[str, int] = {}
+        self._failure: BaseException | None = None
+        self._lock = threading.RLock()
+        self._writer: int | None = None
+        self._is_terminating = False
+        self._is_flushed = True
+        self._ended = threading.Event()
+        self._termination = TerminationHook(self._terminate)
+
+    def start(
+        self,
+        project_name: str,
+        config: Any = None,
+        init_kwargs: Mapping[Any, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start every tracker and store the configuration. A run that is under way is finished first.
+
+        Args:
+            project_name: Name of the project or run, as the tracker understands it.
+            config: Hyperparameters: a mapping, dataclass or argparse namespace. It is not changed.
+            init_kwargs: More arguments for the construction of trackers, by their names.
+
+        Raises:
+            SettingsError: `config` is something else.
+        """
+        plain = {} if config is None else to_plain(config)
+        if not isinstance(plain, dict):
+            raise SettingsError(
+                f"init_trackers(config={config!r}): give a dictionary, a dataclass or an argparse namespace."
+            )
+        if self._stage == "running":
+            self.finish()
+        options = {str(name): dict(more) for name, more in (init_kwargs or {}).items()}
+        self._start_arguments = (project_name, plain, options)
+        self._stage = "running"
+        with self._writing():
+            self.trackers = [self._start_one(one, project_name, options) for one in self.log_with]
+            if config is not None:
+                for tracker in self._active():
+                    self._call(tracker, "store_init_configuration", to_plain(plain))
+        if self._active():
+            self._ended = threading.Event()
+            self._termination.install()
+            atexit.register(self.write)
+            threading.Thread(target=self._flush_regularly, args=(self._ended,), daemon=True).start()
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[Any, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values to every tracker.
+
+        Tensors on a device are read when they are there: at the next call, in order, or when `write` is
+        called.
+
+        Args:
+            values: Numbers, texts and tensors with one element by name, and what a library takes else.
+            step: At which step.
+            log_kwargs: More arguments of the trackers' `log`, by their names.
+
+        Raises:
+            TrackerError: The trackers were not started, or are finished.
+            UnsupportedError: A value cannot be logged.
+        """
+        if not self.log_with:
+            return
+        self._check_running("log()")
+        if not isinstance(values, Mapping):
+            raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
+        if not self._active():
+            return
+        options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
+        call = _Call(Reading(values), step, options)
+        with self._writing():
+            self._waiting.append(call)
+            self._write_waiting(wait=False)
+        self._raise_failure()
+
+    def get(self, name: str, *, unwrap: bool = False) -> Any:
+        """Find a tracker.
+
+        Args:
+            name: Its name.
+            unwrap: Whether to return the library's own object.
+
+        Returns:
+            The tracker; on ranks where it does nothing, something whose every method does nothing.
+
+        Raises:
+            SettingsError: There is none of that name.
+        """
+        if not self.log_with:
+            found: GeneralTracker = InertTracker(name)
+        else:
+            by_name = {tracker.name: tracker for tracker in self.trackers}
+            if name not in by_name:
+                names = ", ".join(map(repr, by_name)) or "none: call init_trackers() first"
+                raise SettingsError(f"get_tracker({name!r}): there is no such tracker; there are {names}.")
+            found = by_name[name]
+        return found.tracker if unwrap else found
+
+    def write(self) -> None:
+        """Wait for every value that was logged, hand it to the trackers, and let them flush."""
+        with self._writing():
+            self._write_waiting(wait=True)
+            if not self._is_flushed:
+                self._is_flushed = True
+                for tracker in self._active():
+                    self._call(tracker, "flush")
+
+    def finish(self) -> None:
+        """Write everything and finish every tracker; harmless where nothing is under way.
+
+        Raises:
+            Exception: The first error of a tracker, when all are finished.
+        """
+        if self._stage != "running":
+            return
+        self._stage = "finished"
+        self._ended.set()
+        atexit.unregister(self.write)
+        errors: list[Exception] = []
+        with self._writing():
+            active = self._active()
+            for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in active)):
+                try:
+                    step()
+                except Exception as error:  # noqa: BLE001 - the others are finished all the same
+                    errors.append(error)
+        self._termination.remove()
+        for name, count in self._failures.items():
+            logger.warning("The tracker %r failed %d times in all.", name, count)
+        if errors:
+            raise errors[0]
+        self._raise_failure()
+
+    def run_ids(self) -> dict[str, str]:
+        """Return the ids by which the runs of this process are found again, by the tracker's name."""
+        ids = {tracker.name: tracker.run_id for tracker in self._active()}
+        return {name: run_id for name, run_id in ids.items() if run_id is not None}
+
+    def resume(self, run_ids: Mapping[str, str]) -> None:
+        """Go on with earlier runs: those that are under way are finished and the earlier ones opened.
+
+        Before `start`, the runs are opened by it. Trackers that were given as objects stay as they are.
+
+        Args:
+            run_ids: What `run_ids` was.
+        """
+        self._resumed = dict(run_ids)
+        if self._stage != "running" or self._start_arguments is None:
+            return
+        project_name, _, options = self._start_arguments
+        with self._writing():
+            self._write_waiting(wait=True)
+            for index, tracker in enumerate(self.trackers):
+                run_id = run_ids.get(tracker.name)
+                is_ours = tracker.name in self.log_with and not isinstance(tracker, InertTracker)
+                if not is_ours or run_id in (None, tracker.run_id):
+                    continue
+                if tracker_class(tracker.name).resume_arguments(str(run_id)):
+                    self._call(tracker, "finish")
+                    self.trackers[index] = self._start_one(tracker.name, project_name, options)
+
+    def _start_one(
+        self, chosen: str | GeneralTracker, project_name: str, options: Mapping[str, Any]
+    ) -> GeneralTracker:
+        """Construct and start a tracker; return an inert one on other ranks, or if that failed."""
+        kind = chosen if isinstance(chosen, GeneralTracker) else tracker_class(chosen)
+        if kind.main_process_only and not runtime.current_topology().is_main:
+            return InertTracker(kind.name)
+
+        def start() -> GeneralTracker:
+            tracker = chosen
+            if not isinstance(tracker, GeneralTracker):
+                made: Any = tracker_class(tracker)
+                where = (self._logging_dir,) if made.requires_logging_directory else ()
+                known = self._resumed.get(tracker)
+                going_on = {} if known is None else made.resume_arguments(known)
+                tracker = made(project_name, *where, **{**going_on, **options.get(made.name, {})})
+            tracker.start()
+            return tracker
+
+        return self._guarded(kind.name, "start", start) or InertTracker(kind.name)
+
+    def _active(self) -> list[GeneralTracker]:
+        return [tracker for tracker in self.trackers if not isinstance(tracker, InertTracker)]
+
+    def _check_running(self, what: str) -> None:
+        if self._stage == "new":
+            raise TrackerError(f"{what} was called before init_trackers(); call that first, on every rank.")
+        if self._stage == "finished":
+            raise TrackerError(
+                f"{what} was called after end_training(), when the trackers are finished; call it "
+                "earlier, or init_trackers() again."
+            )
+
+    def _write_waiting(self, *, wait: bool) -> None:
+        """Hand over the calls whose values are there, in order; all of them if told to wait."""
+        while self._waiting:
+            is_full = len(self._waiting) > _MOST_WAITING
+            if not (wait or is_full or self._waiting[0].reading.is_ready()):
+                return
+            call = self._waiting.popleft()
+            values = call.reading.values()
+            self._is_flushed = False
+            for tracker in self._active():
+                options = call.options.get(tracker.name, {})
+                self._call(tracker, "log", dict(values), step=call.step, **options)
+
+    def _call(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
+        self._guarded(tracker.name, method, lambda: getattr(tracker, method)(*args, **kwargs))
+
+    def _guarded(self, name: str, method: str, function: Callable[[], Any]) -> Any:
+        """Call a tracker; with `on_error="warn"`, say the first error of each and return `None`."""
+        try:
+            return function()
+        except Exception as error:
+            if not self._warns:
+                error.add_note(
+                    f"The tracker {name!r} failed in {method}(); with on_tracker_error='warn' the training "
+                    "goes on."
+                )
+                raise
+            self._failures[name] = self._failures.get(name, 0) + 1
+            if self._failures[name] == 1:
+                logger.warning(
+                    "The tracker %r failed in %s(), and the training goes on: %r", name, method, error
+                )
+            return None
+
+    @contextmanager
+    def _writing(self) -> Generator[None]:
+        """Write alone; a SIGTERM that arrives in between takes its course afterwards."""
+        with self._lock:
+            outer, self._writer = self._writer, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._writer = outer
+        if self._is_terminating and outer is None:
+            self._is_terminating = False
+            if self._terminate():
+                self._termination.resume()
+
+    def _terminate(self) -> bool:
+        """Write everything when SIGTERM has arrived; later, if this thread is writing right now."""
+        if self._writer == threading.get_ident():
+            self._is_terminating = True
+            return False
+        self.write()
+        return True
+
+    def _flush_regularly(self, ended: threading.Event) -> None:
+        while not ended.wait(FLUSH_SECONDS):
+            try:
+                self.write()
+            except Exception as error:  # noqa: BLE001 - the next call in the training's own thread raises it
+                self._failure = error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,0 +1,195 @@
+"""Which values trackers get: configurations as plain data, tensors as numbers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import math
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import Any, TypeAlias, TypeGuard
+
+import numpy as np
+import torch
+
+from accel_state.errors import UnsupportedError
+
+Number: TypeAlias = int | float
+
+_MOST_ELEMENTS = 32
+"""Tensors with more elements are described by shape and dtype in a configuration."""
+
+
+def to_plain(value: Any) -> Any:
+    """Copy a value of a configuration as plain data.
+
+    Numbers, texts, booleans and `None` stay. Mappings, dataclasses and argparse namespaces become
+    dictionaries with texts as keys; lists, tuples and sets become lists. An enumeration's member becomes its
+    value. Tensors and arrays become numbers or lists, beyond 32 elements a description. Everything else,
+    such as a path, a dtype or a class, becomes its `str`.
+
+    Args:
+        value: Anything; it is not changed.
+
+    Example:
+        >>> import torch
+        >>> from pathlib import PurePosixPath
+        >>> to_plain({"data": PurePosixPath("a/b"), 3: (1, torch.tensor(2.5)), "dtype": torch.float16})
+        {'data': 'a/b', '3': [1, 2.5], 'dtype': 'torch.float16'}
+    """
+    for kinds, convert in _CONVERSIONS:
+        if isinstance(value, kinds):
+            return convert(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: to_plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    return str(value)
+
+
+def _built_in(value: Any) -> Any:
+    """Without subclasses: libraries compare types, or write their `repr`."""
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return value if type(value) is kind else kind(value)
+    return value
+
+
+def _array(value: Any) -> Any:
+    count = value.numel() if isinstance(value, torch.Tensor) else value.size
+    if count > _MOST_ELEMENTS or (isinstance(value, torch.Tensor) and value.is_meta):
+        return f"{type(value).__name__}(shape={tuple(value.shape)}, dtype={value.dtype})"
+    return to_plain(value.tolist())
+
+
+def _class_name(value: type) -> str:
+    return f"{value.__module__}.{value.__qualname__}"
+
+
+_CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+    (enum.Enum, lambda value: to_plain(value.value)),
+    ((NoneType, bool, int, float, str), _built_in),
+    (Mapping, lambda value: {str(key): to_plain(inner) for key, inner in value.items()}),
+    (argparse.Namespace, lambda value: to_plain(vars(value))),
+    ((list, tuple), lambda value: [to_plain(inner) for inner in value]),
+    ((set, frozenset), lambda value: sorted((to_plain(inner) for inner in value), key=str)),
+    ((torch.Tensor, np.ndarray, np.generic), _array),
+    (type, _class_name),
+)
+"""Kinds of values and how they become plain, the first that fits."""
+
+
+def to_flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str | None]:
+    """Copy a configuration as plain data in one level.
+
+    As `to_plain`; then the keys of dictionaries in dictionaries are joined with dots, and lists are written
+    as texts.
+
+    Args:
+        config: It is not changed.
+
+    Example:
+        >>> to_flat({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "seed": 3})
+        {'optimizer.lr': 0.1, 'optimizer.betas': '[0.9, 0.99]', 'seed': 3}
+    """
+    return {
+        name: str(value) if isinstance(value, list) else value
+        for name, value in join_keys(to_plain(config)).items()
+    }
+
+
+def join_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Copy nested dictionaries into one level, keys joined with dots.
+
+    Args:
+        values: Dictionaries in dictionaries.
+        prefix: Before every key.
+
+    Example:
+        >>> join_keys({"loss": {"train": 1, "test": 2}, "lr": 3})
+        {'loss.train': 1, 'loss.test': 2, 'lr': 3}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= join_keys(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def is_number(value: Any) -> TypeGuard[Number]:
+    """Whether a value is a built-in number."""
+    return isinstance(value, int | float)
+
+
+def to_number(name: str, value: Any) -> Any:
+    """Convert tensors and numpy scalars with one element to numbers; leave everything else.
+
+    Args:
+        name: Of the value, for messages.
+        value: Anything.
+
+    Raises:
+        UnsupportedError: A tensor or array has several elements, or complex ones.
+
+    Example:
+        >>> import torch
+        >>> to_number("loss", torch.tensor([0.5])), to_number("note", "a")
+        (0.5, 'a')
+    """
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return value
+    check_scalar(name, value)
+    return value.detach().item() if isinstance(value, torch.Tensor) else value.item()
+
+
+def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> None:
+    """Check that a tensor or array is one real number.
+
+    Args:
+        name: Of the value, for messages.
+        value: A tensor or array.
+
+    Raises:
+        UnsupportedError: It is not.
+    """
+    is_complex = value.is_complex() if isinstance(value, torch.Tensor) else np.iscomplexobj(value)
+    if math.prod(value.shape) != 1 or is_complex:
+        raise UnsupportedError(
+            f"log() got {name!r} of shape {tuple(value.shape)} and dtype {value.dtype}, and logs one real "
+            "number per name: reduce it, or use log_histograms() or log_images() of a tracker."
+        )
+
+
+def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], dict[str, str]]:
+    """Divide values into numbers and texts, with the keys of inner dictionaries joined by dots.
+
+    Args:
+        tracker: Its name, for messages.
+        values: As given to `log`.
+
+    Raises:
+        UnsupportedError: A value is neither.
+
+    Example:
+        >>> split("mlflow", {"loss": {"train": 0.5}, "note": "better", "step": np.int64(3)})
+        ({'loss.train': 0.5, 'step': 3}, {'note': 'better'})
+    """
+    numbers: dict[str, Number] = {}
+    texts: dict[str, str] = {}
+    for name, given in join_keys(values).items():
+        value = to_number(name, given)
+        if is_number(value):
+            numbers[name] = value
+        elif isinstance(value, str):
+            texts[name] = value
+        else:
+            raise UnsupportedError(
+                f"The tracker {tracker!r} cannot log {name!r}, which is {_short(value)}: give numbers, texts "
+                "or tensors with one element."
+            )
+    return numbers, texts
+
+
+def _short(value: Any) -> str:
+    return "None" if value is None else f"a {_class_name(type(value))}"

@@ -1,0 +1,102 @@
+"""Which trackers there are, and what is wrong with those that are asked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from accel_state.available import is_installed
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.labels import LoggerType
+from accel_trackers import (
+    LOGGER_TYPE_TO_CLASS,
+    filter_trackers,
+    get_available_trackers,
+    register_tracker_class,
+)
+from accel_trackers.general import GeneralTracker
+from accel_trackers.registry import tracker_class
+from accel_trackers.vendor import VENDORS
+
+ABSENT = [name for name in VENDORS if not is_installed(VENDORS[name].installed)]
+PRESENT = [name for name in VENDORS if name not in ABSENT]
+
+
+@pytest.fixture
+def registered(memory_class):
+    yield register_tracker_class(memory_class)
+    del LOGGER_TYPE_TO_CLASS["memory"]
+
+
+def test_there_is_a_class_for_every_label():
+    assert {*LOGGER_TYPE_TO_CLASS} == {*LoggerType.list()} - {"all"}
+    assert {*VENDORS} == {*LOGGER_TYPE_TO_CLASS}
+
+
+def test_an_unknown_name_gets_the_nearest():
+    with pytest.raises(SettingsError, match=r"'tensorbord': did you mean 'tensorboard'\? It takes 'all', "):
+        filter_trackers("tensorbord")
+
+
+@pytest.mark.skipif(not ABSENT, reason="every library is installed")
+def test_a_missing_library_gets_its_extra():
+    name = ABSENT[0]
+    with pytest.raises(MissingDependencyError, match=rf"accel-trackers\[{VENDORS[name].extra}\]"):
+        filter_trackers(name, "logs")
+
+
+@pytest.mark.skipif("tensorboard" not in PRESENT, reason="tensorboard is not installed")
+def test_a_missing_directory_is_asked_for():
+    with pytest.raises(SettingsError, match="'tensorboard', which writes files: say where with"):
+        filter_trackers(LoggerType.TENSORBOARD)
+
+
+def test_names_labels_and_objects_are_taken_once_each(registered, memory):
+    assert filter_trackers(["memory", memory, "memory"]) == ["memory", memory]
+    assert filter_trackers(memory) == [memory]
+    if PRESENT:
+        label = LoggerType(PRESENT[0])
+        assert filter_trackers([label, PRESENT[0]], "logs") == [PRESENT[0]]
+
+
+def test_all_stands_for_what_is_available(registered):
+    available = [*map(str, get_available_trackers())]
+    assert available == [*PRESENT, "memory"]
+    assert filter_trackers("all", "logs") == available
+
+
+def test_a_registered_class_is_known_by_its_name(registered):
+    assert tracker_class("memory") is registered
+
+
+@pytest.mark.parametrize("name", ["", "all", "wandb", 3])
+def test_a_name_must_be_free(memory_class, name):
+    other = type("Other", (memory_class,), {"name": name})
+    with pytest.raises(SettingsError, match=rf"Other.name is {name!r}"):
+        register_tracker_class(other)
+
+
+def test_only_trackers_are_registered():
+    with pytest.raises(SettingsError, match="give a subclass of GeneralTracker"):
+        register_tracker_class(dict)
+
+
+def test_an_incomplete_tracker_says_what_it_lacks():
+    class Half(GeneralTracker):
+        name = "half"
+
+    with pytest.raises(UnsupportedError, match=r"Half .* lacks 'requires_logging_directory', 'tracker'"):
+        Half()
+    with pytest.raises(NotImplementedError):
+        filter_trackers(Half(_blank=True))
+
+
+def test_a_medium_that_a_tracker_lacks_is_an_error(memory):
+    for call in (
+        lambda: memory.log_images({"x": 1}),
+        lambda: memory.log_table("x"),
+        lambda: memory.log_histograms({"x": 1}),
+        lambda: memory.log_text({"x": "y"}),
+        lambda: memory.log_artifact("x"),
+    ):
+        with pytest.raises(UnsupportedError, match="The tracker 'memory' has no"):
+            call()

@@ -1,0 +1,141 @@
+"""Plain and flat configurations, and values that are logged."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import enum
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from accel_state.errors import UnsupportedError
+from accel_trackers.images import to_images
+from accel_trackers.values import join_keys, split, to_flat, to_number, to_plain
+
+
+class Colour(enum.Enum):
+    RED = "red"
+
+
+@dataclass
+class Optimizer:
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.99)
+    extra: dict[str, object] = field(default_factory=lambda: {"path": Path("a/b")})
+
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(max_size=3), PLAIN, max_size=3))
+def test_plain_data_is_copied_and_stays_equal(config):
+    before = copy.deepcopy(config)
+    assert to_plain(config) == config == before
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(max_size=3), PLAIN, max_size=3))
+def test_a_flat_configuration_has_one_level(config):
+    for value in to_flat(config).values():
+        assert value is None or isinstance(value, bool | int | float | str)
+
+
+def test_everything_becomes_plain_in_the_documented_way():
+    config = {
+        "optimizer": Optimizer(),
+        "colour": Colour.RED,
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "one": torch.tensor(2.5),
+        "few": np.arange(3),
+        "many": torch.zeros(5, 10),
+        "set": {3, 1},
+        "args": argparse.Namespace(seed=7, kind=int),
+        1: None,
+    }
+    assert to_plain(config) == {
+        "optimizer": {"lr": 0.1, "betas": [0.9, 0.99], "extra": {"path": "a/b"}},
+        "colour": "red",
+        "dtype": "torch.bfloat16",
+        "device": "cpu",
+        "one": 2.5,
+        "few": [0, 1, 2],
+        "many": "Tensor(shape=(5, 10), dtype=torch.float32)",
+        "set": [1, 3],
+        "args": {"seed": 7, "kind": "builtins.int"},
+        "1": None,
+    }
+    assert to_flat(config)["optimizer.extra.path"] == "a/b"
+    assert to_flat(config)["optimizer.betas"] == "[0.9, 0.99]"
+
+
+def test_subclasses_of_built_in_types_become_these():
+    plain = to_plain({"a": np.float64(1.5), "b": torch.Size([2])})
+    assert plain == {"a": 1.5, "b": [2]}
+    assert type(plain["a"]) is float
+
+
+def test_keys_of_inner_dictionaries_are_joined():
+    assert join_keys({"a": {"b": {"c": 1}}, "d": 2}) == {"a.b.c": 1, "d": 2}
+
+
+@pytest.mark.parametrize(
+    "value", [torch.tensor(0.5), torch.tensor([0.5], requires_grad=True), np.float32(0.5), np.array([[0.5]])]
+)
+def test_one_element_becomes_a_number(value):
+    assert to_number("loss", value) == 0.5
+    assert type(to_number("loss", value)) is float
+
+
+@pytest.mark.parametrize("value", [torch.zeros(3), np.zeros(0), torch.tensor(1j)])
+def test_what_is_no_single_number_is_named(value):
+    with pytest.raises(UnsupportedError, match="'loss' of shape"):
+        to_number("loss", value)
+
+
+@pytest.mark.parametrize("value", [None, object(), [1, 2]])
+def test_what_is_neither_number_nor_text_is_named(value):
+    with pytest.raises(UnsupportedError, match=r"'mlflow' cannot log 'x\.y', which is"):
+        split("mlflow", {"x": {"y": value}})
+
+
+@pytest.mark.parametrize(
+    ("shape", "dataformats", "result"),
+    [
+        ((5, 7), None, [(5, 7, 1)]),
+        ((5, 7, 3), None, [(5, 7, 3)]),
+        ((4, 5, 7), None, [(5, 7, 4)]),
+        ((2, 5, 7, 1), None, [(5, 7, 1)] * 2),
+        ((2, 3, 5, 7), None, [(5, 7, 3)] * 2),
+        ((3, 5, 3), "CHW", [(5, 3, 3)]),
+    ],
+)
+def test_images_of_every_layout_have_one(shape, dataformats, result):
+    images = to_images("x", torch.rand(shape), dataformats)
+    assert [image.shape for image in images] == result
+    assert all(image.dtype == np.uint8 for image in images)
+
+
+def test_pixels_keep_their_place_and_value():
+    image = torch.zeros(3, 2, 2)
+    image[1, 0, 1] = 1.0
+    (array,) = to_images("x", image)
+    assert array[0, 1].tolist() == [0, 255, 0]
+    assert array.sum() == 255
+
+
+@pytest.mark.parametrize(("shape", "dataformats"), [((5, 7, 9), None), ((5,), None), ((5, 7), "CHW")])
+def test_what_is_no_image_is_named(shape, dataformats):
+    with pytest.raises(UnsupportedError, match="'x' of shape"):
+        to_images("x", np.zeros(shape), dataformats)

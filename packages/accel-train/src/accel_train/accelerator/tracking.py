@@ -1,0 +1,112 @@
+"""Experiment trackers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_train.accelerator.facet import Facet
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_trackers.general import GeneralTracker
+
+
+class TrackingFacet(Facet):
+    """Log hyperparameters and values. Every method may be called on every process; the main one logs."""
+
+    __slots__ = ()
+
+    @property
+    def log_with(self) -> list[str | GeneralTracker]:
+        """The trackers that were asked for."""
+        return self._parts.trackers.log_with
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """The trackers, from `init_trackers` on; on other processes, what does nothing in their place."""
+        return self._parts.trackers.trackers
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Any = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Start every tracker of `log_with`, and store hyperparameters.
+
+        After `load_state`, the runs go on that the checkpoint names. Runs of an earlier `init_trackers` are
+        finished first.
+
+        Args:
+            project_name: Name of the project, or of the run where a tracker has no projects.
+            config: Hyperparameters: a dictionary, a dataclass or an argparse namespace. It is not changed.
+            init_kwargs: More arguments for a tracker's construction, by its name, such as
+                `{"wandb": {"name": "baseline"}}`.
+
+        Raises:
+            SettingsError: `config` is something else.
+            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+
+        Example:
+            >>> import tempfile
+            >>> from accel_train import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> accelerator.init_trackers("digits", config={"lr": 0.1})
+            >>> accelerator.log({"loss": 0.5}, step=1)
+            >>> accelerator.end_training()
+        """
+        self._parts.trackers.start(project_name, config, init_kwargs)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Log values with every tracker; nothing without trackers.
+
+        It does not wait for a device: tensors there are copied on the side and written by a later call, in
+        order, by `save_state`, or by `end_training`; also when an exception or SIGTERM ends the program.
+
+        Args:
+            values: By name numbers, texts, tensors with one element, dictionaries of these, and what else a
+                tracker's library takes.
+            step: At which step.
+            log_kwargs: More arguments of a tracker's `log`, by its name.
+
+        Raises:
+            TrackerError: It is too early, before `init_trackers`, or too late, after `end_training`.
+            UnsupportedError: A value cannot be logged.
+            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+        """
+        self._parts.trackers.log(values, step, log_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """Find a tracker, for what only it can do, such as `log_images`.
+
+        Args:
+            name: Its name.
+            unwrap: Whether to return the library's own object, such as the run of wandb.
+
+        Returns:
+            It; on other processes, and without trackers, something that can be used in the same way and does
+            nothing.
+
+        Raises:
+            SettingsError: There are trackers, but none of that name.
+        """
+        return self._parts.trackers.get(name, unwrap=unwrap)
+
+    def end_training(self) -> None:
+        """Write what was logged, finish the trackers, and leave the process group.
+
+        The last call of a program. Without trackers and with one process it does nothing.
+
+        Raises:
+            Exception: What a tracker raised, with `on_tracker_error="raise"`.
+        """
+        try:
+            self._parts.trackers.finish()
+        finally:
+            self._parts.process.destroy_process_group()
