@@ -147,7 +147,8 @@ rank = os.environ["RANK"]
 child = subprocess.Popen(["sleep", "600"])
 fork = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,), daemon=True)
 fork.start()
-open("left" + rank, "w").write(f"{{child.pid}} {{fork.pid}}")
+alone = subprocess.Popen(["sleep", "600"], start_new_session=True)
+open("left" + rank, "w").write(f"{{child.pid}} {{fork.pid}} {{alone.pid}}")
 if rank == "0":
     {READY}    while True:
         time.sleep(600)
@@ -174,7 +175,7 @@ def test_a_failure_beside_a_process_that_hangs_leaves_nothing_behind(tmp_path, w
     else:
         assert done.stderr.endswith(
             told + "failed with ValueError: boom\nTraceback (most recent call last):\n"
-            '  File "fails.py", line 15, in <module>\n    raise ValueError("boom")\nValueError: boom\n'
+            '  File "fails.py", line 16, in <module>\n    raise ValueError("boom")\nValueError: boom\n'
         )
     assert done.stderr.count("Traceback") == bool(not words)
     left = [int(pid) for rank in range(2) for pid in (tmp_path / f"left{rank}").read_text().split()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from accel_cli.launch.machine import VISIBLE_DEVICES
@@ -179,6 +181,49 @@ def test_a_signal_reaches_the_processes_and_decides_the_exit_code(here):
         running.communicate()
     assert running.returncode == 128 + signal.SIGTERM
     assert all((here / f"left{rank}").exists() for rank in range(2))
+
+
+def test_two_launches_at_the_same_time_do_not_meet_at_one_port(here):
+    (here / "starts.py").write_text("import os; open('port' + os.environ['MASTER_PORT'], 'w')")
+    line = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes=2", "starts.py"]
+    running = [subprocess.Popen(line, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [process.communicate()[1] for process in running]
+    assert [process.returncode for process in running] == [0, 0], told
+    assert len(list(here.glob("port*"))) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be told of its parent's end")
+@pytest.mark.parametrize("is_program", [False, True])
+def test_the_processes_of_a_launcher_that_was_killed_end(here, is_program):
+    (here / "waits.py").write_text(
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "open('pid' + os.environ['RANK'], 'w').write(str(os.getpid()) + ' ')\ntime.sleep(600)"
+    )
+    program = here / "program"
+    program.write_text(f"#!/bin/sh\nexec {sys.executable} waits.py")
+    program.chmod(0o755)
+    what = ["--no_python", str(program)] if is_program else ["waits.py"]
+    line = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes=2", *what]
+    with subprocess.Popen(line) as running:
+        files = [here / f"pid{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text().endswith(" ") for file in files):
+            assert running.poll() is None
+            time.sleep(0.05)
+        running.kill()
+    assert all(is_gone(int(file.read_text())) for file in files)
+
+
+def is_gone(pid):
+    """Whether a process ends; a zombie may be left of it."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for _ in range(600):
+            if process.status() == psutil.STATUS_ZOMBIE:
+                break
+            time.sleep(0.05)
+        else:
+            return False
+    return True
 
 
 def test_a_busy_port_is_told_before_anything_starts(here):

@@ -18,17 +18,19 @@ NOBODY = 2**22 + 1  # more than there are process ids
 def failure(exitcode, error=None, **details):
     """A failed worker, as torch notes it."""
     told = {"message": {"message": error, "extraInfo": {"py_callstack": f"Traceback\n{error}\n", **details}}}
-    return SimpleNamespace(exitcode=exitcode, error_file_data=told if error else {"message": ""}, pid=NOBODY)
+    return SimpleNamespace(
+        exitcode=exitcode, error_file_data=told if error else {"message": ""}, pid=NOBODY, timestamp=8
+    )
 
 
 class ChildFailedError(Exception):
-    def __init__(self, failures, first=1):
+    def __init__(self, failures):
         super().__init__("the summary")
         self.failures = failures
-        self.first = first
 
-    def get_first_failure(self):
-        return self.first, self.failures[self.first]
+
+class DistNetworkError(Exception):
+    pass
 
 
 class SignalException(Exception):  # noqa: N818 - the name in torch
@@ -38,16 +40,22 @@ class SignalException(Exception):  # noqa: N818 - the name in torch
 def run(arguments, outcome=None):
     seen = []
 
-    def main(received):
-        folder, *rest = received
+    def parse_args(words):
+        folder, *rest = words
         seen.append(rest)
+        return SimpleNamespace(
+            folder=folder, training_script="train.py", training_script_args=[], master_port=29400
+        )
+
+    def start(args):
         if callable(outcome):
-            outcome(Path(folder.removeprefix("--log_dir=")))
+            outcome(Path(args.folder.removeprefix("--log_dir=")))
         if isinstance(outcome, Exception):
             raise outcome
 
     modules = {
-        "torch.distributed.run": SimpleNamespace(main=main),
+        "torch.distributed": SimpleNamespace(DistNetworkError=DistNetworkError),
+        "torch.distributed.run": SimpleNamespace(parse_args=parse_args, run=start),
         "torch.distributed.elastic.multiprocessing": SimpleNamespace(
             errors=SimpleNamespace(ChildFailedError=ChildFailedError)
         ),
@@ -85,10 +93,40 @@ def test_quiet_leaves_out_the_summary_and_is_not_passed_on(capsys):
 
 def test_of_failures_in_one_second_the_earlier_one_comes_last(capsys):
     failures = {0: failure(1, "RuntimeError: peer", time=8.7), 1: failure(3, "ValueError: boom", time=8.2)}
-    assert run(["train.py"], ChildFailedError(failures, first=0))[0] == 3
+    assert run(["train.py"], ChildFailedError(failures))[0] == 3
     assert capsys.readouterr().err.endswith(
         "rank 1 failed with ValueError: boom\nTraceback\nValueError: boom\n"
     )
+
+
+def test_a_rank_that_raised_decides_although_it_was_ended_before_it_could_exit(capsys):
+    failures = {0: failure(-15, "ValueError: boom", time=8.1), 1: failure(1, "ValueError: boom", time=8.2)}
+    assert run(["train.py"], ChildFailedError(failures))[0] == 1
+    assert capsys.readouterr().err.endswith(
+        "rank 0 failed with ValueError: boom\nTraceback\nValueError: boom\n"
+    )
+    failures[0] = failure(-15, "KeyboardInterrupt: ", time=8.1, kind="KeyboardInterrupt")
+    assert run(["train.py"], ChildFailedError(failures))[0] == 130
+
+
+def test_a_rank_that_torch_has_ended_never_decides(capsys):
+    failures = {0: failure(-15), 1: failure(1, "ValueError: boom", time=9.5)}
+    assert run(["train.py"], ChildFailedError(failures))[0] == 1
+    assert run(["train.py"], ChildFailedError({0: failure(-15), 1: failure(-15)}))[0] == 143
+    assert run(["train.py"], ChildFailedError({0: failure(-15), 1: failure(6)}))[0] == 6
+
+
+def test_a_rank_that_died_decides_before_those_that_missed_it_in_the_same_second(capsys):
+    failures = {0: failure(1, "RuntimeError: peer", time=8.4), 1: failure(-9)}
+    assert run(["train.py"], ChildFailedError(failures))[0] == 137
+
+
+def test_a_port_that_another_process_takes_meanwhile_is_a_sentence(capsys):
+    error = DistNetworkError("The server socket has failed to listen: port: 29400, EADDRINUSE")
+    assert run(["train.py"], error)[0] == 2
+    assert "taken main_process_port 29400" in capsys.readouterr().err
+    with pytest.raises(DistNetworkError):
+        run(["train.py"], DistNetworkError("no route to host"))
 
 
 def test_a_signal_to_the_launcher_gives_its_exit_code():

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from accel_cli.launch import command
+from accel_cli.launch import command, machine
 from accel_cli.main import main
 
 
@@ -72,10 +72,13 @@ def test_the_number_of_processes_that_nobody_gave_is_told(explained):
     assert row(explained(), "launch.num_processes") == ("1", "this machine")
 
 
-def test_what_is_not_used_says_so(explained):
+def test_what_is_not_used_says_so(explained, monkeypatch):
+    monkeypatch.setattr(machine, "_present", lambda: 1)
     text = explained(
-        "--multi_gpu", "--num_processes", "1", file="distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n"
-    )
+        "--multi_gpu", "--num_processes", "1",
+        environ={"CUDA_VISIBLE_DEVICES": "0"},
+        file="distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n",
+    )  # fmt: skip
     assert "not used: no FSDP" in text
     assert "FSDP_VERSION" not in text
 

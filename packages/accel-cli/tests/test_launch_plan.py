@@ -11,6 +11,8 @@ from accel_cli.launch import run_simple, run_torchrun
 from accel_cli.launch.args import read_arguments
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 from accel_state.settings import combine, from_environ, given_by_environ, given_by_file
 
@@ -229,22 +231,75 @@ def test_a_script_that_is_not_there_starts_nothing():
         run_torchrun.job(plan("--num_processes", "2"))
 
 
-def choose_port(asked, free, **kwargs):
+def given_port(asked, free, **kwargs):
     launch = replace(plan("--num_processes", "2").launch, main_process_port=asked, **kwargs)
-    return run_torchrun.choose_port(launch, is_in_use=lambda port: not free, free_port=lambda: 40000)
+    return run_torchrun.given_port(launch, is_in_use=lambda port: not free)
 
 
 def test_a_port_that_was_asked_for_must_be_free_on_the_first_machine():
-    assert choose_port(29400, free=True) == 29400
-    assert choose_port(29400, free=False, num_machines=2, machine_rank=1) == 29400
-    with pytest.raises(SettingsError, match=r"29400.*taken.*0"):
-        choose_port(29400, free=False)
+    assert given_port(29400, free=True) == 29400
+    assert given_port(29400, free=False, num_machines=2, machine_rank=1) == 29400
+    with pytest.raises(SettingsError, match=r"29400.*taken.*none"):
+        given_port(29400, free=False)
 
 
-def test_without_a_wish_the_usual_port_or_any_free_one_is_used():
-    assert choose_port(None, free=True) == 29500
-    assert choose_port(None, free=False) == 40000
-    assert choose_port(0, free=True) == 40000
+@pytest.mark.parametrize("line", [[], ["--main_process_port", "0"], ["--rdzv_backend", "c10d"]])
+def test_without_a_wish_the_port_is_chosen_as_it_is_bound(line):
+    made = plan("--num_processes", "2", *line)
+    assert run_torchrun.given_port(made.launch) is None
+    options, _ = torchrun(made, None)
+    assert options["rdzv_backend"] == "c10d"
+    assert options["rdzv_endpoint"] == "127.0.0.1:0"
+    assert (options["local_addr"], options["rdzv_conf"]) == ("127.0.0.1", "is_host=1")
+
+
+def test_launchers_that_choose_no_port_get_one_that_is_free():
+    launch = plan("--num_processes", "2").launch
+    assert run_torchrun.choose_port(launch) not in {0, 29500}
+    assert run_torchrun.choose_port(replace(launch, main_process_port=29400)) == 29400
+
+
+@pytest.mark.parametrize(
+    ("line", "machine", "said"),
+    [
+        (["--multi_gpu", "--num_processes", "8"], NO_GPU, ["--multi_gpu", "none", "--cpu"]),
+        (["--multi_gpu", "--num_processes", "1"], NO_GPU, ["--multi_gpu", "none"]),
+        (["--gpu_ids", "0,1"], NO_GPU, ["--gpu_ids", "none", "--cpu"]),
+        (["--gpu_ids", "0,4,7"], FOUR_GPUS, ["--gpu_ids", "GPU 4, 7", "has 4"]),
+        (["--num_processes", "5"], FOUR_GPUS, ["--num_processes asks for 5", "4 GPUs", "--cpu"]),
+        (["--multi_gpu", "--num_processes", "5"], FOUR_GPUS, ["--num_processes asks for 5", "4 GPUs"]),
+        (["--num_processes", "3"], Machine(gpus=2, cores=8, installed=8), ["3 processes", "2 GPUs"]),
+    ],
+)
+def test_devices_that_were_asked_for_and_are_absent_are_an_error(line, machine, said):
+    with pytest.raises(SettingsError) as raised:
+        plan(*line, machine=machine)
+    assert all(word in str(raised.value) for word in said)
+    assert plan(*line, "--cpu", machine=machine) if "--multi_gpu" not in line else True
+
+
+@pytest.mark.parametrize(
+    ("line", "environ"),
+    [
+        (["--num_processes", "8"], {}),
+        (["--cpu", "--num_processes", "8"], {}),
+        (["--gpu_ids", "0,7"], {"CUDA_VISIBLE_DEVICES": "1,2"}),
+        (["--gpu_ids", "GPU-5ef1,MIG-07"], {}),
+    ],
+)
+def test_what_may_be_there_is_no_error(line, environ):
+    machine = Machine(gpus=2, cores=8, installed=8) if "--gpu_ids" in line else NO_GPU
+    assert plan(*line, machine=machine, environ=environ).launch.num_processes in {2, 8}
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+@pytest.mark.parametrize("policy", ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"])
+def test_the_launcher_hands_over_nothing_that_the_plugin_warns_of(version, policy, caplog):
+    line = ["--use_fsdp", "--fsdp_version", version, "--fsdp_auto_wrap_policy", policy]
+    with patch_environment(**plan(*line, "--num_processes", "2").environ):
+        plugin = FullyShardedDataParallelPlugin()
+    assert caplog.messages == []
+    assert plugin.min_num_params == (100_000_000 if policy == "SIZE_BASED_WRAP" else 0)
 
 
 def test_quiet_reaches_the_launcher_of_the_workers(tmp_path, monkeypatch):

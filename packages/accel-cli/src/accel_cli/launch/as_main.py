@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.launch.last_words import ERROR_FILE, OURS, read_words, stood_file, tell_all, words_of_error
 from accel_state.environ import read
 from accel_state.errors import SettingsError
+from accel_state.parent_death import die_with_parent
 from accel_state.topology import detect
 
 if TYPE_CHECKING:
@@ -31,10 +32,15 @@ def run(arguments: list[str]) -> None:
     """Become the script.
 
     Args:
-        arguments: `--aloud`, with which tracebacks appear where and when they happen, or nothing; `-m` or
-            nothing; the script or module, and what it is given.
+        arguments: `--launcher=<pid>`, the parent, with which this process ends, or nothing; `--program`, and
+            then a program and what it is given. Or `--aloud`, with which tracebacks appear where and when
+            they happen, or nothing; `-m` or nothing; the script or module, and what it is given.
     """
     rest = list(arguments)
+    if rest[0].startswith("--launcher="):
+        die_with_parent(int(rest.pop(0).partition("=")[2]))
+    if rest[0] == "--program":
+        os.execv(rest[1], rest[1:])  # noqa: S606 - no shell is wanted
     aloud = rest[:1] == ["--aloud"] and bool(rest.pop(0))
     is_module = rest[:1] == ["-m"] and bool(rest.pop(0))
     error_file = None if aloud else read().get(ERROR_FILE)

@@ -123,15 +123,39 @@ def _device_contradicts(facts: Facts) -> Iterator[str]:
 
 def _devices_are_missing(facts: Facts) -> Iterator[str]:
     launch, kind = facts.settings.launch, facts.merged.who("launch.distributed_type")
-    if uses_cpu(facts.merged) or launch.num_processes is not None or launch.device_ids or not facts.is_local:
+    by_others = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
+    if uses_cpu(facts.merged) or not facts.is_local or by_others:
         return
-    if kind.value == "MULTI_GPU" and facts.machine.gpus == 0:
+    if kind.value in VISIBLE_DEVICES and kind.value != "MULTI_GPU":
+        if launch.num_processes is None and not launch.device_ids:
+            yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: give --num_processes."
+        return
+    if (kind.value == "MULTI_GPU" or launch.device_ids) and not facts.machine.installed:
+        asking = kind if kind.value == "MULTI_GPU" else facts.merged.who("launch.gpu_ids")
         yield (
-            f"{kind.origin} asks for GPUs, but this machine shows none: see what `nvidia-smi` and "
+            f"{asking.origin} asks for GPUs, but this machine shows none: see what `nvidia-smi` and "
             "CUDA_VISIBLE_DEVICES say, or run with --cpu."
         )
-    elif kind.value in VISIBLE_DEVICES and kind.value != "MULTI_GPU":
-        yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: give --num_processes."
+        return
+    yield from _too_few_devices(facts)
+
+
+def _too_few_devices(facts: Facts) -> Iterator[str]:
+    launch, machine = facts.settings.launch, facts.machine
+    absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
+    if absent:
+        yield (
+            f"{facts.merged.who('launch.gpu_ids').origin} names GPU {', '.join(absent)}, but this machine "
+            f"has {machine.installed}, numbered from 0."
+        )
+    here = processes_wanted(facts) // facts.machines
+    found = min(machine.gpus, machine.installed)
+    wants_gpus = found or facts.merged.who("launch.distributed_type").value == "MULTI_GPU"
+    if wants_gpus and not launch.device_ids and here > found:
+        yield (
+            f"{facts.merged.who('launch.num_processes').origin} asks for {here} processes on this machine, "
+            f"which shows {found} GPUs: each needs one of its own; or run with --cpu."
+        )
 
 
 def _number_contradicts(facts: Facts) -> Iterator[str]:

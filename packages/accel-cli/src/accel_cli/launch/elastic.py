@@ -5,20 +5,30 @@ Started as a program of its own by `accel launch`; this is where torch is import
 
 from __future__ import annotations
 
+import logging
+import os
 import signal
 import sys
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
+from accel_cli.launch.ending import ERROR
 from accel_cli.launch.last_words import tell, tell_all, words_in, words_of_failure
-from accel_cli.launch.signals import Relay, kill
+from accel_cli.launch.orphans import adopt_orphans, end_what_is_left
+from accel_cli.launch.run_torchrun import WORKER
+from accel_cli.launch.signals import Relay
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from accel_cli.launch.last_words import Words
+
 _OF_SIGNAL = 128  # and its number: the exit code of a shell
+_TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
+# What torch logs of every failure, and the summary says in its own words.
+_TOLD_ANYWAY = ("Sending process ", "failed (exitcode: ")
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
@@ -30,10 +40,11 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
     Returns:
         0, or the exit code of the worker that failed first, or 128 and the number of the signal that
-        ended it, or this process.
+        ended it, or this process; 2 if nothing was started.
     """
     quiet = arguments[:1] == ["--quiet"]
     try:
+        distributed = load("torch.distributed")
         run = load("torch.distributed.run")
         multiprocessing = load("torch.distributed.elastic.multiprocessing")
         signals = load("torch.distributed.elastic.multiprocessing.api")
@@ -42,28 +53,52 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     relay = Relay(signals.SignalException, quiet=quiet)
     # Torch makes this the handler of signals when it starts the workers; it would give up at a second one.
     signals._terminate_process_handler = relay.end
+    adopt_orphans()
+    if not quiet:
+        _TORCHS_LOG.addFilter(_is_news)
     with relay.listening(), TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder:
+        # A folder that was asked for comes later in the line, and wins.
+        args = run.parse_args([f"--log_dir={folder}", *arguments[quiet:]])
+        if args.training_script == WORKER:
+            args.training_script_args.insert(0, f"--launcher={os.getpid()}")
         try:
-            # A folder that was asked for comes later in the line, and wins.
-            run.main([f"--log_dir={folder}", *arguments[quiet:]])
+            run.run(args)
         except multiprocessing.errors.ChildFailedError as error:
             return _failed(error, quiet=quiet)
         except signals.SignalException as error:
             _write("" if quiet else tell_all(words_in(Path(folder))))
             return _OF_SIGNAL + int(error.sigval)
+        except distributed.DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            _write(
+                f"accel launch: error: another process has taken main_process_port {args.master_port} while "
+                "this one started. Choose another, or none for any free port (on one machine).\n"
+            )
+            return ERROR
     return 0
 
 
 def _failed(error: Any, *, quiet: bool) -> int:
     """Tell what has failed, and give the exit code."""
     words = {rank: words_of_failure(failure) for rank, failure in error.failures.items()}
-    first, _ = error.get_first_failure()
-    if words[first].trace:  # torch knows whole seconds only, in which others may have failed of it
-        first = min((rank for rank in words if words[rank].trace), key=lambda rank: words[rank].time)
-    kill([failure.pid for failure in error.failures.values()], signal.SIGTERM)  # what they have left behind
+    codes: dict[int, int] = {rank: failure.exitcode for rank, failure in error.failures.items()}
+
+    def order(rank: int) -> tuple[bool, float]:
+        # As soon as one has failed, torch ends the others with this signal.
+        is_ended_by_torch = codes[rank] == -signal.SIGTERM and not words[rank].trace
+        return is_ended_by_torch, words[rank].time
+
+    first = min(words, key=order)
+    end_what_is_left([failure.pid for failure in error.failures.values()])
     if not quiet:
         _write(tell(words, first))
-    return _exit_code(cast("int", error.failures[first].exitcode))
+    return _exit_code(codes[first], words[first])
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a message of torch is none of those that the summary makes superfluous."""
+    return not str(record.msg).startswith(_TOLD_ANYWAY)
 
 
 def _write(text: str) -> None:
@@ -74,9 +109,13 @@ def _write(text: str) -> None:
         pass
 
 
-def _exit_code(code: int) -> int:
+def _exit_code(code: int, words: Words) -> int:
     """As a shell reports it: a process that a signal ended has a negative code in Python."""
-    return code if code >= 0 else _OF_SIGNAL - code
+    if code >= 0:
+        return code
+    if words.trace:  # the signal came when its error had decided its exit code already
+        return _OF_SIGNAL + signal.SIGINT if words.interrupted else 1
+    return _OF_SIGNAL - code
 
 
 if __name__ == "__main__":

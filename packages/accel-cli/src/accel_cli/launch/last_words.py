@@ -30,11 +30,13 @@ class Words:
         how: What follows its rank in a sentence.
         trace: Its traceback, empty if there is none.
         time: Seconds since the epoch, 0 if unknown.
+        interrupted: Whether a `KeyboardInterrupt` ended it.
     """
 
     how: str
     trace: str = ""
     time: float = 0.0
+    interrupted: bool = False
 
 
 def stood_file(error_file: str, rank: int) -> Path:
@@ -76,6 +78,7 @@ def read_words(told: Any) -> Words:
         how="was interrupted" if interrupted else f"failed with {summary}",
         trace=str(details["py_callstack"]),
         time=float(details.get("time", details.get("timestamp", 0))),
+        interrupted=interrupted,
     )
 
 
@@ -86,10 +89,13 @@ def words_of_failure(failure: Any) -> Words:
         failure: What torch noted.
     """
     found = read_words(failure.error_file_data)
+    if found.trace:  # a signal that came afterwards tells nothing about the cause
+        return found
     if failure.exitcode < 0:
-        name = signal.Signals(-failure.exitcode).name
-        return Words(how=f"was ended by {name}", trace=found.trace, time=found.time)
-    return found if found.trace else Words(how=f"ended with exit code {failure.exitcode}")
+        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
+    else:
+        how = f"ended with exit code {failure.exitcode}"
+    return Words(how=how, time=float(failure.timestamp))
 
 
 def words_in(folder: Path) -> dict[int, Words]:

@@ -32,6 +32,8 @@ class Machine:
     Args:
         gpus: How many NVIDIA or AMD GPUs a process may see.
         cores: How many CPU cores it may use.
+        installed: How many such GPUs it has, also those that the environment hides; as many as it may see if
+            nobody says.
         hosts: The machines of a DeepSpeed hostfile and how many processes each runs, if there is one.
         mpirun: What `mpirun --version` says; None where it is not asked or not there.
         commands: What the command file of a TPU pod says.
@@ -39,9 +41,15 @@ class Machine:
 
     gpus: int
     cores: int
+    installed: int = -1
     hosts: Mapping[str, int] | None = None
     mpirun: str | None = None
     commands: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Fill in what nobody said."""
+        if self.installed < 0:
+            object.__setattr__(self, "installed", self.gpus)
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
@@ -51,7 +59,8 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
         environ: The environment, which may hide GPUs.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Machine(gpus=count_gpus(environ, _present), cores=cores)
+    installed = _present()
+    return Machine(gpus=count_gpus(environ, lambda: installed), cores=cores, installed=installed)
 
 
 def count_gpus(environ: Mapping[str, str], present: Callable[[], int]) -> int:

@@ -54,6 +54,8 @@ HANDED_OVER: Mapping[str, Given] = {
 }
 """What workers are told where nobody says anything, and their own default is another."""
 
+_OF_SIZES = "fsdp.min_num_params"  # which the plugin warns of beside another policy
+
 # What only torch.distributed.run offers; asked for, one process goes through it as well.
 _NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role", "min_machines")
 
@@ -77,7 +79,9 @@ def make_plan(
     Raises:
         SettingsError: Settings contradict each other or do not fit the machine; all that do are named.
     """
-    conflicts, merged = merged.conflicts, weigh(merged.given, HANDED_OVER)
+    by_size = merged.who("fsdp.auto_wrap_policy").value == "SIZE_BASED_WRAP"
+    handed_over = {path: one for path, one in HANDED_OVER.items() if by_size or path != _OF_SIZES}
+    conflicts, merged = merged.conflicts, weigh(merged.given, handed_over)
     facts = Facts(merged=merged, machine=machine, environ=environ)
     if found := (*conflicts, *problems(facts)):
         raise SettingsError(*found)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
     from accel_cli.launch.plan import LaunchPlan
 
+WORKER = "accel_cli.launch.worker"
+"""The module that every rank runs."""
+
 _LOOPBACK = "127.0.0.1"
 # Passed on where they differ from the default, which is torchrun's own.
 _PASSED_ON = ("max_restarts", "monitor_interval", "tee", "log_dir", "role")
@@ -33,9 +36,8 @@ def job(plan: LaunchPlan) -> Job:
         SettingsError: The script is not there, or the port where rank 0 shall listen is taken.
     """
     require_script(plan)
-    port = choose_port(plan.launch)
     quiet = ["--quiet"] if plan.launch.quiet else []
-    arguments = torchrun_arguments(plan, port, own_address(plan.launch))
+    arguments = torchrun_arguments(plan, given_port(plan.launch), own_address(plan.launch))
     line = (sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *arguments)
     return Job(command=line, environ=plan.environ)
 
@@ -61,40 +63,43 @@ def own_address(launch: LaunchSettings) -> str | None:
         return None
 
 
-def choose_port(
-    launch: LaunchSettings,
-    is_in_use: Callable[[int], bool] = is_port_in_use,
-    free_port: Callable[[], int] = free_port,
-) -> int:
-    """The port where rank 0 shall listen.
+def given_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is_port_in_use) -> int | None:
+    """The port that was asked for, where rank 0 listens; None for any.
 
     Args:
-        launch: Says which; nothing asks for the usual one, or another if that is taken; 0 for any.
+        launch: Says which, or nothing or 0 for any.
         is_in_use: Tells whether a port of this machine is taken.
-        free_port: Finds one that is.
+
+    Raises:
+        SettingsError: The port is taken.
+    """
+    port = launch.main_process_port
+    if port and launch.machine_rank == 0 and is_in_use(port):
+        raise SettingsError(
+            f"main_process_port {port} of this machine is taken by another process. Choose another, or none "
+            "for any free port (on one machine)."
+        )
+    return port or None
+
+
+def choose_port(launch: LaunchSettings) -> int:
+    """The port where rank 0 shall listen, for launchers that cannot choose one themselves.
+
+    Args:
+        launch: Says which; nothing and 0 stand for one that is free on this machine.
 
     Raises:
         SettingsError: The port that was asked for is taken.
     """
-    port = launch.main_process_port
-    if port is None:
-        return free_port() if is_in_use(DEFAULT_PORT) else DEFAULT_PORT
-    if port == 0:
-        return free_port()
-    if launch.machine_rank == 0 and is_in_use(port):
-        raise SettingsError(
-            f"main_process_port {port} of this machine is taken by another process. Choose another, or 0 "
-            "for any free port (on one machine)."
-        )
-    return port
+    return given_port(launch) or free_port()
 
 
-def torchrun_arguments(plan: LaunchPlan, port: int, address: str | None = None) -> list[str]:
+def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None = None) -> list[str]:
     """The arguments of `torch.distributed.run`.
 
     Args:
         plan: What to run.
-        port: Where rank 0 listens.
+        port: Where rank 0 listens; None for any port of this machine, which is chosen as it is bound.
         address: Of this machine, if it is known.
     """
     launch, defaults = plan.launch, LaunchSettings()
@@ -110,10 +115,10 @@ def torchrun_arguments(plan: LaunchPlan, port: int, address: str | None = None) 
     }
     # A log file is where somebody looks for a traceback; and without a summary nobody else would show it.
     aloud = launch.quiet or launch.tee != defaults.tee or launch.log_dir is not None
-    how = ["--no_python"] if launch.no_python else ["--module", "accel_cli.launch.worker"]
     return [
         *(f"--{name}={value}" for name, value in arguments.items()),
-        *how,
+        *("--module", WORKER),
+        *(["--program"] if launch.no_python else []),
         *worker_line(plan, aloud=aloud),
     ]
 
@@ -124,25 +129,28 @@ def _machines(launch: LaunchSettings) -> str:
     return f"{launch.min_machines}:{launch.num_machines}"
 
 
-def _meeting(launch: LaunchSettings, port: int, own: str | None) -> dict[str, object]:
+def _meeting(launch: LaunchSettings, port: int | None, own: str | None) -> dict[str, object]:
     """How the machines find each other."""
     address = launch.main_process_ip or _LOOPBACK
     conf = {"rdzv_conf": launch.rdzv_conf} if launch.rdzv_conf else {}
-    if launch.rdzv_backend == "static":
+    if launch.rdzv_backend == "static" and port is not None:
         return {
             "node_rank": launch.machine_rank,
             "master_addr": address,
             "master_port": port,
             **conf,
         }
-    if launch.rdzv_backend == "c10d" and "is_host" not in (launch.rdzv_conf or ""):
+    # A static rendezvous cannot listen on any port; that of one machine is otherwise the same.
+    backend = "c10d" if launch.rdzv_backend == "static" else launch.rdzv_backend
+    if backend == "c10d" and "is_host" not in (launch.rdzv_conf or ""):
         # Otherwise a machine takes itself for the host if its own name resolves to the address, which it
         # need not in a container or behind a second network card.
         is_host = f"is_host={int(launch.machine_rank == 0)}"
         conf = {"rdzv_conf": f"{launch.rdzv_conf},{is_host}" if launch.rdzv_conf else is_host}
+    own = own or (address if launch.num_machines == 1 else None)
     return {
-        "rdzv_backend": launch.rdzv_backend,
-        "rdzv_endpoint": f"{address}:{port}",
+        "rdzv_backend": backend,
+        "rdzv_endpoint": f"{address}:{port or 0}",
         "rdzv_id": "accel",
         **({} if own is None else {"local_addr": own}),
         **conf,

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from typing import TYPE_CHECKING
 
-import psutil
+from accel_cli.launch.orphans import children, end_what_is_left, kill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -78,7 +77,7 @@ class Relay:
         try:
             yield
         finally:
-            kill(self._workers, signal.SIGTERM)
+            end_what_is_left(self._workers)
             for number, handler in before.items():
                 signal.signal(number, handler)
 
@@ -86,23 +85,3 @@ class Relay:
 def _numbers(names: Iterable[str]) -> list[signal.Signals]:
     """The signals of these names that this system knows."""
     return [signal.Signals[name] for name in names if name in signal.Signals.__members__]
-
-
-def children() -> list[int]:
-    """The processes that this one has started and that still run."""
-    return [child.pid for child in psutil.Process().children()]
-
-
-def kill(workers: Iterable[int], number: int) -> None:
-    """Send a signal to workers and to what they have started, where each has a process group of its own.
-
-    Args:
-        workers: Processes, also such as have ended while others of their group have not.
-        number: The signal.
-    """
-    for worker in workers:
-        with contextlib.suppress(OSError):
-            if sys.platform == "win32":
-                os.kill(worker, number)
-            else:
-                os.killpg(worker, number)
