@@ -8,6 +8,8 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     environment       only accel_state/environ.py touches the environment
     labels            only accel_state/labels.py compares a DistributedType
     late-import       imports are at the top; laziness is in tables
+    streams           only accel_state/streams.py touches streams, events and pinned memory; tests use
+                      accel_state.testing
     module-name       no utils, helpers, misc or common inside the packages
     one-version       one version everywhere, and members pin each other to it
     top-level         no other folder at the root
@@ -36,6 +38,10 @@ MAX_FUNCTION = 50
 VAGUE = {"utils", "helpers", "misc", "common", "util", "helper"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 FOLDERS = {".ci", "packages", "tests-integration", "tools"}
+STREAMS = re.compile(
+    r"torch\.(Stream|Event"
+    r"|(accelerator|cuda|xpu|npu|mlu)\.(Stream|Event|stream|current_stream|default_stream|set_stream|synchronize))$"
+)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -174,6 +180,42 @@ def late_import(source: Source) -> Iterator[Breach]:
                 )
 
 
+def streams(source: Source) -> Iterator[Breach]:
+    """Only the seam touches what is asynchronous on a device."""
+    seam = ("accel_state/streams.py", "accel_state/testing/")
+    if not source.packaged or any(name in source.path for name in seam):
+        return
+    for node in ast.walk(source.tree):
+        match node:
+            case ast.Attribute() if STREAMS.match(named := ast.unparse(node)):
+                pass
+            case ast.Call(func=ast.Attribute(attr="pin_memory" as named)):
+                pass
+            case ast.Call(func=ast.Attribute(attr="record_stream" as named), args=[_]):
+                pass  # a tensor's; that of the seam has two arguments
+            case ast.Call(func=ast.Attribute(attr=named), keywords=keywords) if any(
+                _is_asynchronous(named, keyword) for keyword in keywords
+            ):
+                pass
+            case _:
+                continue
+        message = f"line {node.lineno}: use accel_state.streams"
+        yield Breach("streams", f"{source.path}::{named}", message)
+
+
+def _is_asynchronous(function: str, keyword: ast.keyword) -> bool:
+    """Whether an argument makes a copy that nobody waits for, or pins what torch allocates."""
+    if function == "copy_":
+        return keyword.arg == "non_blocking"
+    return keyword.arg == "pin_memory" and function in {
+        "empty",
+        "zeros",
+        "empty_like",
+        "zeros_like",
+        "tensor",
+    }
+
+
 def module_name(source: Source) -> Iterator[Breach]:
     """A file is one idea, named after it. `accel.utils` is documented, and only a table."""
     names = set(Path(source.path).with_suffix("").parts)
@@ -187,6 +229,7 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     environment,
     labels,
     late_import,
+    streams,
     module_name,
 )
 

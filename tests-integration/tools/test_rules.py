@@ -48,6 +48,14 @@ DOCUMENTED = 'def walk():\n    """Walk.\n' + "\n    Far.\n" * 30 + '    """\n' +
         ("def f():\n    import torch\n", [f"late-import {SHIPPED}::torch"]),
         ("async def f():\n    from a.b import c\n", [f"late-import {SHIPPED}::a.b"]),
         ("import torch\n", []),
+        ("side = torch.cuda.Stream(device)\n", [f"streams {SHIPPED}::torch.cuda.Stream"]),
+        ("torch.accelerator.synchronize()\n", [f"streams {SHIPPED}::torch.accelerator.synchronize"]),
+        ("batch.pin_memory()\n", [f"streams {SHIPPED}::pin_memory"]),
+        ("torch.empty(3, pin_memory=True)\n", [f"streams {SHIPPED}::empty"]),
+        ("tensor.record_stream(current)\n", [f"streams {SHIPPED}::record_stream"]),
+        ("tensor.copy_(host, non_blocking=True)\n", [f"streams {SHIPPED}::copy_"]),
+        ("streams.record_stream(tensor, current)\nstreams.copy_(tensor, host)\n", []),
+        ("save_on_cpu(pin_memory=False)\nthreading.Event()\nxm.synchronize()\n", []),
     ],
 )
 def test_a_house_rule_finds_its_breaches_and_nothing_else(code: str, found: list[str]) -> None:

@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from accel_state.streams import device_streams
+from accel_state.streams import device_streams, synchronize
 from accel_state.testing import RaceError, late_device
 
 CPU = torch.device("cpu")
@@ -213,7 +213,7 @@ def test_a_buffer_that_the_host_writes_too_soon_is_found(schedule):
 
 
 @both
-@pytest.mark.parametrize("wait", ["event", "stream", "device", "query"])
+@pytest.mark.parametrize("wait", ["event", "stream", "device", "seam", "query"])
 def test_a_buffer_is_reused_after_the_host_has_waited(schedule, wait):
     with late_device(schedule) as device:
         host, target, done = host_buffer(device), device_buffer(device), device.new_event()
@@ -225,6 +225,8 @@ def test_a_buffer_is_reused_after_the_host_has_waited(schedule, wait):
             device.current_stream().synchronize()
         elif wait == "device":
             device.synchronize()
+        elif wait == "seam":
+            synchronize(CPU)
         else:
             while not done.query():
                 pass

@@ -170,6 +170,19 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
     return TorchStreams(device) if device.type in _ASYNCHRONOUS else None
 
 
+def synchronize(device: torch.device) -> None:
+    """Block the host until a device has done all its work, whether or not it has streams.
+
+    Args:
+        device: Any device; on the CPU there is nothing to wait for.
+    """
+    streams = device_streams(device)
+    if streams is not None:
+        streams.synchronize()
+    elif device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 @contextmanager
 def override_streams(
     device_type: str, make: Callable[[torch.device], DeviceStreams | None]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_state import runtime
+from accel_state.streams import device_streams, synchronize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,14 +37,11 @@ def speeds() -> dict[str, float]:
     if device.type != "cpu":
         there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
         pageable = torch.zeros(_COPIED, dtype=torch.uint8)
-        pinned = pageable.pin_memory()
-        found["host to device, pinned"] = _COPIED / _median(
-            lambda: there.copy_(pinned, non_blocking=True), device
-        )
         found["host to device"] = _COPIED / _median(lambda: there.copy_(pageable), device)
-        found["device to host, pinned"] = _COPIED / _median(
-            lambda: pinned.copy_(there, non_blocking=True), device
-        )
+        if (streams := device_streams(device)) is not None:
+            pinned = streams.pinned(_COPIED)
+            found["host to device, pinned"] = _COPIED / _median(lambda: streams.copy_(there, pinned), device)
+            found["device to host, pinned"] = _COPIED / _median(lambda: streams.copy_(pinned, there), device)
     return found
 
 
@@ -51,14 +49,9 @@ def _median(action: Callable[[], object], device: torch.device) -> float:
     """Seconds that an action takes; the first time does not count."""
     times: list[float] = []
     for _ in range(_ROUNDS + 1):
-        _wait(device)
+        synchronize(device)
         start = time.perf_counter()
         action()
-        _wait(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
