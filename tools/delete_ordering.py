@@ -158,7 +158,7 @@ def run(deletion: Deletion | None, tests: Sequence[str]) -> str | None:
         if child == 0:
             try:
                 os._exit(test(deletion, tests, folder, log))
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - told by the parent, which must not run on in the child
                 log.write_text(traceback.format_exc())
                 os._exit(70)
         status = wait_for(child)
