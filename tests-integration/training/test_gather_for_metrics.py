@@ -146,20 +146,29 @@ def test_a_number_per_rank_is_gathered_as_it_is():
 @pytest.mark.parametrize("size", [9, 13], ids=["padding on both ranks", "padding on rank 1"])
 @pytest.mark.parametrize("as_objects", [False, True])
 @distributed(world_size=2)
-def test_data_that_cannot_be_trimmed_is_an_error_on_every_rank(as_objects, size):
+def test_of_an_incomplete_last_batch_no_more_rows_than_samples_are_kept(as_objects, size):
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Ids(size), batch_size=4))
-    outcomes = []
+    found = []
     for batch in loader:
-        wrong = batch["id"][:, None].expand(-1, 3).flatten()
-        data = wrong.tolist() if as_objects else wrong
+        repeated = batch["id"][:1].repeat(4 * 3)
+        data = repeated.tolist() if as_objects else repeated
+        found.append(len(accelerator.gather_for_metrics(data)))
+    assert found == [24, size - 8]
+
+
+@distributed(world_size=2)
+def test_an_object_that_is_no_list_cannot_be_trimmed_on_any_rank():
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(Ids(13), batch_size=4))
+    outcomes = []
+    for _ in loader:
         try:
-            outcomes.append(len(accelerator.gather_for_metrics(data)))
+            outcomes.append(accelerator.gather_for_metrics({"text": "a"}, use_gather_object=True))
         except (ValueError, DistributedOperationException) as error:
             outcomes.append(str(error))
-    assert outcomes[0] == 24, "there is no padding in the first batch"
-    assert "of them padding" in outcomes[1]
-    assert len(outcomes) == 2
+    assert outcomes[0] == [{"text": "a"}] * 2, "there is no padding in the first batch"
+    assert "ends in padding" in outcomes[1]
     assert accelerator.gather(torch.ones(1)).tolist() == [1, 1], "the ranks are still in step"
 
 

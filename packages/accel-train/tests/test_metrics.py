@@ -10,40 +10,35 @@ from accel_train.metrics import all_tensors, trim_objects, trim_tensors
 
 def test_nested_tensors_keep_the_rows_of_real_samples():
     data = {"a": torch.arange(4), "b": (torch.zeros(4, 2), [torch.ones(4)])}
-    trimmed = trim_tensors(data, rows=4, real=3)
+    trimmed = trim_tensors(data, real=3)
     assert trimmed["a"].tolist() == [0, 1, 2]
     assert trimmed["b"][0].shape == (3, 2)
     assert trimmed["b"][1][0].shape == (3,)
 
 
 def test_a_batch_may_be_all_padding():
-    assert trim_tensors(torch.ones(4, 2), rows=4, real=0).shape == (0, 2)
-    assert trim_objects(["a", "b"], rows=2, real=0) == []
+    assert trim_tensors(torch.ones(4, 2), real=0).shape == (0, 2)
+    assert trim_objects(["a", "b"], real=0) == []
 
 
 def test_numbers_stay():
-    assert trim_tensors(torch.tensor(3.0), rows=4, real=0).item() == 3
+    assert trim_tensors(torch.tensor(3.0), real=0).item() == 3
 
 
-def test_another_number_of_rows_than_the_batch_is_refused():
-    with pytest.raises(ValueError, match=r"shape \(6, 2\) for a batch of 4 samples, 1 of them padding"):
-        trim_tensors({"a": torch.ones(6, 2)}, rows=4, real=3)
-    with pytest.raises(ValueError, match=r"got 6 objects for a batch of 4 samples"):
-        trim_objects(list("abcdef"), rows=4, real=3)
-
-
-def test_any_number_of_rows_is_taken_where_nothing_is_known_about_the_batch():
-    assert len(trim_tensors(torch.ones(6), rows=None, real=3)) == 3
+@pytest.mark.parametrize("rows", [2, 3, 6])
+def test_any_number_of_rows_is_cut_to_the_real_samples(rows):
+    assert len(trim_tensors({"a": torch.ones(rows, 2)}, real=3)["a"]) == min(rows, 3)
+    assert len(trim_objects(["a"] * rows, real=3)) == min(rows, 3)
 
 
 @pytest.mark.parametrize("data", ["text", {"a": 1}, 3])
 def test_objects_that_are_no_list_cannot_be_trimmed(data):
     with pytest.raises(ValueError, match="give a list with one object per sample"):
-        trim_objects(data, rows=2, real=1)
+        trim_objects(data, real=1)
 
 
 def test_tuples_of_objects_are_cut_too():
-    assert trim_objects(("a", "b"), rows=2, real=1) == ("a",)
+    assert trim_objects(("a", "b"), real=1) == ("a",)
 
 
 def test_data_with_any_other_leaf_is_not_all_tensors():

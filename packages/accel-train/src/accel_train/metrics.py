@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +17,9 @@ if TYPE_CHECKING:
 def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
     """Gather what belongs to the real samples of the batch that a loader yielded last.
 
-    Every rank cuts off its own padding, and what is left is gathered, of whatever lengths.
+    Every rank keeps as many rows as it has real samples in the batch, and what is left is gathered, of
+    whatever lengths. Of an incomplete last batch no more rows are kept than it has samples: Accelerate does
+    that, and `transformers.Trainer` relies on it for the weight of the last batch's loss.
 
     Args:
         data: Nested tensors with one row per sample, or a list of one object per sample.
@@ -28,32 +29,33 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
             `None` where each has batches of its own.
 
     Raises:
-        ValueError: There is padding in the batch and no telling what of the data belongs to it.
+        ValueError: There is padding in the batch, and the data is neither tensors nor a list.
         DistributedOperationException: That is so on another rank.
     """
-    rows, real = (None, None) if loader is None else (loader.batch_size_seen, loader.real_in_batch)
+    real, is_padded = _real_samples(loader)
     if as_objects or not all_tensors(data):
-        return _gather_objects(data, rows, real, counts=not repeats)
-    return _gather_tensors(data, rows, real, repeats)
-
-
-def _gather_tensors(data: Any, rows: int | None, real: int | None, repeats: bool | None) -> Any:
-    try:
-        trimmed = data if real is None else trim_tensors(data, rows=rows, real=real)
-    except ValueError as error:
-        # The others are in a gather already: one that cannot fit theirs ends it on every rank.
-        with suppress(DistributedOperationException):
-            collect.gather({str(error): torch.empty(0)})
-        raise
+        return _gather_objects(data, real, is_padded=is_padded, counts=not repeats)
+    trimmed = data if real is None else trim_tensors(data, real=real)
     if repeats is not None:
         trimmed = recursively_apply(lambda tensor: _rows_of_one(tensor, repeats=repeats), trimmed)
     return collect.gather(trimmed)
 
 
-def _gather_objects(data: Any, rows: int | None, real: int | None, *, counts: bool) -> Any:
+def _real_samples(loader: Any) -> tuple[int | None, bool]:
+    """How many samples of this rank's batch count, None if all rows do; and whether it holds padding."""
+    if loader is None:
+        return None, False
+    if loader.real_in_batch is not None:
+        return loader.real_in_batch, True
+    is_incomplete = loader.end_of_dataloader and loader.remainder > 0
+    return (loader.batch_size_seen if is_incomplete else None), False
+
+
+def _gather_objects(data: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
     problem: ValueError | None = None
     try:
-        data = data if real is None else trim_objects(data, rows=rows, real=real)
+        if real is not None and (is_padded or isinstance(data, list | tuple)):
+            data = trim_objects(data, real=real)
     except ValueError as error:
         problem = error
     mine = (problem and str(problem), data if counts else None, counts)
@@ -88,57 +90,36 @@ def all_tensors(data: object) -> bool:
     return True
 
 
-def trim_tensors(data: Any, *, rows: int | None, real: int) -> Any:
+def trim_tensors(data: Any, *, real: int) -> Any:
     """Keep what belongs to real samples.
 
     Args:
         data: Nested tensors with one row per sample of the batch; 0-d ones belong to no sample and stay.
-        rows: Number of samples in the batch, padding included; not checked if `None`.
         real: Number of samples at the batch's beginning that are not padding.
 
-    Raises:
-        ValueError: A tensor has another number of rows than the batch, so that nobody knows what to cut off.
-
     Example:
-        >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, rows=3, real=2)
+        >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, real=2)
         {'ids': tensor([7, 8])}
     """
-
-    def trim(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() == 0:
-            return tensor
-        _check_rows(len(tensor), f"a tensor of shape {tuple(tensor.shape)}", rows, real)
-        return tensor[:real]
-
-    return recursively_apply(trim, data)
+    return recursively_apply(lambda tensor: tensor if tensor.dim() == 0 else tensor[:real], data)
 
 
-def trim_objects(data: Any, *, rows: int | None, real: int) -> Any:
-    """The same for a list of one object per sample.
+def trim_objects(data: Any, *, real: int) -> Any:
+    """Keep what belongs to real samples of a list of one object per sample.
 
     Raises:
-        ValueError: It is no list or tuple, or it has another length than the batch.
+        ValueError: It is no list or tuple.
 
     Example:
-        >>> trim_objects(["a", "b", "a"], rows=3, real=2)
+        >>> trim_objects(["a", "b", "a"], real=2)
         ['a', 'b']
     """
     if isinstance(data, torch.Tensor):
-        return trim_tensors(data, rows=rows, real=real)
+        return trim_tensors(data, real=real)
     if not isinstance(data, list | tuple):
         raise ValueError(
             f"gather_for_metrics got a {type(data).__qualname__} for a batch that ends in padding, and "
             "cannot cut the padding off; give a list with one object per sample."
         )
     objects: Sequence[Any] = data
-    _check_rows(len(objects), f"{len(objects)} objects", rows, real)
     return objects[:real]
-
-
-def _check_rows(found: int, what: str, rows: int | None, real: int) -> None:
-    if rows is not None and rows not in {found, real}:
-        raise ValueError(
-            f"gather_for_metrics got {what} for a batch of {rows} samples, {rows - real} of them padding, "
-            f"and cannot tell what belongs to the padding. Give one row per sample, or cut it to the first "
-            f"{real} samples of the batch yourself and use gather()."
-        )

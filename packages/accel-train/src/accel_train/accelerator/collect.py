@@ -38,7 +38,8 @@ class CollectFacet(Facet):
 
         Loaders fill up the last batches so that all processes have equally many samples; these repeated
         samples are cut off, so that over an epoch every sample of the data set comes exactly once. Processes
-        that compute parts of the same layers have the same samples, and one of them counts.
+        that compute parts of the same layers have the same samples, and one of them counts. Of an incomplete
+        last batch no more rows are kept than it has samples, whatever is given.
 
         Args:
             input_data: Tensors as for `gather`, with one row per sample of the batch; 0-d ones are gathered
@@ -49,7 +50,7 @@ class CollectFacet(Facet):
             Tensors gathered as by `gather`; or the objects of all processes in one list.
 
         Raises:
-            ValueError: There is padding in the batch, and `input_data` does not have one row per sample.
+            ValueError: There is padding in the batch, and `input_data` is neither tensors nor a list.
             DistributedOperationException: That is so on another process, or the data does not fit together.
 
         Example:

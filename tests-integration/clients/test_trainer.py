@@ -1,0 +1,69 @@
+"""transformers' Trainer, unchanged, on accel: what it trains and reports equals a plain loop."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+PROGRAM = Path(__file__).with_name("train_bert.py")
+
+
+TRAIN_SIZE = 48
+
+
+def plain_loop(train_bert, batch_size: int, eval_size: int):
+    """Do what the Trainer's defaults say: AdamW, a linear schedule, gradients clipped to a norm of 1."""
+    model = train_bert.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0)
+    loader = DataLoader(train_bert.Sums(TRAIN_SIZE), batch_size=batch_size)
+    steps = 2 * len(loader)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (steps - step) / steps)
+    samples = train_bert.Sums(eval_size)
+    evals = []
+    for _ in range(2):
+        model.train()
+        for batch in loader:
+            model(**batch).loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            losses = [model(**{key: value[None] for key, value in sample.items()}).loss for sample in samples]
+        evals.append(torch.stack(losses).mean().item())
+    return evals, model.state_dict()
+
+
+@pytest.mark.parametrize(("processes", "eval_size"), [(1, 21), (2, 32)], ids=["ragged, alone", "two ranks"])
+def test_trainer_equals_a_plain_loop(
+    processes: int, eval_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
+    program = ["-m", "accel_compat", str(PROGRAM), str(tmp_path), str(TRAIN_SIZE), str(eval_size)]
+    done = subprocess.run(
+        [sys.executable, *(torchrun if processes > 1 else []), *program],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = torch.load(tmp_path / "out.pt")
+    assert found["home"].startswith("accel_train.")
+    monkeypatch.syspath_prepend(str(PROGRAM.parent))
+    import train_bert
+
+    evals, weights = plain_loop(train_bert, 8 * processes, eval_size)
+    # The Trainer itself multiplies losses by the number of processes, on Accelerate as on accel.
+    assert found["eval"] == pytest.approx([processes * loss for loss in evals], abs=1e-5)
+    assert found["weights"].keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=0, atol=2e-5, msg=name)
