@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
@@ -272,3 +273,31 @@ def test_models_of_transformers_are_divided_while_they_are_made():
             state = accelerator.get_state_dict(model)
             assert dist.get_rank() or state["embeddings.word_embeddings.weight"].shape == (16, 8)
             plugin.unselect()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@distributed(world_size=WORLD)
+def test_loops_that_divide_the_loss_by_themselves_say_so_to_backward(stage):
+    """As those of transformers: the Accelerator has one micro-batch, the configuration three."""
+    with deepspeed_process():
+        right, _ = plainly(3, None)
+        config = {"gradient_accumulation_steps": 3, "zero_optimization": {"stage": stage}}
+        plugin = GradientAccumulationPlugin(num_steps=1)
+        with accelerator_of(
+            DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_plugin=plugin
+        ) as accelerator:
+            assert accelerator.gradient_accumulation_steps == 3
+            model = make_model()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, decay)
+            model, optimizer, scheduler, loader = accelerator.prepare(
+                model, optimizer, scheduler, make_loader()
+            )
+            for inputs, targets in loader:
+                with accelerator.accumulate(model):
+                    loss = nn.functional.mse_loss(model(inputs), targets) / 3
+                    accelerator.backward(loss, scale_wrt_gas=False)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+            assert_equal(accelerator, model, right)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import pickle
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
+from accel_plugins.fsdp.activations import checkpoint_activations
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.ram import disable_fsdp_ram_efficient_loading
@@ -240,3 +243,27 @@ def test_a_policy_becomes_the_function_of_its_version():
         policy: Any = plugin.auto_wrap_policy
         told = policy(model.blocks[0]) if version == 2 else policy(model.blocks[0], False, 1)
         assert told
+
+
+@pytest.mark.parametrize(("recompute", "offload"), [(True, False), (False, True), (True, True)])
+def test_a_copy_of_a_checkpointed_module_computes_with_its_own_weights(recompute: bool, offload: bool):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    checkpoint_activations(module, recompute=recompute, offload=offload)
+    twin = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    inputs = torch.ones(1, 2)
+    assert not twin(inputs).any()
+    assert module(inputs).any()
+    twin(inputs).sum().backward()
+    assert twin[0].weight.grad is not None
+    assert module[0].weight.grad is None
+    assert type(pickle.loads(pickle.dumps(module))) is torch.nn.Sequential
+
+
+def test_what_a_launcher_exports_without_a_use_is_not_named(caplog: pytest.LogCaptureFixture):
+    variables = {"FSDP_MIN_NUM_PARAMS": "100000000", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+    with patch_environment(**variables), caplog.at_level(logging.WARNING):
+        assert FullyShardedDataParallelPlugin(fsdp_version=2).min_num_params == 100_000_000
+    assert not caplog.records

@@ -90,3 +90,22 @@ def test_an_error_in_the_body_leaves_the_context_of_the_models():
 def test_local_does_nothing_where_there_is_one_process():
     with Synchronizer(make_state(), None).local(["model"]):
         pass
+
+
+def test_a_context_that_cannot_be_entered_leaves_those_before_it():
+    inside = []
+
+    @contextmanager
+    def no_sync(model):
+        if model == "second":
+            raise ValueError(model)
+        inside.append(model)
+        try:
+            yield
+        finally:
+            inside.remove(model)
+
+    with pytest.raises(ValueError, match="second") as caught:  # keeps the frames alive, and what is in them
+        Synchronizer(make_state(), no_sync).local(["first", "second"])
+    assert inside == []
+    assert caught.tb is not None

@@ -125,19 +125,27 @@ def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callab
     target = without_compiler(model)
     if has_wrapped_forward(target):
         return
-    forward = target.forward
-    if isinstance(forward, MethodType) and forward.__self__ is target:
-        function = forward.__func__
-    else:  # an attribute that somebody has set, such as a hook's
-
-        def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            del self
-            return forward(*args, **kwargs)
-
-    vars(target)[_ORIGINAL] = forward
-    changed = around(function)
+    vars(target)[_ORIGINAL] = target.forward
+    changed = around(unbound_forward(target))
     changed.__name__ = "forward"  # a method is pickled by its name
     vars(target)["forward"] = MethodType(changed, target)
+
+
+def unbound_forward(model: nn.Module) -> Callable[..., Any]:
+    """Return a model's present `forward` as a function of the model: a deep copy uses its own parameters.
+
+    Args:
+        model: An attribute `forward` that somebody else has set may be bound to whatever it likes.
+    """
+    forward = model.forward
+    if isinstance(forward, MethodType) and forward.__self__ is model:
+        return forward.__func__
+
+    def function(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        del self
+        return forward(*args, **kwargs)
+
+    return function
 
 
 def has_wrapped_forward(model: nn.Module) -> bool:

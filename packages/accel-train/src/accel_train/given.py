@@ -80,3 +80,13 @@ def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
                 f"{name}={environment[name]!r} is set in the environment, but this version of accel has "
                 f"no use for a {argument}; unset it, or choose another configuration."
             )
+
+
+def configured_accumulation(plugin: Any) -> int | None:
+    """Return the micro-batches of a step that a DeepSpeed configuration says; `None` where it does not.
+
+    Args:
+        plugin: A `DeepSpeedPlugin`, several by name, of which the first is used first, or `None`.
+    """
+    first = next(iter(plugin.values())) if isinstance(plugin, dict) else plugin
+    return None if first is None else first.gradient_accumulation_steps

@@ -22,11 +22,17 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_state.gradient_state import GradientState
 from accel_state.labels import DynamoBackend, RNGType
+from accel_state.logging import get_logger
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
 from accel_trackers.session import TrackerSession
 from accel_train.checkpoint.run import Run
-from accel_train.given import known_plugins, refuse_unavailable_engines, unchanged_by_failure
+from accel_train.given import (
+    configured_accumulation,
+    known_plugins,
+    refuse_unavailable_engines,
+    unchanged_by_failure,
+)
 from accel_train.items import ItemWindow
 from accel_train.scheduler import check_clock
 from accel_train.sync import Synchronizer
@@ -48,6 +54,8 @@ if TYPE_CHECKING:
     from accel_trackers.session import OnTrackerError
     from accel_train.optimizer import AcceleratedOptimizer
     from accel_train.scheduler import AcceleratedScheduler, StepPer
+
+logger = get_logger(__name__)
 
 HANDLERS: tuple[type[Any], ...] = (
     AutocastKwargs,
@@ -182,7 +190,7 @@ def build_parts(arguments: Arguments) -> Parts:
     compiler = _dynamo(arguments)
     plugins = find_plugins(arguments.plugins, known_plugins(), settings)
     settings = described(settings, plugins)
-    accumulation = _accumulation(arguments, settings)
+    accumulation = _accumulation(arguments, settings, plugins)
     with unchanged_by_failure():
         state = _state(arguments, handlers, compiler, plugins)
         process = PartialState()
@@ -284,7 +292,9 @@ def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
     return found
 
 
-def _accumulation(arguments: Arguments, settings: Settings) -> GradientAccumulationPlugin:
+def _accumulation(
+    arguments: Arguments, settings: Settings, plugins: Mapping[str, Any]
+) -> GradientAccumulationPlugin:
     steps, plugin = arguments.gradient_accumulation_steps, arguments.gradient_accumulation_plugin
     if plugin is None:
         plugin = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
@@ -295,6 +305,15 @@ def _accumulation(arguments: Arguments, settings: Settings) -> GradientAccumulat
         )
     if plugin.num_steps is None:
         return replace(plugin, num_steps=settings.training.gradient_accumulation_steps)
+    configured = configured_accumulation(plugins.get("deepspeed_plugin"))
+    if configured is not None and configured != plugin.num_steps:
+        logger.warning_once(
+            "Accelerator has gradient_accumulation_steps=%r, and the DeepSpeed configuration %r, which is "
+            "used; say it in one place, or 'auto' in the configuration.",
+            plugin.num_steps,
+            configured,
+        )
+        return replace(plugin, num_steps=configured)
     return plugin
 
 

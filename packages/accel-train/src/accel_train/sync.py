@@ -73,10 +73,10 @@ class Synchronizer:
         """A context in which the gradients of these models stay local."""
         if self._no_sync is None:
             return nullcontext()
-        stack = ExitStack()
-        for model in models:
-            stack.enter_context(self._no_sync(model))
-        return stack
+        with ExitStack() as stack:  # leaves what it has entered if a later model's context raises
+            for model in models:
+                stack.enter_context(self._no_sync(model))
+            return stack.pop_all()
 
     def keeps_local(self) -> bool:
         """Whether micro-batches inside a window leave their gradients local."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, wraps
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
+from accel_ops.modules import unbound_forward
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import nn
 
 
@@ -20,7 +24,7 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
     Args:
         module: Changed in place; once is enough, a second time does nothing.
         recompute: Whether what is between inputs and outputs is computed again.
-        offload: Whether what is kept goes to the CPU, where there is another device.
+        offload: Whether what is kept goes to the CPU, to pinned memory where there is an accelerator.
 
     Example:
         >>> import torch
@@ -31,14 +35,16 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
     """
     if "_checkpointed_forward" in vars(module):
         return
-    forward = module.forward
-    vars(module)["_checkpointed_forward"] = forward
+    vars(module)["_checkpointed_forward"] = module.forward
+    forward = unbound_forward(module)
 
+    @wraps(forward)
     def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        del self
-        call = partial(checkpoint, forward, use_reentrant=False) if recompute else forward
-        with save_on_cpu(pin_memory=False) if offload else nullcontext():
+        call: Callable[..., Any] = partial(forward, self)
+        if recompute:
+            call = partial(checkpoint, call, use_reentrant=False)
+        with save_on_cpu(pin_memory=True) if offload else nullcontext():  # pins where there is an accelerator
             return call(*args, **kwargs)
 
-    checkpointed.__name__ = "forward"
+    checkpointed.__name__ = "forward"  # a method is pickled by its name
     vars(module)["forward"] = MethodType(checkpointed, module)

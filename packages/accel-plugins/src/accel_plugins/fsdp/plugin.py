@@ -39,7 +39,7 @@ from accel_state.settings.engines import FsdpSettings
 from accel_state.settings.environ import from_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from torch import nn
 
@@ -160,6 +160,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        given = {name for name in _OF_POLICIES if getattr(self, name)}
         from_outside = from_environ({**environ.read(), SWITCH: "true"}).fsdp or FsdpSettings()
         said = {one.name for one in fields(from_outside)}
         for name in (one.name for one in fields(self)):
@@ -177,7 +178,7 @@ class FullyShardedDataParallelPlugin:
         elif self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = [*self.transformer_cls_names_to_wrap]
         self._settle_sharding()
-        self._settle_wrapping()
+        self._settle_wrapping(given)
         self.set_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)  # pyright: ignore[reportArgumentType]
         if self.mixed_precision_policy is not None:
@@ -355,10 +356,11 @@ class FullyShardedDataParallelPlugin:
                 f"{self._place('reshard_after_forward')}: expected True, False or a number of ranks."
             )
 
-    def _settle_wrapping(self) -> None:
+    def _settle_wrapping(self, given: Collection[str]) -> None:
         self._settle_policy()
         for name, policy in _OF_POLICIES.items():
-            if getattr(self, name) and self.auto_wrap_policy != policy:
+            # A launcher exports what a file or its own defaults say, whether or not that has a use.
+            if name in given and self.auto_wrap_policy != policy:
                 logger.warning("%s has no effect without auto_wrap_policy=%r.", self._place(name), policy)
 
     def _settle_policy(self) -> None:

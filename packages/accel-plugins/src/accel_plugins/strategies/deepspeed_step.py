@@ -62,8 +62,9 @@ class DeepSpeedStepper:
         return found if found is not None and inner in {found.engine, found.engine.module} else None
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        """Add the gradients of `loss / accumulation`."""
-        if accumulation != 1:
+        """Add the gradients of `loss / accumulation`; with `scale_wrt_gas=False`, of `loss`."""
+        scale = kwargs.pop("scale_wrt_gas", True)
+        if scale and accumulation != 1:
             loss = loss / accumulation
         self.wrapper.backward(loss, sync_gradients=sync, scale_wrt_gas=False, **kwargs)
 
