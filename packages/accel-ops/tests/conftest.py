@@ -108,14 +108,18 @@ class ThreadCollectives:
         assert {part.shape for part in found} == {tensor.shape}
         tensor.copy_(found[src])
 
-    def all_reduce(self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+    def all_reduce(
+        self, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None, *, op: str = "sum"
+    ) -> None:
         found = self.exchange("all_reduce", tensor.detach())
         if meanwhile is not None:
             meanwhile()
         assert {part.shape for part in found} == {tensor.shape}
         assert {part.dtype for part in found} == {tensor.dtype}
         wide = [part.double() if part.dtype.itemsize == 1 else part for part in found]
-        tensor.copy_(sum(wide[1:], wide[0]))
+        combined = torch.stack(wide)
+        by_op = {"sum": combined.sum, "max": combined.amax, "min": combined.amin, "prod": combined.prod}
+        tensor.copy_(by_op[op](0))
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         return self.exchange("all_gather_object", obj)

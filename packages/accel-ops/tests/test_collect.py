@@ -367,14 +367,52 @@ def test_reduce_has_one_message_per_type_and_takes_large_leaves(world) -> None:
         return reduce(tree, "mean")
 
     for found in ranks.run(body):
-        assert ranks.messages == ["all_reduce"] * 3
+        assert ranks.messages == ["all_reduce"] * 4  # the first compares the calls
         assert found.pop(7).unique().tolist() == [0.5]
         assert [leaf.tolist() for leaf in found] == [[i + 0.5] * 4 for i in range(50)] + [[0.5] * 3]
 
 
 def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'max'.*'sum', 'mean', 'none'"):
-        reduce(torch.ones(1), "max")
+    with pytest.raises(ValueError, match=r"'median'.*'sum', 'mean', 'none', 'max', 'min', 'prod'"):
+        reduce(torch.ones(1), "median")
+
+
+OF_THREE = {"max": torch.amax, "min": torch.amin, "prod": torch.prod}
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5, -2.0])
+@pytest.mark.parametrize("reduction", OF_THREE)
+def test_maximum_minimum_and_product_over_three_ranks(world, reduction, scale) -> None:
+    def data(rank):
+        torch.manual_seed(rank)
+        return {
+            "float": torch.randn(4, 3),
+            "half": torch.randn(5).bfloat16(),
+            "int": torch.randint(-9, 9, (6,)),
+            "short": torch.randint(-9, 9, (2, 2), dtype=torch.int8),
+            "bool": torch.rand(8) > 0.5,
+            "large": torch.randn(1 << 18) + 1.0,
+        }
+
+    everyone = [data(rank) for rank in range(3)]
+    for found in world(3).run(lambda rank: reduce(data(rank), reduction, scale)):
+        for name, tensor in found.items():
+            stacked = torch.stack([one[name] for one in everyone])
+            expected = OF_THREE[reduction](stacked.double(), 0) * scale
+            integral = not stacked.dtype.is_floating_point
+            assert tensor.dtype == (torch.float32 if integral and scale != 1.0 else stacked.dtype), name
+            tolerance = {"rtol": 0.02, "atol": 0.02} if name == "half" else {"rtol": 1e-5, "atol": 1e-6}
+            torch.testing.assert_close(tensor.double(), expected, **tolerance)
+
+
+def test_one_process_is_its_own_maximum() -> None:
+    assert reduce([torch.tensor([3, 4])], "max", scale=0.5)[0].tolist() == [1.5, 2.0]
+
+
+def test_complex_numbers_have_no_maximum(world) -> None:
+    for error in world(2).run(lambda rank: reduce(torch.ones(2, dtype=torch.complex64), "max")):
+        assert isinstance(error, TypeError)
+        assert "view_as_real" in str(error)
 
 
 def test_none_is_another_name_for_the_sum(world) -> None:
@@ -387,7 +425,7 @@ def test_none_is_another_name_for_the_sum(world) -> None:
 def test_broadcast_is_one_message_whatever_the_types(world) -> None:
     ranks = world(2)
     ranks.run(lambda rank: broadcast([values((3,), dtype) for dtype in DTYPES]))
-    assert ranks.messages == ["broadcast"]
+    assert ranks.messages == ["all_reduce", "broadcast"]  # the first compares the calls
 
 
 def test_in_a_loop_of_different_gathers_the_guesses_become_right() -> None:

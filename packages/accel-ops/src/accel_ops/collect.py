@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accel_ops import checked, exchange
-from accel_ops.addition import Addition, Scaling, add_copy, add_in_place
 from accel_ops.packing import (
+    Buffer,
     Flat,
     below_autograd,
     copy_all,
@@ -19,17 +19,26 @@ from accel_ops.packing import (
     make_buffer,
     size_of,
 )
+from accel_ops.reduction import PendingReduce, Scaling, reduce_copy, reduce_in_place
+from accel_ops.same_call import check_same_call
 from accel_ops.tree import recursively_apply
 from accel_state.runtime import current_or_single
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_state.backends.base import Collectives
+    from accel_state.backends.base import Collectives, ReduceOp
 
-Reduction = Literal["sum", "mean", "none"]
+Reduction = Literal["sum", "mean", "none", "max", "min", "prod"]
 
-_REDUCTIONS = ("sum", "mean", "none")
+_REDUCTIONS: dict[str, ReduceOp] = {
+    "sum": "sum",
+    "mean": "sum",
+    "none": "sum",
+    "max": "max",
+    "min": "min",
+    "prod": "prod",
+}
 
 
 def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
@@ -109,6 +118,8 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     Raises:
         TypeError: A leaf is not a tensor.
         ValueError: There is no process `from_process`.
+        DistributedOperationException: Structures, types, shapes or `from_process` differ. Every process
+            raises it, with what differs.
 
     Example:
         >>> broadcast([torch.ones(1)])
@@ -141,6 +152,7 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     Raises:
         TypeError: It is not a list.
         ValueError: There is no process `from_process`.
+        DistributedOperationException: Lengths or `from_process` differ. Every process raises it.
 
     Example:
         >>> broadcast_object_list(["run-7"])
@@ -155,25 +167,31 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
         checked.check(collectives, "broadcast_object_list", detail=f"from_process={from_process}")
     if not isinstance(object_list, list):
         raise TypeError(f"broadcast_object_list fills a list in place, and got a {type(object_list)}.")
+    call = f"broadcast_object_list(from_process={from_process})"
+    check_same_call(collectives, runtime.device, call, len(object_list))
     collectives.broadcast_object_list(object_list, from_process)
     return object_list
 
 
 def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
-    """Add every tensor of nested data over all processes, or average it; one message per element type.
+    """Combine every tensor of nested data over all processes; one message per element type.
 
     Args:
         tensor: Tensors nested in containers, of the same structure, types and shapes on every process.
-        reduction: `"sum"`, `"mean"`, or `"none"`, which is another name for the sum.
+        reduction: `"sum"`, `"mean"`, `"max"`, `"min"`, `"prod"`, or `"none"`, which is another name for the
+            sum.
         scale: A factor for the result.
 
     Returns:
         The same structure with new tensors, on every process, without a graph. The element type stays, but
-        the mean of integers or booleans, and their sum times a scale, is of the default floating type.
+        the mean of integers or booleans, and any result of theirs times a scale, is of the default floating
+        type.
 
     Raises:
-        TypeError: A leaf is not a tensor.
+        TypeError: A leaf is not a tensor, or is complex and neither added nor averaged.
         ValueError: `reduction` is something else.
+        DistributedOperationException: Structures, types, shapes, `reduction` or `scale` differ. Every process
+            raises it, with what differs.
 
     Example:
         >>> reduce([torch.tensor([1.0, 2.0])], "sum", scale=0.5)
@@ -187,22 +205,29 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
     collectives = runtime.collectives
     if runtime.debug and collectives.world_size > 1:
         checked.check(collectives, "reduce", tensor, detail=f"{reduction!r}, scale={scale!r}")
-    scaling = Scaling(members=collectives.world_size if reduction == "mean" else None, scale=scale)
+    divisor = collectives.world_size if reduction == "mean" else None
+    scaling = Scaling(op=_REDUCTIONS[reduction], divisor=divisor, scale=scale)
     if collectives.world_size == 1:
-        return recursively_apply(_add_alone, tensor, scaling, error_on_other_type=True)
+        return recursively_apply(_reduce_alone, tensor, scaling, error_on_other_type=True)
     return _reduce(collectives, flatten(tensor, "reduce"), scaling, runtime.device)
 
 
 def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
     """Broadcast the leaves that are not large, all types in one message."""
     buckets = flat.plan.packed
+    call = f"broadcast(from_process={source})"
     if not buckets:
+        check_same_call(collectives, device, call, flat.plan)
         return
     buffer, new = kept_buffer(flat.plan, "broadcast", buckets, device, capacity=size_of(buckets))
     if new:
         buffer.members.extend(cut_all(buckets, buffer.sections))
-    if collectives.rank == source:
-        buffer.fill(flat.leaves)
+
+    def fill() -> None:
+        if collectives.rank == source:
+            buffer.fill(flat.leaves)
+
+    check_same_call(collectives, device, call, flat.plan, fill)
     collectives.broadcast(buffer.content, source)
     if collectives.rank != source:
         leaves = [flat.leaves[index] for bucket in buckets for index in bucket.members]
@@ -220,10 +245,32 @@ def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device
 
 
 def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device) -> Any:
-    """Add leaves over the ranks, one message per element type and one per large leaf."""
+    """Combine leaves over the ranks, one message per element type and one per large leaf."""
     buffer = make_buffer(flat.plan.packed, device)
-    buffer.fill(flat.leaves)
-    additions: list[Addition] = []
+    name = "mean" if scaling.divisor is not None else scaling.op
+    call = f"reduce({name!r}, scale={float(scaling.scale)!r})"
+    check_same_call(collectives, device, call, flat.plan, lambda: buffer.fill(flat.leaves))
+    pending, blocks = _start_packed(buffer, scaling)
+    large = [reduce_copy(flat.leaves[index], scaling, device) for index in flat.plan.large]
+    result: list[Any] = []
+
+    def cut_out() -> None:
+        with below_autograd():
+            leaves = cut_all(buffer.buckets, blocks)
+        result.append(flat.rebuild(flat.plan.restore_packed([*leaves, *(one.final for one in large)])))
+
+    for one in (*pending, *large):
+        collectives.all_reduce(one.total, cut_out if not result else None, op=scaling.op)
+        with below_autograd():
+            one.finish()
+    if not result:
+        cut_out()
+    return result[0]
+
+
+def _start_packed(buffer: Buffer, scaling: Scaling) -> tuple[list[PendingReduce], list[Tensor]]:
+    """Prepare one reduction for every element type in a buffer; return them and the buckets' results."""
+    pending: list[PendingReduce] = []
     blocks: list[Tensor] = []
     with below_autograd():
         for dtype, group in groupby(
@@ -231,42 +278,25 @@ def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torc
         ):
             buckets, mine = zip(*group, strict=True)
             start = buckets[0].start
-            addend = buffer.content[start : buckets[-1].stop].view(dtype)
-            additions.append(add_in_place(addend, scaling))
-            final = additions[-1].final
-            if final is not addend:
+            operand = buffer.content[start : buckets[-1].stop].view(dtype)
+            pending.append(reduce_in_place(operand, scaling))
+            final = pending[-1].final
+            if final is not operand:
                 firsts = [(bucket.start - start) // dtype.itemsize for bucket in buckets]
                 mine = [
                     final.as_strided(b.shape, b.strides, first)
                     for b, first in zip(buckets, firsts, strict=True)
                 ]
             blocks += mine
-    large = [add_copy(flat.leaves[index], scaling, device) for index in flat.plan.large]
-    result: list[Any] = []
-
-    def cut_out() -> None:
-        with below_autograd():
-            leaves = cut_all(buffer.buckets, blocks)
-        result.append(
-            flat.rebuild(flat.plan.restore_packed([*leaves, *(addition.final for addition in large)]))
-        )
-
-    meanwhile = cut_out
-    for addition in (*additions, *large):
-        collectives.all_reduce(addition.total, meanwhile if not result else None)
-        with below_autograd():
-            addition.finish()
-    if not result:
-        cut_out()
-    return result[0]
+    return pending, blocks
 
 
-def _add_alone(leaf: Tensor, scaling: Scaling) -> Tensor:
-    """What the sum of one comes to."""
+def _reduce_alone(leaf: Tensor, scaling: Scaling) -> Tensor:
+    """Reduce over one process."""
     with torch.no_grad():
-        addition = add_copy(leaf, scaling, leaf.device)
-        addition.finish()
-    return addition.final
+        pending = reduce_copy(leaf, scaling, leaf.device)
+        pending.finish()
+    return pending.final
 
 
 def _check_source(from_process: int, collectives: Collectives) -> None:

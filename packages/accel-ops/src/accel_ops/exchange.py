@@ -19,10 +19,10 @@ from torch import Tensor
 from accel_ops import plan
 from accel_ops.packing import below_autograd, cut_all, kept_buffer, sections, size_of
 from accel_ops.plan import describe
-from accel_state.errors import DistributedOperationException
+from accel_ops.same_call import mismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Sequence
 
     from accel_ops.packing import Flat, Plan, Restore
     from accel_ops.plan import Bucket
@@ -33,7 +33,6 @@ SMALLEST = 1 << 10  # bytes of the smallest first chunk
 LARGEST = 1 << 18  # bytes of the largest first chunk: beyond that, a second message costs less
 MOST = 1 << 25  # bytes that the first chunks of all ranks together may take
 MAX_GUESSES = 1024
-SHOWN = 8  # differing leaves that a message lists
 MAX_INDEX = 1 << 16  # indices that are kept with a cutter, 4 bytes each
 MAX_GRID = 1 << 20  # bytes of the chunks of all ranks that are kept with a plan
 MAX_CUTTERS = 32  # kept with a plan
@@ -251,31 +250,6 @@ def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> A
     draft = Draft(flat, cutter, device, joined)
     collectives.all_gather_into(everything, buffer.content, draft.prepare)
     return draft.finish(everything)
-
-
-def mismatch(
-    operation: str, collectives: Collectives, mine: Mapping[str, tuple[Hashable, str]]
-) -> DistributedOperationException:
-    """The error for structures that differ; every rank must ask for it at the same time.
-
-    Args:
-        operation: What was called.
-        collectives: How to talk to the others.
-        mine: For every path of this rank's structure, what must agree, and what to show.
-    """
-    everyone: list[Mapping[str, tuple[Hashable, str]]] = collectives.all_gather_object(mine)
-    paths = dict.fromkeys(path for described in everyone for path in described)
-    rows = [(path, [described.get(path, (None, "nothing")) for described in everyone]) for path in paths]
-    differing = [(path, found) for path, found in rows if len({fact for fact, _ in found}) > 1]
-    lines = [
-        f"  data{path}: " + ", ".join(f"rank {rank} has {shown}" for rank, (_, shown) in enumerate(found))
-        for path, found in differing[:SHOWN]
-    ]
-    if len(differing) > SHOWN:
-        lines.append(f"  and {len(differing) - SHOWN} more")
-    return DistributedOperationException(
-        f"`{operation}` needs the same structure on every rank. These leaves differ:\n" + "\n".join(lines)
-    )
 
 
 def _essentials(flat_plan: Plan) -> dict[str, tuple[Hashable, str]]:

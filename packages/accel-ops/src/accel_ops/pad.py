@@ -9,8 +9,8 @@ import torch
 
 from accel_ops import checked
 from accel_ops.collect import gather
-from accel_ops.exchange import mismatch
 from accel_ops.plan import digest
+from accel_ops.same_call import mismatch
 from accel_ops.tree import recursively_apply, stray_leaf, walk
 from accel_state.errors import DistributedOperationException
 from accel_state.runtime import current_or_single

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
+
+ReduceOp = Literal["sum", "max", "min", "prod"]
+"""How an all-reduce combines the values of the ranks."""
 
 
 class Collectives(Protocol):
@@ -65,12 +68,15 @@ class Collectives(Protocol):
         """
         ...
 
-    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """Overwrite `tensor` with the sum over all ranks, if need be computed in a wider type.
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Overwrite `tensor` with the values of all ranks combined, if need be in a wider type.
 
         Args:
-            tensor: Of the same size and type on all ranks.
+            tensor: Of the same size and type on all ranks; real unless added.
             meanwhile: Work for the time that this takes.
+            op: How values are combined.
         """
         ...
 

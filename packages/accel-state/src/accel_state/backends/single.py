@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from accel_state.backends.base import ReduceOp
+
 
 @dataclass(frozen=True, slots=True)
 class SingleCollectives:
@@ -47,9 +49,11 @@ class SingleCollectives:
         self.scatter(out, parts, src)
         return _done
 
-    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """Do nothing but the other work: the sum of one is there."""
-        del tensor
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Do nothing but the other work: the result of one is there."""
+        del tensor, op
         if meanwhile is not None:
             meanwhile()
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from accel_state.backends.base import ReduceOp
+
 # Every backend moves these as they are; all others travel as bytes. bfloat16: since torch 2.2.
 _MOVED = frozenset(
     {
@@ -41,6 +43,13 @@ _WIDER = {
         for name in ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
     },
 }
+_OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
+    "sum": dist.ReduceOp.SUM,
+    "max": dist.ReduceOp.MAX,
+    "min": dist.ReduceOp.MIN,
+    "prod": dist.ReduceOp.PRODUCT,
+}
+_SIGN = -(1 << 63)
 # Up to so many bytes of all ranks together, and so many ranks, gloo is faster when every rank writes to all
 # others at once than when the data goes around a ring, as in its all_gather. Only gathering does so: another
 # operation in the same way would be taken for a gather by ranks that disagree on what to call.
@@ -49,22 +58,20 @@ _DIRECT_RANKS = 16
 
 
 class TorchCollectives:
-    """The collectives of a process group; see `Collectives` for what each promises.
+    """The collectives of the default process group; see `Collectives` for what each promises.
 
     Args:
         device: The device of this process.
-        group: The process group; the default one when `None`.
     """
 
-    __slots__ = ("_carried", "_device", "_direct_bytes", "_group", "rank", "world_size")
+    __slots__ = ("_carried", "_device", "_direct_bytes", "rank", "world_size")
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None = None) -> None:
-        self._group = group
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._carried = _carried_types(group)
-        self.rank: int = dist.get_rank(group)
-        self.world_size: int = dist.get_world_size(group)
-        direct = self.world_size <= _DIRECT_RANKS and _is_gloo(group)
+        self._carried = _carried_types()
+        self.rank: int = dist.get_rank()
+        self.world_size: int = dist.get_world_size()
+        direct = self.world_size <= _DIRECT_RANKS and _is_gloo()
         self._direct_bytes = _DIRECT_BYTES // self.world_size if direct else 0
 
     def all_gather_into(
@@ -87,28 +94,26 @@ class TorchCollectives:
         """Overwrite `tensor` with that of rank `src`."""
         if self._goes_as_it_is(tensor):
             with collective_scope("broadcast"):
-                dist.broadcast(tensor, src=src, group=self._group)
+                dist.broadcast(tensor, src=src)
             return
         if tensor.numel() == 0:
             return
         with collective_scope("broadcast"), self._carry(tensor) as carried:
-            dist.broadcast(_as_moved(carried), src=src, group=self._group)
+            dist.broadcast(_as_moved(carried), src=src)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
         """Fill `out` with this rank's one of the tensors of rank `src`."""
         if out.numel() == 0:
             return
         with collective_scope("scatter"), self._carry(out) as target:
-            dist.scatter(_as_moved(target), _sources(out, target, parts), src=src, group=self._group)
+            dist.scatter(_as_moved(target), _sources(out, target, parts), src=src)
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         """Begin a `scatter`, and return what waits for its end."""
         if out.numel() == 0 or out.device.type not in self._carried:
             self.scatter(out, parts, src)
             return _done
-        work: Any = dist.scatter(
-            _as_moved(out), _sources(out, out, parts), src=src, group=self._group, async_op=True
-        )
+        work: Any = dist.scatter(_as_moved(out), _sources(out, out, parts), src=src, async_op=True)
 
         def finish() -> None:
             with collective_scope("scatter"):
@@ -116,19 +121,26 @@ class TorchCollectives:
 
         return finish
 
-    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
-        """Overwrite `tensor` with the sum over all ranks."""
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Overwrite `tensor` with the values of all ranks combined."""
         if self._goes_as_it_is(tensor):
             with collective_scope("all_reduce"):
-                self._all_reduce(tensor, meanwhile)
+                self._all_reduce(tensor, meanwhile, op)
             return
         if tensor.numel() == 0:
             _do(meanwhile)
             return
         with collective_scope("all_reduce"), self._carry(tensor) as carried:
             wider = _WIDER.get(carried.dtype)
-            total = _as_summed(carried) if wider is None else carried.to(wider)
-            self._all_reduce(total, meanwhile)
+            total = _as_reduced(carried) if wider is None else carried.to(wider)
+            unsigned = carried.dtype == torch.uint64 and op in {"max", "min"}
+            if unsigned:
+                total.bitwise_xor_(_SIGN)  # the order of unsigned numbers in that of signed ones
+            self._all_reduce(total, meanwhile, op)
+            if unsigned:
+                total.bitwise_xor_(_SIGN)
             if wider is not None:
                 carried.copy_(total)
 
@@ -136,21 +148,21 @@ class TorchCollectives:
         """The picklable objects of all ranks, in rank order."""
         gathered: list[Any] = [None] * self.world_size
         with collective_scope("all_gather_object"):
-            dist.all_gather_object(gathered, obj, group=self._group)
+            dist.all_gather_object(gathered, obj)
         return gathered
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         """Replace the items of `objects` by those of rank `src`."""
         with collective_scope("broadcast_object_list"):
             device = None if "cpu" in self._carried else self._device
-            dist.broadcast_object_list(objects, src=src, group=self._group, device=device)
+            dist.broadcast_object_list(objects, src=src, device=device)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         with collective_scope("barrier"):
             # Without the CPU's backend the barrier runs on the device, which is named lest one be guessed.
             indices = None if "cpu" in self._carried or self._device.index is None else [self._device.index]
-            dist.barrier(group=self._group, device_ids=indices)
+            dist.barrier(device_ids=indices)
 
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
         """Whether a tensor needs no preparation: the common case, in which microseconds count."""
@@ -160,14 +172,14 @@ class TorchCollectives:
         deferred = meanwhile is not None
         if tensor.nbytes <= self._direct_bytes and tensor.device.type == "cpu":
             copies = tensor.view(-1).repeat(self.world_size)
-            work = dist.all_to_all_single(out.view(-1), copies, group=self._group, async_op=deferred)
+            work = dist.all_to_all_single(out.view(-1), copies, async_op=deferred)
         else:
-            work = dist.all_gather_into_tensor(out, tensor, group=self._group, async_op=deferred)
+            work = dist.all_gather_into_tensor(out, tensor, async_op=deferred)
         _finish(work, meanwhile)
 
-    def _all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None) -> None:
+    def _all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None, op: ReduceOp) -> None:
         deferred = meanwhile is not None
-        _finish(dist.all_reduce(tensor, group=self._group, async_op=deferred), meanwhile)
+        _finish(dist.all_reduce(tensor, op=_OPS[op], async_op=deferred), meanwhile)
 
     @contextmanager
     def _staged(self, tensor: Tensor) -> Generator[Tensor]:
@@ -206,16 +218,14 @@ class _Same:
         return None
 
 
-def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
+def group_timeout(device: torch.device) -> timedelta:
     """After how long the backend that serves a device gives up on a collective.
 
     Args:
         device: The device whose tensors are meant.
-        group: The process group; the default one when `None`.
     """
-    group = _given_or_default(group)
     try:
-        return group._get_backend(device).options._timeout
+        return _default_group()._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # backends of third parties have no such option
         return dist.default_pg_timeout
 
@@ -231,21 +241,19 @@ def default_store() -> Any:
     return c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no public way to it
 
 
-def _given_or_default(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    return group or c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
+def _default_group() -> dist.ProcessGroup:
+    return c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
 
 
-def _carried_types(group: dist.ProcessGroup | None) -> frozenset[str]:
+def _carried_types() -> frozenset[str]:
     """The types of devices whose tensors the group can move."""
-    found = _given_or_default(group)
-    return frozenset(device.type for device in found._device_types)
+    return frozenset(device.type for device in _default_group()._device_types)
 
 
-def _is_gloo(group: dist.ProcessGroup | None) -> bool:
+def _is_gloo() -> bool:
     """Whether tensors of the CPU go through gloo."""
-    found = _given_or_default(group)
     try:
-        return found._get_backend(torch.device("cpu")).name() == "gloo"
+        return _default_group()._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:  # a group without a backend for the CPU
         return False
 
@@ -272,9 +280,9 @@ def _as_moved(tensor: Tensor) -> Tensor:
     return torch.view_as_real(flat) if flat.is_complex() else flat.view(torch.uint8)
 
 
-def _as_summed(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor in a type that every backend adds."""
+def _as_reduced(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor in a type that every backend combines."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
-    # Two's complement: the sum is the same, signed or not.
+    # Two's complement: sum and product are the same, signed or not.
     return tensor.view(torch.int64) if tensor.dtype == torch.uint64 else tensor

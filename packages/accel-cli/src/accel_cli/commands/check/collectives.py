@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from accel_cli.commands.check.observer import Observer
+    from accel_state.backends.base import ReduceOp
 
 
 class AloneCollectives:
@@ -52,9 +53,11 @@ class AloneCollectives:
         self.scatter(out, parts, src)
         return _nothing
 
-    def all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None = None) -> None:
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
         """Leave the tensor as it is."""
-        del tensor
+        del tensor, op
         self._do("all_reduce", meanwhile)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
