@@ -180,16 +180,22 @@ def test_a_long_wait_is_warned_about_once_and_then_less_and_less_often(store, ca
     assert "eval.py:41" in caplog.text
 
 
-def test_the_lowest_of_the_waiting_ranks_warns_for_all(store, caplog):
-    hang_monitor.begin(store, rank=1, world_size=2, limit=timedelta(seconds=0.5))
-    active = hang_monitor._active
-    assert active is not None
-    active._store.set(
-        "0", RankStatus(rank=0, heartbeat=1, location="a.py:1", source="x", inside=True).to_text()
-    )
+def test_one_of_the_waiting_ranks_warns_for_all(store, caplog):
+    active = begin(store)
+    active._store.add("warned/1", 1)  # another one
     with collective_scope("all_reduce"):
         until(lambda: active._warn_after > 1)  # it would have warned by now
     assert "Waiting" not in caplog.text
+
+
+def test_one_of_the_ranks_that_give_up_looks_for_the_others(store):
+    active = begin(store)
+    active._store.add("explaining", 1)  # another one does
+    thread = threading.Timer(0.3, lambda: active._store.set("diagnosis", "`gather` did not complete: story."))
+    thread.start()
+    with pytest.raises(StalledCollectiveError, match="story"), collective_scope("all_reduce"):
+        raise TIMED_OUT
+    thread.join()
 
 
 def test_work_of_the_device_that_nobody_waits_for_in_a_region_is_warned_about_near_the_limit(store, caplog):
@@ -202,18 +208,22 @@ def test_a_rank_that_ends_says_good_bye(store):
     other = other_rank(store)
     begin(store)
     hang_monitor.end()
-    place = other.all_statuses()[0]
+    place = other.statuses([0])[0]
     assert place is not None
     assert place.exited
 
 
 def test_rank_0_waits_a_moment_for_the_others_before_it_takes_the_store_away(store):
-    begin(store)
+    mine = begin(store)
     other = other_rank(store)
+    other._store.add("started", 1)
+    until(lambda: mine._store.add("started", 0) == 2)
+    mine.diagnosis = "of which the other rank must hear"  # so rank 0 waits longer
     thread = threading.Thread(target=lambda: hang_monitor.end(closing=True))
     thread.start()
     until(lambda: other._store.check(["closing"]))
-    other._store.set("1", RankStatus(rank=1, exited=True).to_text())
+    assert thread.is_alive()
+    other._store.add("exited", 1)
     thread.join()
 
 
@@ -230,7 +240,7 @@ def test_a_store_that_is_gone_is_said_and_ends_the_thread(store, monkeypatch):
         raise RuntimeError("Broken pipe")
 
     monkeypatch.setattr(active, "_post", gone)
-    monkeypatch.setattr(active, "all_statuses", gone)
+    monkeypatch.setattr(active, "statuses", gone)
     until(lambda: not active._thread.is_alive())
     with (
         pytest.raises(StalledCollectiveError, match=r"store that knows .* is gone"),
@@ -289,7 +299,7 @@ def test_no_frame_is_no_place():
 )
 def test_every_rank_is_in_the_explanation_exactly_once(places):
     named: list[int] = []
-    for part in format_statuses(places).split("; "):
+    for part in format_statuses(dict(enumerate(places))).split("; "):
         words = part.split(" ")
         assert words[0] in {"rank", "ranks"}
         for word in words[1:]:

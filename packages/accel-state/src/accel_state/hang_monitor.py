@@ -15,18 +15,18 @@ import threading
 import time
 from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
+from accel_state.stores import absent_keys, clone_store, get_all
 from accel_state.transport_errors import first_sentence, is_stall, is_transport_error
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Sequence
+    from datetime import timedelta
     from types import CodeType, TracebackType
 
     from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage] - documented
@@ -115,19 +115,6 @@ def transport_errors_explained(operation: str) -> Generator[None]:
         raise
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
-    """Where the ranks are.
-
-    Args:
-        collective: How many collectives this rank has begun.
-        all_statuses: What each rank last said, in rank order; `None` for one that never said anything.
-    """
-
-    collective: int
-    all_statuses: list[RankStatus | None]
-
-
 class HangMonitor:
     """The notes of this rank, and the thread that posts them.
 
@@ -156,6 +143,7 @@ class HangMonitor:
         self._asynchronous = asynchronous
         self._heartbeat = 0
         self._stalled: tuple[Any, float] = (None, 0.0)
+        self._warns: bool | None = None
         self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
@@ -163,7 +151,7 @@ class HangMonitor:
     def start(self) -> None:
         """Begin to post."""
         if self._rank == 0:
-            for key in ("diagnosis", "closing"):  # of an earlier monitor on the same store
+            for key in ("diagnosis", "explaining", "closing"):  # of an earlier monitor on the same store
                 self._store.delete_key(key)
         self._thread.start()
 
@@ -187,9 +175,11 @@ class HangMonitor:
         reason = first_sentence(error)
         self._warn_after = float("inf")
         try:
-            self._poll_diagnosis()
+            # The first rank to give up looks where all are, and is quoted by the others: thousands may give
+            # up at once, and each would have thousands to look for.
+            if self._store.add("explaining", 1) > 1:
+                self._await_diagnosis()
             diagnosis = self.diagnosis or f"`{operation}` did not complete: {self._explanation()}."
-            # The first rank to give up is quoted by all, so that all tell the same story.
             agreed = self._store.compare_set("diagnosis", "", diagnosis).decode() or diagnosis
         except RuntimeError:
             location, source = source_location(self.slot[2] if self.slot else None)
@@ -200,21 +190,39 @@ class HangMonitor:
         self.diagnosis = agreed
         return f"{agreed} Rank {self._rank} heard from its backend: {reason}."
 
+    @property
+    def _look_s(self) -> float:
+        """Seconds in which every rank that is alive posts."""
+        return max(2.5 * self.interval, MIN_POLL_S)
+
+    def _await_diagnosis(self) -> None:
+        """Wait for what another rank finds out, unless that rank is gone before."""
+        deadline = time.monotonic() + 2 * self._look_s + SHUTDOWN_GRACE_S
+        self._poll_diagnosis()
+        while self.diagnosis is None and time.monotonic() < deadline:
+            time.sleep(self._look_s / 8)
+            self._poll_diagnosis()
+
     def _explanation(self) -> str:
         """Where all ranks are; takes a few intervals, to find out who no longer answers."""
-        before = self.all_statuses()
-        time.sleep(max(2.5 * self.interval, MIN_POLL_S))
-        now = self.all_statuses()
+        ranks = range(self._world_size)
+        before = self.statuses(ranks)
+        time.sleep(self._look_s)
+        now = self.statuses(ranks)
         silent = [
             rank
-            for rank, (old, new) in enumerate(zip(before, now, strict=True))
-            if new is not None and old is not None and new.heartbeat == old.heartbeat and not new.exited
+            for rank, old in before.items()
+            if old is not None
+            and (new := now[rank]) is not None
+            and new.heartbeat == old.heartbeat
+            and not new.exited
         ]
         return format_statuses(now, silent=silent)
 
     def _run(self) -> None:
         try:
             self._post()
+            self._store.add("started", 1)
             while not self._closing.wait(self.interval):
                 closing = self._store.check(["closing"])
                 self._poll_diagnosis()  # also to the last that rank 0 says
@@ -223,6 +231,7 @@ class HangMonitor:
                 self._post()
                 self._warn()
             self._post(exited=True)
+            self._store.add("exited", 1)
         except RuntimeError as error:  # the store is gone, with the process that kept it
             logger.debug("the hang explainer stops: %s", error)
 
@@ -251,7 +260,7 @@ class HangMonitor:
         slot, now = self.slot, time.monotonic()
         here = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
         if here is None or here != self._stalled[0]:
-            self._stalled = (here, now)
+            self._stalled, self._warns = (here, now), None
             # Outside of collectives a process may well compute for long; then only the limit is suspicious.
             self._warn_after = self._first_warning if slot is not None else 0.9 * self._limit
             return
@@ -259,41 +268,43 @@ class HangMonitor:
         if waited < self._warn_after:
             return
         self._warn_after = 2 * waited
-        all_statuses = self.all_statuses()
-        waiting = [status.rank for status in all_statuses if status is not None and status.inside]
-        if slot is None or waiting[:1] == [self._rank]:
-            operation = slot[1] if slot is not None else "the work of the device"
+        if self._warns is None:  # one of the ranks that wait for the same warns for all
+            self._warns = self._store.add(f"warned/{self.count}", 1) == 1
+        if self._warns:
             logger.warning(
                 "Waiting for %.0f s in `%s` (limit %.0f s): %s.",
                 waited,
-                operation,
+                slot[1] if slot is not None else "the work of the device",
                 self._limit,
-                format_statuses(all_statuses),
+                format_statuses(self.statuses(range(self._world_size))),
             )
 
-    def all_statuses(self) -> list[RankStatus | None]:
-        """What each rank last said, in rank order; `None` for one that never said anything."""
-        keys = [f"{rank}" for rank in range(self._world_size)]
-        return [
-            RankStatus.from_text(self._store.get(key)) if self._store.check([key]) else None for key in keys
-        ]
+    def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
+        """Return what ranks last said, in two requests if all have; `None` for one that never said anything.
+
+        Args:
+            ranks: Which to look for.
+        """
+        absent = set(absent_keys(self._store, [f"{rank}" for rank in ranks]))
+        there = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
+        found = dict(zip(there, get_all(self._store, there), strict=True))
+        return {
+            rank: RankStatus.from_text(found[f"{rank}"]) if f"{rank}" in found else None for rank in ranks
+        }
 
     def _close_store(self) -> None:
         self._store.set("closing", "")
         # What the ranks were told about a stall must reach them on a busy machine too.
         deadline = time.monotonic() + (1.5 * self.interval if self.diagnosis is None else SHUTDOWN_GRACE_S)
         while time.monotonic() < deadline:
-            if all(status is None or status.exited for status in self.all_statuses()):
+            if self._store.add("exited", 0) >= self._store.add("started", 0):
                 return
             time.sleep(0.02)
 
 
-def snapshot() -> Snapshot | None:
-    """Where all ranks are, as far as they have said; `None` where nothing is monitored."""
-    monitor = _active
-    return (
-        None if monitor is None else Snapshot(collective=monitor.count, all_statuses=monitor.all_statuses())
-    )
+def active() -> HangMonitor | None:
+    """Return the monitor of this process; `None` where nothing is monitored."""
+    return _active
 
 
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
@@ -341,21 +352,6 @@ def _after_fork() -> None:
     """In a forked child there is no thread, and the notes are the parent's."""
     global _active  # noqa: PLW0603 - see `begin`
     _active = None
-
-
-def clone_store(store: Any) -> Any:
-    """A second connection to a store, for another thread: the first is blocked while somebody waits on it.
-
-    Args:
-        store: That of the process group.
-    """
-    if hasattr(store, "clone"):
-        return store.clone()
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        return TCPStore(store.host, store.port, None, False, timedelta(seconds=30))  # noqa: FBT003 - no keywords there
-    return store
 
 
 def _explain(monitor: HangMonitor, operation: str, error: BaseException) -> None:

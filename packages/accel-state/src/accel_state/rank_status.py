@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from types import CodeType, FrameType
 
 _SOURCE_WIDTH = 80  # characters of a source line that are shown
@@ -104,22 +104,22 @@ def source_location(site: tuple[CodeType, int] | None) -> tuple[str, str]:
     return f"{path}:{line}", source[:_SOURCE_WIDTH]
 
 
-def format_statuses(statuses: Sequence[RankStatus | None], *, silent: Iterable[int] = ()) -> str:
-    """Say in one line where every rank is, those in the minority first.
+def format_statuses(statuses: Mapping[int, RankStatus | None], *, silent: Iterable[int] = ()) -> str:
+    """Say in one line where ranks are, those in the minority first.
 
     Args:
-        statuses: What each rank last said, in rank order; `None` for one that never said anything.
+        statuses: What ranks last said, in rank order; `None` for one that never said anything.
         silent: Ranks that have stopped answering.
 
     Example:
-        >>> statuses = [RankStatus(rank=r, location="a.py:8", source="f()", inside=True, collective=4)
-        ...           for r in range(3)]
-        >>> format_statuses([*statuses, RankStatus(rank=3, location="b.py:4", source="g()", collective=3)])
+        >>> waiting = RankStatus(rank=0, location="a.py:8", source="f()", inside=True, collective=4)
+        >>> late = RankStatus(rank=3, location="b.py:4", source="g()", collective=3)
+        >>> format_statuses({0: waiting, 1: waiting, 2: waiting, 3: late})
         'rank 3 is at b.py:4 `g()` (in no collective, after 3); ranks 0-2 are at a.py:8 `f()` (collective 4)'
     """
     groups: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
     gone = frozenset(silent)
-    for rank, status in enumerate(statuses):
+    for rank, status in statuses.items():
         groups[_describe(status, silent=rank in gone)].append(rank)
     return "; ".join(
         f"{format_ranks(ranks)} {_VERBS[verb][len(ranks) > 1]} {story}"

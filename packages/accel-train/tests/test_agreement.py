@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from torch.distributed import HashStore, PrefixStore, Store
+
+from accel_state.errors import DistributedOperationException
+from accel_state.hang_monitor import HangMonitor
+from accel_state.rank_status import RankStatus
+from accel_train.checkpoint import stragglers
+from accel_train.checkpoint.agreement import StoreAgreement
+from accel_train.checkpoint.stragglers import StragglerMonitor
+
+
+def agreement(store, rank, world_size, monitor=None):
+    return StoreAgreement(
+        store,
+        rank=rank,
+        world_size=world_size,
+        channel="test",
+        in_main_thread=False,
+        monitor=lambda: monitor,
+    )
+
+
+def on_all(world_size, body):
+    """Run a body on simulated ranks; return what each returned or raised."""
+    found = [None] * world_size
+
+    def run(rank):
+        try:
+            found[rank] = body(rank)
+        except DistributedOperationException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+class EmptyStore(Store):
+    """A store without anything in it, which remembers what is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def check(self, keys):
+        self.asked += keys
+        return False
+
+
+def monitor_of(store, rank, world_size, **told):
+    """A monitor that is not started, and what rank 0 has said."""
+    monitor = HangMonitor(store, rank=rank, world_size=world_size, limit=100.0)
+    monitor._store.set(
+        "0", RankStatus(rank=0, heartbeat=1, location="a.py:1", source="f()", **told).to_text()
+    )
+    return monitor
+
+
+def test_all_ranks_get_all_texts_in_rank_order_round_after_round() -> None:
+    store = HashStore()
+    agreements = [agreement(store, rank, 8) for rank in range(8)]
+    for number in range(3):
+        found = on_all(8, lambda rank, number=number: agreements[rank].exchange("save", f"{number}ü{rank}"))
+        assert found == [[f"{number}ü{rank}" for rank in range(8)]] * 8
+
+
+def test_the_store_does_not_fill_up() -> None:
+    store = HashStore()
+    agreements = [agreement(store, rank, 4) for rank in range(4)]
+    sizes = []
+    for _ in range(5):
+        on_all(4, lambda rank: agreements[rank].exchange("save", "x", last=True))
+        sizes.append(store.num_keys())
+    assert sizes[1:] == sizes[1:2] * 4
+
+
+def test_rank_0_is_the_last_to_go() -> None:
+    store = HashStore()
+    left = []
+
+    def body(rank):
+        time.sleep(0.1 * rank)
+        agreement(store, rank, 3).exchange("save", "x", last=True)
+        if rank == 0:
+            left.append(store.add("accel/checkpoint/test/1/left", 0))
+
+    on_all(3, body)
+    assert left == [2]
+
+
+def test_a_rank_that_waits_for_rank_0_asks_for_no_other() -> None:
+    store = EmptyStore()
+    monitor = HangMonitor(store, rank=700, world_size=1000, limit=100.0)
+    lookout = StragglerMonitor("save", monitor, rank=700, world_size=1000, judges_places=True)
+    lookout.poll([0])
+    assert set(store.asked) == {"accel/hang_monitor/0"}
+
+
+def test_that_rank_0_has_ended_is_said_with_where_it_and_this_rank_were() -> None:
+    monitor = monitor_of(HashStore(), 5, 8, exited=True, collective=3)
+    lookout = StragglerMonitor("save_state()", monitor, rank=5, world_size=8, judges_places=True)
+    message = r"save_state\(\) must be called on every rank, but rank 0 has ended: .*rank 0 has left after 3"
+    with pytest.raises(DistributedOperationException, match=message):
+        lookout.poll([0])
+
+
+def test_a_rank_in_another_collective_is_given_some_time(monkeypatch) -> None:
+    monitor = monitor_of(HashStore(), 1, 2, inside=True, collective=4)
+    lookout = StragglerMonitor("save", monitor, rank=1, world_size=2, judges_places=True)
+    lookout.poll([0])
+    monkeypatch.setattr(stragglers, "STUCK_S", 0.01)
+    time.sleep(0.02)
+    with pytest.raises(DistributedOperationException, match=r"rank 0 waits elsewhere: .*a\.py:1 `f\(\)`"):
+        lookout.poll([0])
+
+
+def test_what_rank_0_finds_out_is_heard_by_all_who_wait(monkeypatch) -> None:
+    monkeypatch.setattr(stragglers, "POLL_S", 0.0)
+    monkeypatch.setattr(stragglers, "SILENT_S", 0.0)
+    store = HashStore()
+    posted = PrefixStore("accel/hang_monitor", store)
+    posted.set("2", RankStatus(rank=2, heartbeat=1, location="b.py:7", source="g()").to_text())
+
+    def body(rank):
+        monitor = HangMonitor(store, rank=rank, world_size=3, limit=100.0) if rank == 0 else None
+        return None if rank == 2 else agreement(store, rank, 3, monitor).exchange("save", "x")
+
+    first, second, _ = on_all(3, body)
+    assert "rank 2 gives no sign of life" in str(first)
+    assert str(second) == str(first)

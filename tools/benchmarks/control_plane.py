@@ -1,0 +1,239 @@
+"""What ranks ask of the store while they wait, for 16 to 2,048 simulated ranks and one real TCPStore.
+
+    uv run python tools/benchmarks/control_plane.py [--ranks 16 64 ...] [--baseline-up-to 256] [--seconds 12]
+
+Ranks are threads of two processes, each with a connection of its own, a real hang monitor and a real
+agreement. `slow writer`: all ranks agree about a checkpoint, and one comes after `--seconds`; requests are
+counted in between. `stall`: all ranks give up on a collective at the same time, and the requests until each
+has its message are counted. The baseline waits as earlier versions did, in about twenty lines below: every
+rank looks for its key 20 times a second, and every half second for the status of every rank in two requests;
+and a rank that gives up does the latter twice. Beyond `--baseline-up-to` ranks that is more than a store
+answers.
+
+Claim: requests per rank do not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
+
+from accel_state.hang_monitor import HangMonitor
+from accel_train.checkpoint.agreement import StoreAgreement
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PROCESSES = 2
+POLL_S, SURVEY_S = 0.05, 0.5  # of the baseline
+STALL = RuntimeError(
+    "[/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 8000ms for send operation"
+)
+GROWTH = 3.0  # of the requests per rank from the fewest to the most ranks that the claim allows
+
+
+def counted(name: str) -> Callable[..., Any]:
+    """Make a method that counts, and does what the inner store does."""
+
+    def request(self: CountingStore, *args: Any) -> Any:
+        self.requests += 1
+        return getattr(self.inner, name)(*args)
+
+    return request
+
+
+class CountingStore(Store):
+    """A connection that counts requests."""
+
+    def __init__(self, inner: Store) -> None:
+        super().__init__()
+        self.inner = inner
+        self.requests = 0
+
+    set = counted("set")
+    get = counted("get")
+    add = counted("add")
+    check = counted("check")
+    compare_set = counted("compare_set")
+    multi_get = counted("multi_get")
+    deleteKey = counted("delete_key")  # noqa: N815 - so torch calls it
+
+    def has_extended_api(self) -> bool:
+        """As TCPStore."""
+        return True
+
+
+class Rank:
+    """One simulated rank."""
+
+    def __init__(self, port: int, rank: int, world_size: int, *, baseline: bool) -> None:
+        connection = TCPStore("127.0.0.1", port, None, False, timedelta(seconds=120))  # noqa: FBT003 - no keywords
+        self.store = CountingStore(connection)
+        self.rank, self.world_size, self.baseline = rank, world_size, baseline
+        self.monitor = HangMonitor(self.store, rank=rank, world_size=world_size, limit=1800.0)
+        self.monitor.start()
+
+    def agree(self, delay: float) -> None:
+        """Agree about a checkpoint after some time."""
+        time.sleep(delay)
+        if self.baseline:
+            self._agree_as_earlier()
+            return
+        agreement = StoreAgreement(
+            self.store,
+            rank=self.rank,
+            world_size=self.world_size,
+            channel="writer",
+            in_main_thread=False,
+            monitor=lambda: self.monitor,
+        )
+        texts = agreement.exchange("save_state()", f"{self.rank}")
+        assert texts == [f"{rank}" for rank in range(self.world_size)]
+
+    def give_up(self) -> None:
+        """Make the message for a collective that has stalled."""
+        if self.baseline:
+            for _ in range(2):
+                self._survey()
+        else:
+            assert "did not complete" in self.monitor.on_timeout("backward", STALL)
+
+    def _agree_as_earlier(self) -> None:
+        store = PrefixStore("earlier", self.store)
+        keys = [f"{rank}" for rank in range(self.world_size)]
+        store.set(keys[self.rank], "here")
+        surveyed = time.monotonic()
+        while not store.check(keys if self.rank == 0 else ["all"]):
+            time.sleep(POLL_S)
+            if time.monotonic() - surveyed >= SURVEY_S:
+                self._survey()
+                surveyed = time.monotonic()
+        if self.rank == 0:
+            store.set("all", "here")
+
+    def _survey(self) -> None:
+        statuses = PrefixStore("accel/hang_monitor", self.store)
+        for rank in range(self.world_size):
+            if statuses.check([f"{rank}"]):
+                statuses.get(f"{rank}")
+
+
+def simulate(port: int, first: int, count: int, world_size: int, *, baseline: bool) -> None:
+    """Be some ranks: for every line `[scenario, seconds]` answer with the requests of each."""
+    ranks = [Rank(port, rank, world_size, baseline=baseline) for rank in range(first, first + count)]
+    print("ready", flush=True)
+    for line in sys.stdin:
+        scenario, seconds = json.loads(line)
+        before = [rank.store.requests for rank in ranks]
+        if scenario == "slow writer":
+            delays = [seconds if rank.rank == world_size - 1 else 0.0 for rank in ranks]
+            threads = [
+                threading.Thread(target=rank.agree, args=(delay,), daemon=True)
+                for rank, delay in zip(ranks, delays, strict=True)
+            ]
+        else:
+            threads = [threading.Thread(target=rank.give_up, daemon=True) for rank in ranks]
+        for thread in threads:
+            thread.start()
+        if scenario == "slow writer":
+            time.sleep(seconds)
+        else:
+            for thread in threads:
+                thread.join()
+        print(
+            json.dumps([rank.store.requests - old for rank, old in zip(ranks, before, strict=True)]),
+            flush=True,
+        )
+        if not baseline:
+            for thread in threads:
+                thread.join()
+
+
+def measure(world_size: int, seconds: float, *, baseline: bool) -> tuple[float, float]:
+    """Requests per rank and second with a slow writer, and per rank in a stall."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)  # noqa: FBT003
+    share = world_size // PROCESSES
+    plans = [[store.port, i * share, share, world_size, baseline] for i in range(PROCESSES)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                __file__,
+                "--simulate",
+                json.dumps(plan),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for plan in plans
+    ]
+
+    def ask(*what: object) -> int:
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(what) + "\n")
+            process.stdin.flush()
+        return sum(sum(answer(process)) for process in processes)
+
+    def answer(process: subprocess.Popen[str]) -> list[int]:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            sys.exit(f"a process of simulated ranks has ended: {process.args!r}")
+        return [] if line == "ready\n" else json.loads(line)
+
+    try:
+        for process in processes:
+            answer(process)
+        waiting = ask("slow writer", seconds) / world_size / seconds
+        return waiting, ask("stall", 0.0) / world_size
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 2048])
+    parser.add_argument("--baseline-up-to", type=int, default=256, metavar="RANKS")
+    parser.add_argument("--seconds", type=float, default=12.0, help="how late one rank is")
+    parser.add_argument("--simulate", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.simulate:
+        port, first, count, world_size, baseline = json.loads(arguments.simulate)
+        simulate(port, first, count, world_size, baseline=baseline)
+        return
+    print(f"{'ranks':>6} {'slow writer, requests per rank and second':>45} {'stall, requests per rank':>40}")
+    print(f"{'':>6} {'before':>15} {'after':>15} {'ratio':>13} {'before':>12} {'after':>12} {'ratio':>14}")
+    found: list[tuple[float, float]] = []
+    for world_size in arguments.ranks:
+        found.append(measure(world_size, arguments.seconds, baseline=False))
+        after = found[-1]
+        before = (float("nan"), float("nan"))
+        if world_size <= arguments.baseline_up_to:
+            before = measure(world_size, arguments.seconds, baseline=True)
+        cells = [(b, a, b / a) for b, a in zip(before, after, strict=True)]
+        print(
+            f"{world_size:>6} {cells[0][0]:>15.1f} {cells[0][1]:>15.2f} {cells[0][2]:>13.1f} "
+            f"{cells[1][0]:>12.1f} {cells[1][1]:>12.2f} {cells[1][2]:>14.1f}",
+            flush=True,
+        )
+    if any(last > GROWTH * one for one, last in zip(found[0], found[-1], strict=True)):
+        sys.exit("claim missed: requests per rank grow with the number of ranks")
+
+
+if __name__ == "__main__":
+    main()
