@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from accel_ops.weights.safetensors_file import DTYPES, SafetensorsFile
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_ops.weights.safetensors_header import DTYPES
 from accel_ops.weights.stream import as_bytes, write_safetensors
 from accel_state.errors import CheckpointError
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from accel_ops.weights.safetensors_file import DTYPES
-from accel_state.errors import CheckpointError
+from accel_ops.weights.safetensors_header import make_header
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,7 +15,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 16
 
 
@@ -52,26 +48,16 @@ def create_safetensors(
         {'a': tensor([0.5000, 0.5000])}
     """
     ordered = sorted(rows.items(), key=lambda item: -item[1][1].itemsize)
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (shape, dtype) in ordered:
-        if dtype not in _NAMES:
-            raise CheckpointError(f"safetensors have no element type for {name!r}, which is {dtype}.")
-        begin, end = end, end + math.prod(shape) * dtype.itemsize
-        table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-(len(header) + 8) % _ALIGNMENT)
-    start = 8 + len(header)
+    header, spans = make_header(((name, shape, dtype) for name, (shape, dtype) in ordered), _ALIGNMENT)
+    size = spans[-1][1] if spans else len(header)
     with path.open("xb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
+        file.write(header)
         file.flush()
-        _reserve(file.fileno(), start + end)
-    everything = torch.from_file(str(path), shared=True, size=start + end, dtype=torch.uint8)
+        _reserve(file.fileno(), size)
+    everything = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
     return {
-        name: everything[start + table[name]["data_offsets"][0] : start + table[name]["data_offsets"][1]]
-        .view(dtype)
-        .view(shape)
-        for name, (shape, dtype) in ordered
+        name: everything[begin:end].view(dtype).view(shape)
+        for (name, (shape, dtype)), (begin, end) in zip(ordered, spans, strict=True)
     }
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any
 
 import torch
 
+from accel_ops.weights.bin_file import load_bin
 from accel_ops.weights.names import (
     INDEX_SUFFIX,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -19,6 +19,7 @@ from accel_ops.weights.names import (
 )
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_state.errors import CheckpointError
+from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
     import os
@@ -90,7 +91,7 @@ def load_state_dict(
         file = SafetensorsFile(path)
         tensors = {name: file.tensor(name) for name in file.entries}
     else:
-        tensors = _load_bin(path)
+        tensors = load_bin(path)
     if device_map is None:
         return tensors
     return {name: _moved(tensor, device_of(name, device_map)) for name, tensor in tensors.items()}
@@ -137,28 +138,11 @@ def _moved(tensor: Tensor, device: int | str | torch.device | None) -> Tensor:
     return tensor if device in (None, "disk", "cpu") else tensor.to(device)
 
 
-def _load_bin(path: Path) -> dict[str, Tensor]:
-    try:
-        try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except RuntimeError:  # the format from before torch 1.6, or a damaged file: read it without mapping
-            found = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]  # an empty file says nothing
-        raise CheckpointError(
-            f"{str(path)!r} cannot be loaded: it is damaged, or it holds more than tensors and would have to "
-            f"run code to load. Save it again, best as safetensors. ({reason})"
-        ) from error
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{str(path)!r} holds a {type(found).__name__!r}, not a state dict")
-    return found
-
-
 def _indexed(index_file: Path) -> CheckpointFiles:
+    content = read_json(index_file, what="index of a checkpoint")
     try:
-        table = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
-        pairs = [(str(name), str(shard)) for name, shard in table.items()]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        pairs = [(name, str(shard)) for name, shard in content["weight_map"].items()]
+    except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{str(index_file)!r} is no index of a checkpoint: no 'weight_map' table"
         ) from error

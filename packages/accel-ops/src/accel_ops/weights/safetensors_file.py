@@ -1,65 +1,33 @@
-"""A safetensors file, mapped: its header is read once, its tensors are views of the mapping.
-
-The format: https://github.com/huggingface/safetensors#format. A header that does not describe the file is
-refused, with the tensor it breaks.
-"""
+"""A safetensors file, mapped: its header is read once, its tensors are views of the mapping."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
-import json
 import math
 import mmap
+import os
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 
+from accel_ops.weights.safetensors_header import Entry, read_header
 from accel_state.errors import CheckpointError
+from accel_state.regular_file import open_regular
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Iterable
+    from io import BufferedReader
 
     from torch import Tensor
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
-    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
-    "BOOL": torch.bool, "C64": torch.complex64,
-}  # fmt: skip
-if hasattr(torch, "float8_e8m0fnu"):  # torch >= 2.7
-    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
-
-HEADER_LIMIT = 100_000_000
-"""Bytes; the format's own bound."""
 
 _PIECE = 16 << 20
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 # mmap.MADV_POPULATE_READ is not named before Python 3.14; Linux 5.14 and later know it.
 _POPULATE_READ = 22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
-    """Where one tensor lies in its file: bytes `begin` to `end` from the start of the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-    @property
-    def nbytes(self) -> int:
-        """How many bytes it has."""
-        return self.end - self.begin
 
 
 class SafetensorsFile:
@@ -78,16 +46,16 @@ class SafetensorsFile:
         metadata: The header's `__metadata__`.
 
     Raises:
-        CheckpointError: The header is damaged, or a tensor lies outside the file.
+        CheckpointError: The file is no safetensors file, by the rules of the safetensors library.
         FileNotFoundError: There is no such file.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        self.size = self.path.stat().st_size
-        header, start = _read_header(self.path, self.size)
-        self.metadata: dict[str, str] = header.pop("__metadata__", {})
-        self.entries = {name: _entry(self.path, name, row, start, self.size) for name, row in header.items()}
+        with open_regular(self.path) as file:
+            self._identity = _identity_of(file)
+            self.size = self._identity[-1]
+            self.entries, self.metadata = read_header(file, self.path, self.size)
         self._map: mmap.mmap | None = None
 
     def tensor(self, name: str) -> Tensor:
@@ -130,7 +98,7 @@ class SafetensorsFile:
         """
         count = target.numel()
         view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
-        with self.path.open("rb", buffering=0) as file:
+        with self._open() as file:
             file.seek(begin)
             done = 0
             while done < count:
@@ -152,8 +120,17 @@ class SafetensorsFile:
 
     def _mapping(self) -> mmap.mmap:
         if self._map is None:
-            self._map = _map_private(self.path, self.size)
+            with self._open() as file:
+                self._map = _map_private(file, self.size)
         return self._map
+
+    def _open(self) -> BufferedReader:
+        """Open the file whose header was read, and no other that has its name by now."""
+        file = open_regular(self.path)
+        if _identity_of(file) == self._identity:
+            return file
+        file.close()
+        raise CheckpointError(f"{str(self.path)!r} was replaced or resized while it was read; load it again")
 
     def _populate(self, begin: int, length: int) -> bool:
         """Fault pages in. Through ctypes: it lets other threads run meanwhile, the mmap module does not."""
@@ -179,13 +156,17 @@ def _libc() -> ctypes.CDLL | None:
     return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
-def _map_private(path: Path, size: int) -> mmap.mmap:
-    with path.open("rb") as file:
-        if sys.platform == "linux":
-            # Without a reservation, or the kernel refuses a private mapping larger than its memory.
-            flags = mmap.MAP_PRIVATE | _NO_RESERVE
-            return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+def _identity_of(file: BinaryIO) -> tuple[int, int, int]:
+    facts = os.fstat(file.fileno())
+    return facts.st_dev, facts.st_ino, facts.st_size
+
+
+def _map_private(file: BinaryIO, size: int) -> mmap.mmap:
+    if sys.platform == "linux":
+        # Without a reservation, or the kernel refuses a private mapping larger than its memory.
+        flags = mmap.MAP_PRIVATE | _NO_RESERVE
+        return mmap.mmap(file.fileno(), size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
 
 
 def _page_runs(entries: Iterable[Entry]) -> list[tuple[int, int]]:
@@ -199,49 +180,3 @@ def _page_runs(entries: Iterable[Entry]) -> list[tuple[int, int]]:
         elif entry.nbytes:
             runs.append((begin, end))
     return runs
-
-
-def _read_header(path: Path, size: int) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > min(size - 8, HEADER_LIMIT):
-            raise CheckpointError(
-                f"{str(path)!r} is no whole safetensors file: it has {size} bytes, its header claims {length}"
-                "; fetch or save it again"
-            )
-        raw = file.read(length)
-    try:
-        header = json.loads(raw)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{str(path)!r} has a damaged safetensors header ({error}); fetch or save it again"
-        ) from error
-    if not isinstance(header, dict):
-        raise CheckpointError(f"{str(path)!r} has a safetensors header that is no table of tensors")
-    return header, 8 + length
-
-
-def _entry(path: Path, name: str, row: Any, start: int, size: int) -> Entry:
-    try:
-        dtype_name, shape = row["dtype"], tuple(int(length) for length in row["shape"])
-        begin, end = (start + int(offset) for offset in row["data_offsets"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r}: the entry of tensor {name!r} is damaged: {row!r}") from error
-    if dtype_name not in DTYPES:
-        raise CheckpointError(
-            f"{str(path)!r}: tensor {name!r} has element type {dtype_name!r}, unknown to this torch"
-        )
-    dtype = DTYPES[dtype_name]
-    if not start <= begin <= end or min(shape, default=0) < 0:
-        raise CheckpointError(f"{str(path)!r}: the entry of tensor {name!r} is damaged: {row!r}")
-    if end - begin != math.prod(shape) * dtype.itemsize:
-        raise CheckpointError(
-            f"{str(path)!r}: tensor {name!r} of shape {list(shape)} and type {dtype_name} needs "
-            f"{math.prod(shape) * dtype.itemsize} bytes, its entry spans {end - begin}"
-        )
-    if end > size:
-        raise CheckpointError(
-            f"{str(path)!r} is truncated: tensor {name!r} ends at byte {end}, the file has {size}; "
-            "fetch or save it again"
-        )
-    return Entry(dtype=dtype, shape=shape, begin=begin, end=end)

@@ -1,24 +1,18 @@
-"""Write safetensors as a stream: a header, then every tensor's bytes from where they are, without copies.
-
-The format: https://github.com/huggingface/safetensors#format.
-"""
+"""Write safetensors as a stream: a header, then every tensor's bytes from where they are, without copies."""
 
 from __future__ import annotations
 
-import json
-import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
-from accel_ops.weights.safetensors_file import DTYPES
+from accel_ops.weights.safetensors_header import DTYPE_NAMES, make_header
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _ALIGNMENT = 8
 
 
@@ -55,15 +49,8 @@ def write_safetensors(
     """
     # Large elements first, so that every tensor is aligned to its element size.
     ordered = sorted(tensors.items(), key=lambda item: -_checked(*item).dtype.itemsize)
-    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # what transformers and others look for
-    end = 0
-    for name, tensor in ordered:
-        begin, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
-        row = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        table[name] = row
-    header = json.dumps(table, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _ALIGNMENT)
-    sink.write(len(header).to_bytes(8, "little") + header)
+    rows = ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in ordered)
+    sink.write(make_header(rows, _ALIGNMENT)[0])
     for _, tensor in ordered:
         if tensor.numel():
             sink.write(as_bytes(to_host(tensor.detach())))
@@ -91,7 +78,7 @@ def _checked(name: str, value: object) -> Tensor:
             f"safetensors hold dense tensors with values; {name!r} is a {kind}. Keep it out of the state "
             "dict, or pass safe_serialization=False."
         )
-    if value.dtype not in _NAMES:
+    if value.dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"safetensors have no element type for {name!r}, which is {value.dtype}; pass "
             "safe_serialization=False."

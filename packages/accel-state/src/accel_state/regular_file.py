@@ -1,0 +1,135 @@
+"""Read files that somebody else may have written: regular ones only, of a bounded size, at once.
+
+A FIFO in place of a file would be waited for, and `/dev/zero` read until memory is full.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accel_state.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from io import BufferedReader
+
+JSON_LIMIT = 100_000_000
+"""Bytes; the bound of the safetensors format for its header, and generous for every index."""
+
+_KINDS = {
+    stat.S_IFDIR: "folder",
+    stat.S_IFIFO: "FIFO",
+    stat.S_IFCHR: "device",
+    stat.S_IFBLK: "device",
+    stat.S_IFSOCK: "socket",
+}
+
+
+def open_regular(
+    path: str | os.PathLike[str], error: Callable[[str], Exception] = CheckpointError
+) -> BufferedReader:
+    """Open a file for reading, without waiting for anything.
+
+    Args:
+        path: The file.
+        error: What is raised if it is a folder, a FIFO, a device or a socket.
+
+    Raises:
+        OSError: It cannot be opened.
+
+    Example:
+        >>> open_regular("/dev/null")
+        Traceback (most recent call last):
+        accel_state.errors.CheckpointError: '/dev/null' is a device, not a file
+    """
+    kind = stat.S_IFMT(Path(path).stat().st_mode)
+    if kind == stat.S_IFREG:
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - it is the caller's; Path has no opener
+        kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)  # another may have taken its name meanwhile
+        if kind == stat.S_IFREG:
+            return file
+        file.close()
+    raise error(f"{os.fspath(path)!r} is a {_KINDS.get(kind, 'special file')}, not a file")
+
+
+def read_regular(
+    path: str | os.PathLike[str],
+    *,
+    limit: int = JSON_LIMIT,
+    error: Callable[[str], Exception] = CheckpointError,
+) -> bytes:
+    """Read a whole file.
+
+    Args:
+        path: The file.
+        limit: The bytes that it may have.
+        error: What is raised if it is no regular file, or larger.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    with open_regular(path, error) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise error(f"{os.fspath(path)!r} is larger than {limit} bytes, the bound of such files")
+    return content
+
+
+def read_json(
+    path: str | os.PathLike[str],
+    *,
+    what: str = "JSON",
+    limit: int = JSON_LIMIT,
+    error: Callable[[str], Exception] = CheckpointError,
+) -> Any:
+    """Read a JSON file.
+
+    Args:
+        path: The file.
+        what: What it should be, for the message.
+        limit: The bytes that it may have.
+        error: What is raised if it is no regular file, larger, or not JSON.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    return parse_json(read_regular(path, limit=limit, error=error), path, what=what, error=error)
+
+
+def parse_json(
+    text: str | bytes,
+    path: object,
+    *,
+    what: str = "JSON",
+    error: Callable[[str], Exception] = CheckpointError,
+    **how: Any,
+) -> Any:
+    """Parse JSON, however deep.
+
+    Args:
+        text: The text; bytes are UTF-8.
+        path: Where it comes from, for the message.
+        what: What it should be, for the message.
+        error: What is raised if it is something else.
+        **how: More arguments of `json.loads`.
+
+    Example:
+        >>> parse_json("[" * 100_000, "a.json")
+        Traceback (most recent call last):
+        accel_state.errors.CheckpointError: 'a.json' is no JSON: it is nested too deeply
+    """
+    try:
+        return json.loads(text if isinstance(text, str) else text.decode(), **how)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    except ValueError as found:
+        reason = str(found)
+    raise error(f"{str(path)!r} is no {what}: {reason}")
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0))
