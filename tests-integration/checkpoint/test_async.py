@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
-from accel_state.streams import override_streams
+from accel_state.testing import late_device
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from harness import distributed
@@ -80,10 +80,10 @@ def arguments_of(strategy: str) -> dict[str, Any]:
 class Run:
     """A step of training; the count of steps is float32, and moments are bfloat16 where that can be."""
 
-    def __init__(self, strategy: str) -> None:
+    def __init__(self, strategy: str, *, cpu: bool) -> None:
         AcceleratorState._reset_state()
         GradientState._reset_state()
-        self.accelerator = Accelerator(cpu=True, **arguments_of(strategy))
+        self.accelerator = Accelerator(cpu=cpu, **arguments_of(strategy))
         torch.manual_seed(0)
         self.dtype = torch.float32 if strategy.startswith("zero") else torch.bfloat16
         model = Net().to(self.dtype)
@@ -98,7 +98,8 @@ class Run:
         self.train()
 
     def train(self) -> None:
-        loss = self.model(torch.ones(4, WIDTH, dtype=self.dtype)).float().square().mean()
+        inputs = torch.ones(4, WIDTH, dtype=self.dtype, device=self.accelerator.device)
+        loss = self.model(inputs).float().square().mean()
         self.accelerator.backward(loss)
         self.optimizer.step()
         self.schedule.step()
@@ -133,41 +134,22 @@ def writing_waits() -> Generator[threading.Event]:
         files.FileWriter.__init__ = original  # type: ignore[method-assign]
 
 
-class Late:
-    """The CPU as a device whose copies arrive when it is waited for."""
-
-    device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.full((nbytes,), 0xAA, dtype=torch.uint8)
-
-    def copy_(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.copies.append((target, source))
-
-    def synchronize(self) -> None:
-        for target, source in self.copies:
-            target.copy_(source)
-        self.copies.clear()
-
-
-def check_equal(strategy: str, folder: Path) -> None:
+def check_equal(strategy: str, folder: Path, *, cpu: bool = True) -> None:
+    """Save in the background, on the CPU with copies that arrive late, while training goes on."""
     with ExitStack() as stack:
         if strategy.startswith("zero"):
             stack.enter_context(deepspeed_process())
-        run = Run(strategy)
+        run = Run(strategy, cpu=cpu)
         run.accelerator.save_state(str(folder / "blocking"))
-        late = Late()
-        for name in ("first", "second"):  # the second reuses the buffers of the first
-            with override_streams("cpu", lambda _: late), writing_waits() as gate:
-                saving = run.accelerator.save_state(str(folder / name), blocking=False)
-                if name == "second":
-                    run.train()
-                    run.average.change()
-                gate.set()
-                saving.wait()
+        with late_device() if cpu else nullcontext():
+            for name in ("first", "second"):  # the second reuses the buffers of the first
+                with writing_waits() as gate:
+                    saving = run.accelerator.save_state(str(folder / name), blocking=False)
+                    if name == "second":
+                        run.train()
+                        run.average.change()
+                    gate.set()
+                    saving.wait()
         run.accelerator.wait_for_everyone()
         expected = contents(folder / "blocking")
         for name in ("first", "second"):

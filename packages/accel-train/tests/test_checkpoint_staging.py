@@ -5,38 +5,16 @@ from __future__ import annotations
 import io
 import threading
 from collections import OrderedDict
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from accel_state.streams import override_streams
+from accel_state.testing import late_device
 from accel_train.checkpoint.encode import write_object
 from accel_train.checkpoint.staging import HostStaging, copied_tree
-
-
-class Late:
-    """The CPU as a device whose copies arrive when it is waited for."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, *, can_pin=True):
-        self.copies = []
-        self.can_pin = can_pin
-
-    def pinned(self, nbytes):
-        if not self.can_pin:
-            raise RuntimeError("no memory to pin\nmore")
-        return torch.full((nbytes,), 0xAA, dtype=torch.uint8)
-
-    def copy_(self, target, source):
-        self.copies.append((target, source))
-
-    def synchronize(self):
-        for target, source in self.copies:
-            target.copy_(source)
-        self.copies.clear()
 
 
 def saved(tree):
@@ -75,15 +53,15 @@ def tree():
     }
 
 
-@pytest.mark.parametrize("late", [True, False])
-def test_a_copy_is_serialised_to_the_bytes_of_the_original(late):
+@pytest.mark.parametrize("schedule", [None, "late", "early"])
+def test_a_copy_is_serialised_to_the_bytes_of_the_original(schedule):
     original = tree()
     expected = saved(original)
-    staging, device = HostStaging(), Late() if late else None
-    for _ in range(2):  # the second time into the same memory
-        with override_streams("cpu", lambda _: device):
+    staging = HostStaging()
+    with nullcontext() if schedule is None else late_device(schedule):
+        for _ in range(2):  # the second time into the same memory
             copy = staged(staging, original)
-        assert saved(copy) == expected
+            assert saved(copy) == expected
     original["tied"][0][1].zero_()
     original["tied"][0].append(1)
     original["array"][:] = 0
@@ -109,8 +87,11 @@ def test_memory_that_is_not_needed_any_more_is_released():
 
 
 def test_memory_that_cannot_be_pinned_is_said_and_does(caplog):
-    device = Late(can_pin=False)
-    with override_streams("cpu", lambda _: device):
+    def fail(nbytes):
+        raise RuntimeError("no memory to pin\nmore")
+
+    with late_device() as device:
+        device.pinned, device.copy_ = fail, lambda target, source: target.copy_(source)
         copy = staged(HostStaging(), {"a": torch.ones(5)})
     assert copy["a"].tolist() == [1] * 5
     assert "could not be pinned (no memory to pin): copies are slower" in caplog.text
