@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.manifest import FileRecord, Manifest, shares
-from accel_train.checkpoint.rotation import newest_of_all, outdated
+from accel_train.checkpoint.rotation import complete_everywhere, outdated
 
-NAMES = st.text(st.characters(min_codepoint=33, max_codepoint=0x2FF), min_size=1, max_size=12)
+CHARACTERS = st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters="./")
+NAMES = st.text(CHARACTERS, min_size=1, max_size=12)
 RECORDS = st.builds(
     FileRecord, size=st.integers(0, 2**50), checksum=st.text("0123456789abcdef", min_size=16, max_size=16)
 )
@@ -49,8 +50,25 @@ def test_every_absent_or_changed_file_is_named_and_no_other(manifest, data):
     assert all(repr(name) in complaints for name in absent | longer)
 
 
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "."])
+def test_a_manifest_names_no_file_outside_of_its_folder(name):
+    manifest = Manifest(world_size=1, step=0, files={name: FileRecord(size=1, checksum="0f")})
+    with pytest.raises(CheckpointError, match=r"'here' is damaged .* is not in the folder"):
+        Manifest.from_text(manifest.to_text(), "here")
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{}", "[]", '{"format": 1}', "\x00", '{"format": 1, "checksum": "xxh3_64"}']
+    "text",
+    [
+        "[" * 200000,
+        '{"format": 1, "checksum": "xxh3_64", "world_size": Infinity}',
+        "",
+        "{}",
+        "[]",
+        '{"format": 1}',
+        "\x00",
+        '{"format": 1, "checksum": "xxh3_64"}',
+    ],
 )
 def test_a_damaged_manifest_is_named(text):
     with pytest.raises(CheckpointError, match=r"'here/accel_manifest.json' is damaged"):
@@ -91,9 +109,9 @@ def test_without_a_limit_nothing_is_deleted(complete, newest):
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=4))
-def test_the_newest_is_complete_on_every_host(hosts):
+def test_a_checkpoint_is_complete_if_it_is_so_on_every_host(hosts):
     common = set.intersection(*hosts)
-    assert newest_of_all(hosts) == (max(common) if common else None)
+    assert complete_everywhere(hosts) == sorted(common)
 
 
 @given(st.integers(0, 99))

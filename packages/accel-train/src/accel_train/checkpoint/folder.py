@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import secrets
+import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel_state.errors import CheckpointError
@@ -17,6 +21,7 @@ from accel_train.checkpoint.files import (
     sizes_in,
     write_text,
 )
+from accel_train.checkpoint.lock import FolderLock, holder, lock, try_lock
 from accel_train.checkpoint.manifest import Manifest
 from accel_train.checkpoint.unmarked import check_unmarked
 
@@ -26,8 +31,30 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LOCK_PATIENCE = 10.0  # seconds that a save waits for another job's to end
+_SETTLE_PATIENCE = 60.0  # seconds that a load waits for a living process to replace a checkpoint
+_POLL = 0.02  # seconds between two looks
 
-def begin(target: Path) -> Path:
+
+@dataclass(frozen=True, slots=True)
+class Staging:
+    """The folder in which a checkpoint is written.
+
+    Args:
+        path: Of the folder.
+        lock: Keeps other writers away.
+    """
+
+    path: Path
+    lock: FolderLock
+
+    def discard(self) -> None:
+        """Remove it, and let others write."""
+        remove(self.path)
+        self.lock.release()
+
+
+def begin(target: Path) -> Staging:
     """Make the folder in which a checkpoint is written, and remove what died processes have left there.
 
     Args:
@@ -35,18 +62,47 @@ def begin(target: Path) -> Path:
             files replace those of the old one when they are complete; other files in it stay.
 
     Raises:
+        CheckpointWriteError: Another job saves there.
         OSError: It cannot be made.
     """
-    recover(target)
+    held = _locked(target)
+    try:
+        recover(target)
+        nonce = secrets.token_hex(4)
+        if target.is_dir():
+            staging = layout.staging_inside(target, nonce)
+            _clean(target, target)
+            beside = layout.lock_beside(target)
+            with contextlib.suppress(OSError):  # of a folder above that may be closed to us
+                other = try_lock(beside) if beside.exists() else None
+                if other is not None:
+                    _clean(target.parent, target)
+                    other.release()
+        else:
+            staging = layout.staging_beside(target, nonce)
+            _clean(target.parent, target)
+        make_folder(staging)
+    except BaseException:
+        held.release()
+        raise
+    return Staging(staging, held)
+
+
+def _locked(target: Path) -> FolderLock:
     make_folder(target.parent)
-    for entry in (*target.parent.iterdir(), *(target.iterdir() if target.is_dir() else ())):
+    while True:
+        inside = target.is_dir()
+        path = layout.lock_inside(target) if inside else layout.lock_beside(target)
+        held = lock(path, target, patience=_LOCK_PATIENCE)
+        if target.is_dir() == inside:
+            return held
+        held.release()  # who had it has made the folder
+
+
+def _clean(folder: Path, target: Path) -> None:
+    for entry in folder.iterdir():
         if _is_leftover(entry, target):
             remove(entry)
-    nonce = secrets.token_hex(4)
-    inside = target.is_dir()
-    staging = layout.staging_inside(target, nonce) if inside else layout.staging_beside(target, nonce)
-    make_folder(staging)
-    return staging
 
 
 def publish(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
@@ -104,6 +160,47 @@ def recover(target: Path) -> None:
     remove(source)
 
 
+def settle(target: Path, *, repair: bool = True, patience: float = _SETTLE_PATIENCE) -> None:
+    """Return when nobody is replacing the checkpoint in a folder.
+
+    Args:
+        target: The folder of a checkpoint.
+        repair: Whether to complete what a process has left that died while it was at it.
+        patience: Seconds to wait for a process that lives.
+
+    Raises:
+        CheckpointError: It still is at it, or what it has left is damaged.
+        OSError: What it has left cannot be completed.
+    """
+    end = time.monotonic() + patience
+    while is_being_replaced(target):
+        path = layout.lock_inside(target)
+        held = try_lock(path) if repair else None
+        if held is not None:
+            try:
+                recover(target)
+            finally:
+                held.release()
+        elif time.monotonic() > end:
+            raise CheckpointError(f"{holder(path)} is replacing the checkpoint {str(target)!r}: try again.")
+        else:
+            time.sleep(_POLL)
+
+
+def is_being_replaced(target: Path) -> bool:
+    """Whether the files of a new checkpoint are taking the places of those of an older one."""
+    return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
+
+
+def identity(target: Path) -> tuple[int, ...] | None:
+    """Return what tells the checkpoint in a folder from the next one there; `None` without a manifest."""
+    try:
+        status = os.stat(target / layout.MANIFEST_NAME)  # noqa: PTH116 - one call for all three
+    except OSError:
+        return None
+    return (status.st_ino, status.st_mtime_ns, status.st_size)
+
+
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a checkpoint; `None` for one that another library wrote.
 
@@ -114,7 +211,12 @@ def read_manifest(folder: Path) -> Manifest | None:
     try:
         return Manifest.from_text(path.read_bytes(), path)
     except FileNotFoundError:
-        return None
+        if not path.is_symlink():
+            return None
+        reason = "it is a link to nothing"
+    except OSError as error:
+        reason = error.strerror or repr(error)
+    raise CheckpointError(f"{str(path)!r} cannot be read ({reason}): load another checkpoint.")
 
 
 def check(folder: Path) -> Manifest | None:
@@ -163,10 +265,10 @@ def complete_ones(project: Path) -> list[int]:
     found: list[int] = []
     for iteration in numbers(project):
         folder = project / layout.numbered_name(iteration)
-        recover(folder)
         try:
+            settle(folder, patience=0)
             check(folder)
-        except CheckpointError as error:
+        except (OSError, CheckpointError) as error:
             logger.warning("Passed over: %s", error)
         else:
             found.append(iteration)

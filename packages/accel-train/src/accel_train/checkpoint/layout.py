@@ -21,6 +21,9 @@ MANIFEST_NAME = "accel_manifest.json"
 COMMIT_NAME = ".accel-commit"
 """In a folder that is overwritten: a complete checkpoint whose files have yet to take their places."""
 
+LOCK_NAME = ".accel-lock"
+"""Locked by the process that saves into the folder in which it is; gone when it is done."""
+
 _SAVING = "saving-"
 _DELETING = "deleting-"
 _LEFTOVER = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
@@ -164,6 +167,23 @@ def staging_beside(target: Path, nonce: str) -> Path:
 def staging_inside(target: Path, nonce: str) -> Path:
     """Where a checkpoint is written that goes into a folder which exists."""
     return target / f".{_SAVING}{nonce}"
+
+
+def lock_inside(target: Path) -> Path:
+    """The lock of those who save into a folder that exists."""
+    return target / LOCK_NAME
+
+
+def lock_beside(target: Path) -> Path:
+    """The lock of those who make a checkpoint's folder; numbered ones in the same place share it.
+
+    Example:
+        >>> lock_beside(Path("run/checkpoint_3")).name, lock_beside(Path("run/best")).name
+        ('.accel-lock', '.best.accel-lock')
+    """
+    return target.with_name(
+        LOCK_NAME if iteration_of(target.name) is not None else f".{target.name}{LOCK_NAME}"
+    )
 
 
 def doomed(target: Path, nonce: str) -> Path:

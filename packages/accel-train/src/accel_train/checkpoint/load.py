@@ -13,28 +13,27 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.manifest import Manifest, shares
+from accel_train.checkpoint.opening import WHAT, first_problem, open_first_whole
 from accel_train.checkpoint.restore import (
-    Source,
     restore_model,
     restore_positions,
     restore_rng,
     restore_states,
+    shortened,
     step_of,
     warn_about_more_models,
 )
-from accel_train.checkpoint.rotation import newest_of_all
-from accel_train.checkpoint.sharded import restore_divided_model, restore_divided_optimizer
+from accel_train.checkpoint.rotation import complete_everywhere
+from accel_train.checkpoint.sharded import model_loader, optimizer_loader
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
+    from accel_train.checkpoint.restore import Source
     from accel_train.checkpoint.run import Run
 
 logger = logging.getLogger(__name__)
-
-WHAT = "load_state()"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,30 +76,30 @@ def load(
         DistributedOperationException: Another rank does something else.
     """
     run.settle()
-    folder = _choose(run, input_dir)
-    manifest = _verified(run, folder)
     to_model = dict(model_options)
     location = to_model.pop("map_location", "cpu")
-    source = Source(
-        folder=folder,
-        manifest=manifest,
-        rank=run.rank,
-        world_size=run.runtime.topology.world_size,
-        device=run.runtime.device,
-        map_location=run.runtime.device if location == "on_device" else location or "cpu",
-        options=options,
-    )
+    location = run.runtime.device if location == "on_device" else location or "cpu"
+    candidates = _candidates(run, input_dir)
+    source = open_first_whole(run, candidates, {"map_location": location, "options": options})
     failure: Exception | None = None
     try:
         _restore(run, source, to_model)
+        if not source.is_open and not source.is_unchanged():
+            raise CheckpointError(
+                f"{str(source.folder)!r} was replaced while it was loaded, so that what was loaded may be of "
+                "two checkpoints: call load_state() again."
+            )
+    except RuntimeError as error:
+        failure = shortened(error)
     except Exception as error:  # noqa: BLE001 - hooks and load_state_dict are users' code; all ranks must hear
         failure = error
-    problems = run.main.exchange(WHAT, "" if failure is None else repr(failure))
+    problem = first_problem(run.main.exchange(WHAT, "" if failure is None else repr(failure)))
     if failure is not None:
         raise failure
-    _raise_first(problems)
-    logger.info("Loaded the state from %s.", folder)
-    return folder
+    if problem:
+        raise CheckpointError(problem)
+    logger.info("Loaded the state from %s.", source.folder)
+    return source.folder
 
 
 def has_checkpoint(run: Run) -> bool:
@@ -108,10 +107,11 @@ def has_checkpoint(run: Run) -> bool:
     run.settle()
     if not run.is_automatic:
         return False
-    return newest_of_all(_listings(_answers(run, None, "has_checkpoint"))) is not None
+    return bool(complete_everywhere(_listings(_answers(run, None, "has_checkpoint"))))
 
 
-def _choose(run: Run, input_dir: str | os.PathLike[str] | None) -> Path:
+def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path]:
+    """The folder that was asked for, or the numbered checkpoints that look complete, newest first."""
     if input_dir is None and not run.is_automatic:
         raise SettingsError(
             "load_state() needs an input_dir, unless the Accelerator has a "
@@ -121,14 +121,14 @@ def _choose(run: Run, input_dir: str | os.PathLike[str] | None) -> Path:
     if run.is_automatic:
         run.project.iteration = max(answer.following for answer in answers)
     if input_dir is not None:
-        return Path(input_dir).expanduser()
-    newest = newest_of_all(_listings(answers))
-    if newest is None:
+        return [Path(input_dir).expanduser()]
+    found = complete_everywhere(_listings(answers))
+    if not found:
         raise CheckpointError(
             f"There is no complete checkpoint in {str(run.numbered)!r}. Ask accelerator.has_checkpoint "
             "before load_state()."
         )
-    return run.numbered / layout.numbered_name(newest)
+    return [run.numbered / layout.numbered_name(iteration) for iteration in reversed(found)]
 
 
 def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
@@ -141,7 +141,9 @@ def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
             "load_state() was called for different folders: "
             + "; ".join(f"rank {rank}: {answer.asked!r}" for rank, answer in enumerate(answers))
         )
-    _raise_first(answer.problem for answer in answers)
+    problem = first_problem(answer.problem for answer in answers)
+    if problem:
+        raise CheckpointError(problem)
     return answers
 
 
@@ -157,7 +159,6 @@ def _look(run: Run, asked: str | None) -> Answer:
             folder = Path(asked).expanduser()
             if not folder.is_dir():
                 return Answer(asked=asked, problem=f"there is no folder {asked!r}")
-            folders.recover(folder)
         return Answer(asked=asked, complete=complete, following=following)
     except (OSError, CheckpointError) as error:
         return Answer(asked=asked, problem=f"{error}")
@@ -167,32 +168,15 @@ def _listings(answers: Iterable[Answer]) -> list[list[int]]:
     return [answer.complete for answer in answers if answer.complete is not None]
 
 
-def _verified(run: Run, folder: Path) -> Manifest | None:
-    """Make sure that a checkpoint is whole: every rank verifies some of the files.
-
-    Returns:
-        Its manifest, if it has one.
-    """
-    topology = run.runtime.topology
-    together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
-    manifest, problem = None, ""
-    try:
-        manifest = folders.check(folder)
-        if manifest is not None:
-            folders.verify(folder, manifest, shares(manifest.files, together)[run.rank - run.committer])
-    except (OSError, CheckpointError) as error:
-        problem = f"{error}"
-    _raise_first(run.main.exchange(WHAT, problem))
-    return manifest
-
-
 def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
     prepared = run.prepared
     models = list(prepared.models)
     for hook in tuple(run.load_hooks.values()):
         hook(models, str(source.folder))
     for index, model in enumerate(models):
-        if restore_divided_model(run, source, index, model, **to_model):
+        load_shards = model_loader(run, source, index)
+        if load_shards is not None:
+            load_shards(model, **to_model)
             continue
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         load = partial(run.persister.load_full_state_dict, model)
@@ -219,16 +203,11 @@ def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
 def _restore_optimizers(run: Run, source: Source) -> None:
     load = run.persister.load_full_optimizer_state
     models, optimizers = run.prepared.models, run.prepared.optimizers
-    divided = [
-        restore_divided_optimizer(run, source, index, one.optimizer) for index, one in enumerate(optimizers)
-    ]
-    if not any(divided):
+    loaders = [optimizer_loader(run, source, index) for index in range(len(optimizers))]
+    for load_shards, one in zip(loaders, optimizers, strict=True):
+        if load_shards is not None:
+            load_shards(one.optimizer)
+    if not any(loaders):
         restore_states(
             source, layout.optimizer_name, [partial(load, one.optimizer, models) for one in optimizers]
         )
-
-
-def _raise_first(problems: Iterable[str]) -> None:
-    for rank, problem in enumerate(problems):
-        if problem:
-            raise CheckpointError(f"rank {rank}: {problem}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import CheckpointError
@@ -84,11 +85,18 @@ class Manifest:
                     step=int(table["step"]),
                     iteration=None if table["iteration"] is None else int(table["iteration"]),
                     files={
-                        str(name): FileRecord(size=int(row["size"]), checksum=str(row["checksum"]))
+                        _inside(name): FileRecord(size=int(row["size"]), checksum=str(row["checksum"]))
                         for name, row in table["files"].items()
                     },
                 )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise CheckpointError(
                 f"{str(where)!r} is damaged ({error!r}), so that nothing is known about this checkpoint: "
                 "load another one."
@@ -119,6 +127,18 @@ class Manifest:
             for name, row in self.files.items()
             if sizes.get(name) != row.size
         ]
+
+
+def _inside(name: str) -> str:
+    """Return the name of a file in the folder of its manifest: files are deleted and moved by these names.
+
+    Raises:
+        ValueError: It is elsewhere.
+    """
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts:
+        raise ValueError(f"{name!r} is not in the folder")
+    return name
 
 
 def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:

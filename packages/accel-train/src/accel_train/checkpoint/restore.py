@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_ops.dtensors import is_dtensor
+from accel_ops.weights.names import SAFETENSORS_SUFFIX
 from accel_ops.weights.read import load_state_dict
 from accel_plugins.dcp.names import plain_name
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import read_object
+from accel_train.checkpoint.folder import identity, is_being_replaced
 from accel_train.checkpoint.rng import seed_apart, write_rng
 
 if TYPE_CHECKING:
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from accel_train.checkpoint.manifest import Manifest
 
 logger = logging.getLogger(__name__)
+
+_MOST_NAMES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +42,9 @@ class Source:
         device: Of this process.
         map_location: Where the states of optimizers are read to first.
         options: More arguments of `torch.load`.
+        opened: What was read already, by the names of files.
+        is_open: Whether all that will be needed is in `opened`.
+        stamp: The folder's `identity` when it was verified.
     """
 
     folder: Path
@@ -47,24 +54,62 @@ class Source:
     device: torch.device
     map_location: Any = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    opened: dict[str, Any] = field(default_factory=dict[str, Any])
+    is_open: bool = False
+    stamp: tuple[int, ...] | None = None
+
+    def is_unchanged(self) -> bool:
+        """Whether the folder has held the same checkpoint since it was verified."""
+        return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
+
+    def open(self, name: str, **options: Any) -> None:
+        """Read one file, for `read` to return it later.
+
+        Raises:
+            CheckpointError: As for `read`.
+        """
+        self.opened[name] = self.read(name, **options)
 
     def read(self, name: str, **options: Any) -> Any:
-        """Read one file.
+        """Read one file. Safetensors are mapped: they stay what they are if the file is replaced.
 
         Raises:
             CheckpointError: It is absent or damaged, or holds what is not read without trust.
         """
+        if name in self.opened:
+            return self.opened.pop(name)
         path = self.folder / name
         if not path.is_file():
             raise CheckpointError(
                 f"The checkpoint {str(self.folder)!r} has no {name!r}. Prepare and register the same "
                 "objects, in the same order, as in the run that was saved."
             )
+        if name.endswith(SAFETENSORS_SUFFIX):
+            return load_state_dict(path)
         return read_object(path, **{**options, **self.options})
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""
         return (self.folder / name).is_file()
+
+    def weights_name(self, index: int) -> str:
+        """The file with the weights of a model; where there is none, the one that should be there."""
+        safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
+        sharded = layout.fsdp_weights_name(index)  # what other libraries write of a model that was sharded
+        return next((name for name in (safe, plain, sharded) if self.has(name)), safe)
+
+    def position_name(self) -> str:
+        """The file with the positions of this rank's loaders, if there is one."""
+        # Positions are global, so that in another world any rank's will do, and rank 0 always has one.
+        same_world = self.manifest is not None and self.manifest.world_size == self.world_size
+        return layout.position_name(self.rank if same_world else 0)
+
+    def rng_name(self) -> str | None:
+        """The file with the random numbers of this rank, or of another one if it has none."""
+        saved = self.ranks()
+        if not saved:
+            return None
+        return layout.rng_name(self.rank if self.rank in saved else saved[self.rank % len(saved)])
 
     def ranks(self) -> list[int]:
         """The ranks whose random numbers were saved."""
@@ -89,12 +134,7 @@ def restore_model(
         load: What loads a state dict; the model itself if `None`.
         **options: As for `Module.load_state_dict`.
     """
-    safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
-    if source.has(safe):
-        state: Mapping[str, Any] = load_state_dict(source.folder / safe)
-    else:
-        sharded = layout.fsdp_weights_name(index)  # what other libraries write of a model that was sharded
-        state = source.read(next((name for name in (plain, sharded) if source.has(name)), safe))
+    state: Mapping[str, Any] = source.read(source.weights_name(index))
     complete = with_second_names(state, own_tensors(model))
     (load or model.load_state_dict)(complete, **options)
 
@@ -112,6 +152,24 @@ def warn_about_more_models(source: Source, count: int) -> None:
             logger.warning(
                 "%s is in the checkpoint %s, but no model is prepared for it.", name, source.folder
             )
+
+
+def shortened(error: RuntimeError) -> RuntimeError:
+    """Give an error of `Module.load_state_dict` that names thousands of tensors a message that can be read.
+
+    Example:
+        >>> len(str(shortened(RuntimeError(", ".join(["name"] * 30_000)))))
+        140
+    """
+    lines = [_first(line, ", ") for line in str(error).split("\n")]
+    text = _first("\n".join(lines), "\n")
+    return error if text == str(error) else type(error)(text)
+
+
+def _first(text: str, separator: str) -> str:
+    items = text.split(separator)
+    rest = len(items) - _MOST_NAMES
+    return text if rest <= 0 else separator.join([*items[:_MOST_NAMES], f"and {rest} more"])
 
 
 def own_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -185,9 +243,7 @@ def restore_positions(source: Source, dataloaders: Sequence[Any]) -> None:
     """Let loaders go on where they were, also if there are more or fewer ranks now."""
     if not dataloaders:
         return
-    # Positions are global, so that in another world any rank's will do, and rank 0 always has one.
-    same_world = source.manifest is not None and source.manifest.world_size == source.world_size
-    name = layout.position_name(source.rank if same_world else 0)
+    name = source.position_name()
     if not source.has(name):
         _restore_foreign_positions(source, dataloaders)
         return

@@ -29,15 +29,14 @@ def outdated(complete: Iterable[int], *, newest: int, limit: int | None) -> list
     return others[: max(0, len(others) + 1 - max(1, limit))]
 
 
-def newest_of_all(found: Sequence[Iterable[int]]) -> int | None:
-    """Say which checkpoint to go on from: the newest that is complete on every host.
+def complete_everywhere(found: Sequence[Iterable[int]]) -> list[int]:
+    """Say which checkpoints there are to go on from: those that are complete on every host, oldest first.
 
     Args:
         found: For every host that has folders of its own, the numbers of its complete checkpoints.
 
     Example:
-        >>> newest_of_all([[1, 2, 3], [1, 2]])
-        2
+        >>> complete_everywhere([[1, 2, 3], [2, 1]])
+        [1, 2]
     """
-    common = set[int](found[0]).intersection(*found[1:]) if found else set[int]()
-    return max(common, default=None)
+    return sorted(set[int](found[0]).intersection(*found[1:])) if found else []

@@ -9,10 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.dcp.role import StateForm
-from accel_state.errors import CheckpointWriteError, DistributedOperationException, SettingsError
+from accel_state.errors import (
+    CheckpointError,
+    CheckpointWriteError,
+    DistributedOperationException,
+    SettingsError,
+)
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.contents import Contents, own_parts, shared_parts
-from accel_train.checkpoint.files import remove
 from accel_train.checkpoint.manifest import Manifest
 from accel_train.checkpoint.saving import (
     Job,
@@ -28,6 +32,7 @@ from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, sa
 if TYPE_CHECKING:
     import os
 
+    from accel_train.checkpoint.folder import Staging
     from accel_train.checkpoint.run import Run
 
 logger = logging.getLogger(__name__)
@@ -112,23 +117,41 @@ def save(
         blocking=blocking,
         to_disk=to_disk,
     )
-    staging = _agree(run, request, target)
+    staging, mine = _agree(run, request, target)
+    try:
+        lock = None if mine is None else mine.lock
+        return _save(run, request, replace(_job(run, request, target, staging), lock=lock))
+    except BaseException:
+        if mine is not None:
+            mine.discard()
+        raise
+
+
+def _save(run: Run, request: Request, job: Job) -> Saving:
+    """Write, or begin to."""
     if request.iteration is not None:
         run.project.iteration = request.iteration + 1
-    job = _job(run, request, target, staging)
     parts: list[Part] = []
-    saving = Saving(str(target), lambda: complete(job, write_parts(job, parts), run.background))
+
+    def work() -> None:
+        try:
+            complete(job, write_parts(job, parts), run.background)
+        finally:
+            if job.lock is not None:
+                job.lock.release()
+
+    saving = Saving(str(job.target), work)
     report, failure = Report(job.committer), None
     try:
-        parts += _parts(run, job, safe=safe)
-        if blocking:
+        parts += _parts(run, job, safe=request.safe)
+        if request.blocking:
             report = write_parts(job, parts)
         else:
             parts[:] = staged_parts(parts, run.staging)
     except Exception as error:  # noqa: BLE001 - hooks and state dicts are users' code, and all ranks must hear
         failure = error
         report.error = f"rank {job.rank} failed before it could write: {error!r}"
-    if failure is None and not blocking:
+    if failure is None and not request.blocking:
         run.saving = saving
         saving.start()
         return saving
@@ -136,7 +159,7 @@ def save(
         complete(job, report, run.background)
     except CheckpointWriteError as error:
         raise error from failure
-    logger.info("Saved the state to %s.", target)
+    logger.info("Saved the state to %s.", job.target)
     return saving
 
 
@@ -163,11 +186,11 @@ def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
     return Path(output_dir).expanduser()
 
 
-def _agree(run: Run, request: Request, target: Path) -> Path:
-    """Meet all ranks; return the folder in which this one writes."""
+def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | None]:
+    """Meet all ranks; return the folder in which this one writes, and what it has to release."""
     # Hosts that share no file system may well save to folders of different names.
     common = replace(request, folder="") if run.project.save_on_each_node else request
-    mine = _begin(request, target) if run.commits else Answer(request=request)
+    begun, mine = _begin(request, target) if run.commits else (None, Answer(request=request))
     mine = replace(mine, request=common)
     try:
         answers = [Answer.from_text(text) for text in run.main.exchange(WHAT, mine.to_text())]
@@ -180,29 +203,38 @@ def _agree(run: Run, request: Request, target: Path) -> Path:
             if answer.problem:
                 kind = SettingsError if answer.exists else CheckpointWriteError
                 raise kind(f"rank {rank}: {answer.problem}")
-    except Exception:
-        if mine.staging:
-            remove(Path(mine.staging))
+    except BaseException:
+        if begun is not None:
+            begun.discard()
         raise
-    return Path(answers[run.committer].staging)
+    return Path(answers[run.committer].staging), begun
 
 
-def _begin(request: Request, target: Path) -> Answer:
+def _begin(request: Request, target: Path) -> tuple[Staging | None, Answer]:
     """Make the folder in which is written."""
+    if request.iteration is not None and target.exists():
+        return None, _taken(request, target)
     try:
-        if request.iteration is not None:
-            folder.recover(target)
-            if target.exists():
-                number = max(folder.numbers(target.parent)) + 1
-                problem = (
-                    f"{str(target)!r} is there already, of an earlier run. Go on from it with "
-                    f"load_state(), or set ProjectConfiguration(iteration={number})."
-                )
-                return Answer(request=request, problem=problem, exists=True)
-        return Answer(request=request, staging=str(folder.begin(target)))
-    except OSError as error:
-        problem = f"{str(error.filename or target)!r} could not be made: {error.strerror or error!r}"
-        return Answer(request=request, problem=problem)
+        begun = folder.begin(target)
+    except CheckpointWriteError as error:
+        return None, Answer(request=request, problem=str(error))
+    except (OSError, CheckpointError) as error:
+        name = getattr(error, "filename", None) or target
+        reason = getattr(error, "strerror", None) or str(error)
+        return None, Answer(request=request, problem=f"{str(name)!r} could not be made: {reason}")
+    if request.iteration is not None and target.exists():  # another job was faster
+        begun.discard()
+        return None, _taken(request, target)
+    return begun, Answer(request=request, staging=str(begun.path))
+
+
+def _taken(request: Request, target: Path) -> Answer:
+    number = max(folder.numbers(target.parent)) + 1
+    problem = (
+        f"{str(target)!r} is there already, of an earlier run. Go on from it with load_state(), or set "
+        f"ProjectConfiguration(iteration={number})."
+    )
+    return Answer(request=request, problem=problem, exists=True)
 
 
 def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:

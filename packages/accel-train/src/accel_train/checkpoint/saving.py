@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from accel_train.checkpoint.agreement import Agreement
+    from accel_train.checkpoint.lock import FolderLock
     from accel_train.checkpoint.staging import HostStaging
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Job:
         to_disk: Whether everything is to be on disk before the checkpoint counts.
         manifest: Without files.
         folders: Those to which all ranks write, and that need an index.
+        lock: Of the committer, keeps other writers away until the checkpoint is complete.
     """
 
     target: Path
@@ -70,6 +72,7 @@ class Job:
     to_disk: bool
     manifest: Manifest
     folders: tuple[str, ...] = ()
+    lock: FolderLock | None = None
 
 
 @dataclass(slots=True)
@@ -153,6 +156,8 @@ def complete(job: Job, report: Report, agreement: Agreement) -> None:
         problem = _commit(job, own)
     if commits and (errors or problem):
         remove(job.staging)
+    if job.lock is not None:
+        job.lock.release()  # before another rank may return
     errors += filter(None, agreement.exchange(what, problem, last=True))
     if errors:
         raise CheckpointWriteError(

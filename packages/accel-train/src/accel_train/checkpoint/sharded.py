@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +18,7 @@ from accel_train.checkpoint import layout
 from accel_train.checkpoint.saving import Part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     from torch import Tensor, nn
@@ -108,49 +109,57 @@ def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
     return next((model for model in models if any(id(one) in first for one in model.parameters())), models[0])
 
 
-def restore_divided_model(run: Run, source: Source, index: int, model: nn.Module, **options: Any) -> bool:
-    """Load a model that was not saved as one file.
+def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] | None:
+    """Find out how to load a model that was not saved as one file; nothing is loaded yet.
 
     Returns:
-        Whether it was saved so.
+        Called with the model and arguments of `Module.load_state_dict`; `None` if there is one file, or none.
+
+    Raises:
+        CheckpointError: It was saved in shards whose index cannot be read.
     """
     folder = source.folder / layout.sharded_model_name(index)
     if is_sharded_folder(folder):
-        restore_model_shards(run, folder, model, **options)
-        return True
+        dcp.read_index(folder)
+        return partial(restore_model_shards, run, folder)
     if form_of(run) is StateForm.OWN and not _is_whole(source, index):
-        run.persister.load_model(model, source.folder, index)
-        return True
+        return lambda model, **_: run.persister.load_model(model, source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
-        run.persister.load_full_state_dict(model, read_folder(engine).weights(), **options)
-        return True
-    return False
+        return lambda model, **options: run.persister.load_full_state_dict(
+            model, read_folder(engine).weights(), **options
+        )
+    return None
 
 
-def restore_divided_optimizer(run: Run, source: Source, index: int, optimizer: Optimizer) -> bool:
-    """Load an optimizer that was not saved as one file.
+def optimizer_loader(run: Run, source: Source, index: int) -> Callable[[Optimizer], object] | None:
+    """Find out how to load an optimizer that was not saved as one file; nothing is loaded yet.
 
     Returns:
-        Whether it was saved so.
+        Called with the optimizer; `None` if there is one file, or none.
+
+    Raises:
+        CheckpointError: It was saved in shards whose index cannot be read.
     """
     folder = source.folder / layout.sharded_optimizer_name(index)
+    models = run.prepared.models
     if is_sharded_folder(folder):
-        restore_optimizer_shards(run, folder, optimizer)
-        return True
+        dcp.read_index(folder)
+        return partial(restore_optimizer_shards, run, folder)
     if form_of(run) is StateForm.OWN and not source.has(layout.optimizer_name(index)):
-        models = run.prepared.models
-        run.persister.load_optimizer(optimizer, owner_of(optimizer, models), source.folder, index)
-        return True
+        return lambda one: run.persister.load_optimizer(one, owner_of(one, models), source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
-        models, saved = run.prepared.models, read_folder(engine)
-        state = saved.numbered_optimizer()
-        if state is None:
-            state = numbered_state(saved.optimizer(), parameter_names(optimizer, models))
-        run.persister.load_full_optimizer_state(optimizer, models, state)
-        return True
-    return False
+        return partial(_restore_engine_optimizer, run, engine)
+    return None
+
+
+def _restore_engine_optimizer(run: Run, engine: Path, optimizer: Optimizer) -> None:
+    models, saved = run.prepared.models, read_folder(engine)
+    state = saved.numbered_optimizer()
+    if state is None:
+        state = numbered_state(saved.optimizer(), parameter_names(optimizer, models))
+    run.persister.load_full_optimizer_state(optimizer, models, state)
 
 
 def _is_whole(source: Source, index: int) -> bool:

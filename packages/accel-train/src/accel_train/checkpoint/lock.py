@@ -1,0 +1,149 @@
+"""Locks on the folders of checkpoints, by which a living writer is told from one that died.
+
+The system drops a lock when its process dies, whatever kills it. They are POSIX record locks: other hosts see
+them on network file systems, and forked children (workers of data loaders) do not keep them.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from accel_state.errors import CheckpointWriteError
+
+try:
+    import fcntl
+except ImportError:  # Windows: nothing is locked
+    fcntl = None
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.02  # seconds between two attempts
+_HELD_BY_OTHERS = {errno.EACCES, errno.EAGAIN}
+
+_held: dict[str, int] = {}  # the process that holds each: a process does not lock itself out
+_guard = threading.Lock()
+
+
+class FolderLock:
+    """A lock that this process holds.
+
+    Args:
+        path: The file of the lock.
+        descriptor: An open descriptor of it; closing it ends the lock.
+    """
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Let others have it; nothing happens the second time."""
+        with _guard:
+            if self._descriptor is None:
+                return
+            self._path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
+            _held.pop(_key(self._path), None)
+
+
+def try_lock(path: Path) -> FolderLock | None:
+    """Take a lock if nobody has it.
+
+    Args:
+        path: Of a file in an existing folder; there while somebody has the lock, or has died with it.
+
+    Returns:
+        The lock, `None` if somebody else has it, perhaps in this process.
+
+    Raises:
+        OSError: The file cannot be made.
+    """
+    with _guard:
+        if _held.get(_key(path)) == os.getpid():
+            return None
+        while True:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                if not _is_locked(descriptor):
+                    os.close(descriptor)
+                    return None
+                if _is_still(path, descriptor):
+                    break
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # who had it has removed the file
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"process {os.getpid()} on host {socket.gethostname()}".encode())
+        _held[_key(path)] = os.getpid()
+        return FolderLock(path, descriptor)
+
+
+def lock(path: Path, folder: Path, *, patience: float) -> FolderLock:
+    """Take a lock; say so if somebody else has it, and wait.
+
+    Args:
+        path: Of the lock.
+        folder: What it protects, for the messages.
+        patience: Seconds to wait at most.
+
+    Raises:
+        CheckpointWriteError: Somebody else has it all the time.
+        OSError: The file cannot be made.
+    """
+    end = time.monotonic() + patience
+    found = try_lock(path)
+    if found is None:
+        told = f"{holder(path)} saves to {str(folder)!r} at this moment; give every job a folder of its own"
+        logger.warning("%s. Waiting until it is done.", told)
+        while found is None:
+            if time.monotonic() > end:
+                raise CheckpointWriteError(f"{told}.")
+            time.sleep(_POLL)
+            found = try_lock(path)
+    return found
+
+
+def holder(path: Path) -> str:
+    """Say who has a lock."""
+    with _guard:
+        if _held.get(_key(path)) == os.getpid():  # reading the file would end the lock
+            return "this process"
+        try:
+            return path.read_text(encoding="utf-8").strip() or "another process"
+        except OSError:
+            return "another process"
+
+
+def _is_locked(descriptor: int) -> bool:
+    """Lock a file if nobody else has; where the file system knows no locks, everybody succeeds."""
+    if fcntl is None:
+        return True
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _HELD_BY_OTHERS:
+            return False
+        logger.debug("No locks in this file system (%s): two jobs in one folder are not noticed.", error)
+    return True
+
+
+def _is_still(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _key(path: Path) -> str:
+    return str(path.parent.resolve() / path.name)

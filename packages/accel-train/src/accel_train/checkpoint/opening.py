@@ -1,0 +1,181 @@
+"""Opening a checkpoint: all ranks verify and read it while nobody replaces it, and nothing changes yet."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from accel_state.errors import CheckpointError
+from accel_train.checkpoint import folder as folders
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.manifest import shares
+from accel_train.checkpoint.restore import Source
+from accel_train.checkpoint.sharded import model_loader, optimizer_loader
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from accel_train.checkpoint.run import Run
+
+logger = logging.getLogger(__name__)
+
+WHAT = "load_state()"
+_ATTEMPTS = 50
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class View:
+    """What a rank has seen of a checkpoint.
+
+    Args:
+        digest: Of its manifest; empty without one.
+        settled: Whether it was the same checkpoint all the time.
+        problem: Why it cannot be loaded.
+    """
+
+    digest: str
+    settled: bool
+    problem: str
+
+
+def open_first_whole(run: Run, candidates: Sequence[Path], options: Mapping[str, Any]) -> Source:
+    """Open the first of several checkpoints that is whole, on all ranks alike.
+
+    Args:
+        run: What it will be loaded into; not changed.
+        candidates: Folders.
+        options: More arguments of `Source`.
+
+    Raises:
+        CheckpointError: None is whole, or the one that is does not fit what was prepared.
+    """
+    problems: list[str] = []
+    for folder in candidates:
+        found = _open_settled(run, folder, options)
+        if isinstance(found, Source):
+            return found
+        problems.append(found)
+        if len(candidates) > 1:
+            logger.warning("Passed over: %s", found)
+    raise CheckpointError(problems[0] if len(problems) == 1 else f"No checkpoint is whole. {problems[0]}")
+
+
+def first_problem(problems: Iterable[str]) -> str:
+    """Return the first of the problems of all ranks, with its rank; empty if there is none."""
+    return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), "")
+
+
+def _open_settled(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str:
+    """Open a checkpoint; if it is replaced meanwhile, the next one in its place. Return what is damaged."""
+    for _ in range(_ATTEMPTS):
+        found = _attempt(run, folder, options)
+        if found is not None:
+            return found
+        logger.debug("%s was replaced while it was being opened.", folder)
+    raise CheckpointError(f"{str(folder)!r} is replaced by another process again and again: try later.")
+
+
+def _attempt(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str | None:
+    """Open a checkpoint; return what is damaged, or `None` if it was replaced meanwhile."""
+    source, damage, blocked = _verified(run, folder, options)
+    damages = _exchange(run, source, damage, blocked=blocked)
+    if damages is None or damages:
+        return damages
+    failure: Exception | None = None
+    problem = ""
+    try:
+        source = replace(source, is_open=_open(run, source))
+    except (OSError, CheckpointError) as error:
+        problem = str(error)
+    except Exception as error:  # noqa: BLE001 - classes of users may be unpickled; all ranks must hear
+        failure, problem = error, repr(error)
+    problems = _exchange(run, source, problem)
+    if failure is not None:
+        raise failure
+    if problems and source.manifest is not None:  # what was saved is whole, and is something else
+        raise CheckpointError(problems)
+    return source if problems == "" else problems
+
+
+def _verified(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Source, str, bool]:
+    """Verify this rank's share of the files; return what is wrong, and whether a dead writer left it so."""
+    topology = run.runtime.topology
+    together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+    manifest, problem, blocked = None, "", True
+    stamp = folders.identity(folder)
+    try:
+        folders.settle(folder, repair=run.commits)
+        blocked = False
+        stamp = folders.identity(folder)
+        manifest = folders.check(folder)
+        if manifest is not None:
+            folders.verify(folder, manifest, shares(manifest.files, together)[run.rank - run.committer])
+    except (OSError, CheckpointError) as error:
+        problem = str(error)
+    source = Source(
+        folder=folder,
+        manifest=manifest,
+        rank=run.rank,
+        world_size=topology.world_size,
+        device=run.runtime.device,
+        stamp=stamp,
+        **options,
+    )
+    return source, problem, blocked
+
+
+def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) -> str | None:
+    """Return the first problem of all ranks; `None` if they have seen several checkpoints."""
+    text = "" if source.manifest is None else source.manifest.to_text()
+    mine = View(
+        digest=xxhash.xxh3_64(text.encode()).hexdigest() if text else "",
+        settled=blocked or source.is_unchanged(),
+        problem=problem,
+    )
+    views = [View(**json.loads(one)) for one in run.main.exchange(WHAT, json.dumps(asdict(mine)))]
+    digests = {view.digest for view in views if view.digest}
+    one_folder = not run.project.save_on_each_node
+    if not all(view.settled for view in views) or (one_folder and len(digests) > 1):
+        return None
+    return first_problem(view.problem for view in views)
+
+
+def _open(run: Run, source: Source) -> bool:
+    """Read or map what will be loaded; return whether that is all that will be needed.
+
+    Raises:
+        CheckpointError: Something is absent or cannot be read.
+    """
+    prepared = run.prepared
+    shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
+    is_all = _open_models(run, source) and not any(shards)
+    names = [] if any(shards) else [layout.optimizer_name(index) for index in range(len(shards))]
+    names += map(layout.scheduler_name, range(len(prepared.schedulers)))
+    names += map(layout.custom_name, range(len(run.custom)))
+    for name in names:
+        source.open(name, map_location=source.map_location)
+    optional = [source.rng_name()]
+    if run.precision.state_dict():
+        optional.append(layout.SCALER_NAME)
+    if prepared.dataloaders:
+        optional.append(source.position_name())
+    for name in optional:
+        if name is not None and source.has(name):
+            source.open(name)
+    return is_all
+
+
+def _open_models(run: Run, source: Source) -> bool:
+    """Map the weights; return whether no others are needed."""
+    if run.load_hooks:  # they may load models themselves, and take them from the list
+        return False
+    count = len(run.prepared.models)
+    whole = [index for index in range(count) if model_loader(run, source, index) is None]
+    for index in whole:
+        source.open(source.weights_name(index))
+    return len(whole) == count

@@ -1,0 +1,346 @@
+"""Damage, other processes at the same folder, and states that do not fit."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_state.errors import CheckpointError, CheckpointWriteError
+from accel_train import Accelerator
+from accel_train.checkpoint import folder, layout, opening
+from accel_train.checkpoint import lock as locks
+
+
+class Value:
+    def __init__(self, value=0.0):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+class Run:
+    """A model whose weights all have one value, an optimizer with momentum, and an object with that value."""
+
+    def __init__(self, project=None, size=4):
+        config = ProjectConfiguration(project_dir=project, automatic_checkpoint_naming=project is not None)
+        self.accelerator = Accelerator(cpu=True, project_config=config)
+        model = nn.Linear(size, size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.5)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.object = Value()
+        self.accelerator.register_for_checkpointing(self.object)
+        self.set(0.0)
+
+    def set(self, value):
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.fill_(value)
+                self.optimizer.state[parameter]["momentum_buffer"] = torch.full_like(parameter, value)
+        self.object.value = value
+
+    def values(self):
+        moments = [self.optimizer.state[p]["momentum_buffer"] for p in self.model.parameters()]
+        tensors = [*self.model.parameters(), *moments]
+        return {float(value) for tensor in tensors for value in tensor.detach().flatten()} | {
+            self.object.value
+        }
+
+
+@pytest.fixture(autouse=True)
+def told(caplog):
+    caplog.set_level(logging.WARNING)
+    return caplog
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def swap(path):
+    shutil.copy(path.parent.parent / "checkpoint_0" / path.name, path)
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+def as_dangling_link(path):
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+def as_deep_json(path):
+    path.write_text("[" * 200_000)
+
+
+MANIFEST = "accel_manifest.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "harm"),
+    [
+        *((name, harm) for name in ("model.safetensors", "optimizer.bin") for harm in (flip, zero, swap)),
+        ("custom_checkpoint_0.pkl", flip),
+        ("model.safetensors", as_folder),
+        ("model.safetensors", as_dangling_link),
+        (MANIFEST, as_folder),
+        (MANIFEST, as_dangling_link),
+        (MANIFEST, as_deep_json),
+        (MANIFEST, swap),
+        (MANIFEST, zero),
+    ],
+)
+def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, told, name, harm):
+    run = Run(tmp_path)
+    for value in (1.0, 2.0, 3.0):
+        run.set(value)
+        run.accelerator.save_state()
+    harm(tmp_path / "checkpoints" / "checkpoint_2" / name)
+    run.set(9.0)
+    run.accelerator.load_state()
+    assert run.values() == {2.0}
+    assert "Passed over: " in told.text
+    assert f"checkpoint_2{'/' if name == MANIFEST and harm is not swap else ''}" in told.text
+    assert run.accelerator.project_configuration.iteration == 3
+
+
+def test_without_any_whole_checkpoint_the_damage_of_the_newest_is_said(tmp_path):
+    run = Run(tmp_path)
+    for _ in range(2):
+        flip(Path(run.accelerator.save_state()) / "optimizer.bin")
+    run.set(9.0)
+    with pytest.raises(
+        CheckpointError, match=r"No checkpoint is whole.*checkpoint_1.*'optimizer.bin' has the"
+    ):
+        run.accelerator.load_state()
+    assert run.values() == {9.0}
+
+
+def test_a_whole_checkpoint_of_other_objects_is_not_passed_over(tmp_path):
+    run = Run(tmp_path)
+    run.accelerator.save_state()
+    run.accelerator.register_for_checkpointing(Value())
+    run.set(9.0)
+    with pytest.raises(CheckpointError, match=r"checkpoint_0' has no 'custom_checkpoint_1.pkl'"):
+        run.accelerator.load_state()
+    assert run.values() == {9.0}
+
+
+@pytest.mark.parametrize("absent", ["optimizer.bin", "custom_checkpoint_0.pkl", "model.safetensors"])
+def test_nothing_changes_if_a_folder_without_a_manifest_lacks_a_file(tmp_path, absent):
+    run = Run()
+    run.accelerator.save_state(tmp_path / "c")
+    (tmp_path / "c" / MANIFEST).unlink()
+    (tmp_path / "c" / absent).unlink()
+    run.set(9.0)
+    with pytest.raises(CheckpointError, match=absent):
+        run.accelerator.load_state(tmp_path / "c")
+    assert run.values() == {9.0}
+
+
+def test_thousands_of_names_make_no_endless_message(tmp_path):
+    run = Run()
+    for number in range(500):
+        run.model.register_buffer(f"unexpected_{number}", torch.zeros(1))
+    run.accelerator.save_state(tmp_path / "c")
+    for number in range(500):
+        delattr(run.model, f"unexpected_{number}")
+    with pytest.raises(RuntimeError, match=r"\"unexpected_0\", .*and 480 more") as caught:
+        run.accelerator.load_state(tmp_path / "c")
+    assert len(str(caught.value)) < 2000
+
+
+def other_process(script, *arguments):
+    """A process that has printed a line."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline()
+    return process
+
+
+HOLD = """
+    import sys
+    from pathlib import Path
+    from accel_train.checkpoint import lock
+    held = lock.try_lock(Path(sys.argv[1]))
+    print(held is not None, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_lock_ends_with_its_process_however_that_dies(tmp_path):
+    path = tmp_path / "lock"
+    process = other_process(HOLD, path)
+    try:
+        assert locks.try_lock(path) is None
+        assert locks.holder(path).startswith(f"process {process.pid} on host ")
+    finally:
+        process.kill()
+        process.communicate()
+    held = locks.try_lock(path)
+    assert held is not None
+    assert locks.try_lock(path) is None
+    assert locks.holder(path) == "this process"
+    held.release()
+    held.release()
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeypatch, told, numbered):
+    monkeypatch.setattr(folder, "_LOCK_PATIENCE", 0.1)
+    run = Run(tmp_path if numbered else None)
+    target = tmp_path / "checkpoints" / "checkpoint_0" if numbered else tmp_path / "c"
+    if not numbered:
+        run.accelerator.save_state(target)
+    target.parent.mkdir(exist_ok=True)
+    process = other_process(HOLD, layout.lock_beside(target) if numbered else layout.lock_inside(target))
+    theirs = layout.staging_beside(target, "0a") if numbered else layout.staging_inside(target, "0a")
+    theirs.mkdir()
+    try:
+        with pytest.raises(
+            CheckpointWriteError, match=rf"process {process.pid} on host .* saves to '.*' at this"
+        ):
+            run.accelerator.save_state(None if numbered else target)
+        assert theirs.is_dir()
+        assert "Waiting until it is done" in told.text
+    finally:
+        process.kill()
+        process.communicate()
+    run.accelerator.save_state(None if numbered else target)
+    assert not theirs.exists()
+    assert not list(target.parent.rglob(".*"))
+
+
+def test_a_save_that_is_interrupted_lets_the_next_one_go_on(tmp_path):
+    run = Run()
+    interrupt = [KeyboardInterrupt]
+
+    def hook(*_):
+        if interrupt:
+            raise interrupt.pop()
+
+    run.accelerator.register_save_state_pre_hook(hook)
+    with pytest.raises(KeyboardInterrupt):
+        run.accelerator.save_state(tmp_path / "c")
+    assert not [*tmp_path.iterdir()]
+    run.accelerator.save_state(tmp_path / "c")
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
+SAVE = """
+    import sys
+    import torch
+    sys.path.insert(0, sys.argv[2])
+    from test_checkpoint_safety import Run
+    run, value = Run(), 1.0
+    print("ready", flush=True)
+    while True:
+        value += 1
+        run.set(value)
+        run.accelerator.save_state(sys.argv[1], flush=False)
+        print(value, flush=True)
+"""
+
+
+def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_path):
+    path, run = tmp_path / "c", Run()
+    run.accelerator.save_state(path)
+    process = other_process(SAVE, path, Path(__file__).parent)
+    saved = []
+    reader = threading.Thread(target=lambda: saved.extend(process.stdout))
+    reader.start()
+    states, refusals = [], []
+    try:
+        while len({*states}) < 30:
+            assert process.poll() is None, "a reader has made a save fail"
+            try:
+                run.accelerator.load_state(path)
+            except CheckpointError as error:
+                refusals.append(str(error))
+            else:
+                (value,) = run.values()
+                states.append(value)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join()
+        process.stdin.close()
+        process.stdout.close()
+    assert states == sorted(states)
+    assert len(saved) > 30
+    assert all("is replaced by another process again and again" in one for one in refusals)
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_path, monkeypatch):
+    path, run = tmp_path / "c", Run()
+    run.set(1.0)
+    run.accelerator.save_state(path)
+    run.set(2.0)
+    run.accelerator.save_state(tmp_path / "next")
+    original = opening._open
+    todo = [1]
+
+    def replace_in_the_middle(run, source):
+        source.open("model.safetensors")
+        if todo:
+            todo.pop()
+            for entry in (tmp_path / "next").iterdir():
+                os.replace(entry, path / entry.name)  # noqa: PTH105
+        source.open("optimizer.bin")
+        return original(run, source)
+
+    monkeypatch.setattr(opening, "_open", replace_in_the_middle)
+    run.set(9.0)
+    run.accelerator.load_state(path)
+    assert run.values() == {2.0}
+
+
+@pytest.mark.parametrize("living", [True, False])
+def test_a_reader_completes_what_a_dead_writer_has_left_and_nothing_else(tmp_path, living):
+    path, run = tmp_path / "c", Run()
+    run.set(1.0)
+    run.accelerator.save_state(path)
+    run.set(2.0)
+    run.accelerator.save_state(tmp_path / "next")
+    os.rename(tmp_path / "next", path / layout.COMMIT_NAME)  # noqa: PTH104 - as if the writer were here now
+    before = sorted(one.name for one in (path / layout.COMMIT_NAME).iterdir())
+    process = other_process(HOLD, layout.lock_inside(path)) if living else None
+    try:
+        if living:
+            with pytest.raises(CheckpointError, match=rf"process {process.pid} on host .* is replacing"):
+                folder.settle(path, patience=0.1)
+            assert sorted(one.name for one in (path / layout.COMMIT_NAME).iterdir()) == before
+    finally:
+        if living:
+            process.kill()
+            process.communicate()
+    run.accelerator.load_state(path)
+    assert run.values() == {2.0}
+    assert not [one.name for one in path.iterdir() if one.name.startswith(".")]
