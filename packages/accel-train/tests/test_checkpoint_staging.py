@@ -10,6 +10,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from accel_state.testing import late_device
@@ -66,6 +68,26 @@ def test_a_copy_is_serialised_to_the_bytes_of_the_original(schedule):
     original["tied"][0].append(1)
     original["array"][:] = 0
     assert saved(copy) == expected
+
+
+dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool])
+states = st.lists(st.tuples(dtypes, st.lists(st.integers(0, 5), max_size=3), st.booleans()), max_size=6)
+
+
+@settings(deadline=None)
+@given(states, st.sampled_from(["late", "early"]), st.integers(1, 3))
+def test_any_state_is_serialised_as_it_was_while_training_goes_on(kinds, schedule, saves):
+    with late_device(schedule):
+        staging, state = HostStaging(), []
+        for dtype, shape, tied in kinds:
+            tensor = (10 * torch.rand(shape)).to(dtype)
+            state += [tensor, tensor.view(-1)[1:3]] if tied else [tensor]
+        for _ in range(saves):
+            expected = saved(state)
+            copy = staged(staging, state)
+            for tensor in state:
+                tensor.fill_(1)  # the next step
+            assert saved(copy) == expected
 
 
 def test_a_small_state_takes_few_bytes_on_disk_and_the_same_memory_every_time():

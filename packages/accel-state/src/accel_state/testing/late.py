@@ -32,7 +32,7 @@ class RaceError(AssertionError):
     """
 
     def __init__(self, races: Sequence[Race]) -> None:
-        super().__init__(f"{len(races)} unordered accesses:\n" + "\n".join(str(race) for race in races))
+        super().__init__(f"unordered accesses ({len(races)}):\n" + "\n".join(str(race) for race in races))
         self.races = tuple(races)
 
 
