@@ -66,7 +66,8 @@ def test_whole_models_are_offloaded(toy, tokens, tmp_path, offload):
         cpu_offload(toy, execution_device="cpu")
     else:
         disk_offload(toy, tmp_path, execution_device="cpu")
-    assert all(parameter.is_meta for parameter in toy.parameters())
+    offloaded = [name for name, parameter in toy.named_parameters() if parameter.is_meta]
+    assert offloaded == [name for name, _ in toy.named_parameters() if name != "gain"]  # above blocks: stays
     for _ in range(2):
         assert torch.equal(toy(tokens), expected)
 

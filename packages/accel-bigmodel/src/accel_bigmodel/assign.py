@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _SHOWN = 20
+_HOST_TYPES = ("cpu", "meta")
+UPLOAD_BATCH = 512 << 20
+"""Bytes that are uploaded at a time, in the types of the file."""
 
 How = Literal["map", "cast", "read", "pinned", "in place", "broadcast"]
 
@@ -148,8 +151,12 @@ def assign(
     """
     strategies: dict[str, int] = {}
     spilled = None
-    uploaded = _uploaded(source, steps)
+    uploaded: dict[str, Tensor] = {}
+    batches = _upload_batches(source, steps)
     for step in steps:
+        if step.name in batches:
+            names, device = batches[step.name]
+            uploaded.update(source.upload(names, device))
         strategies[step.how] = strategies.get(step.how, 0) + step.nbytes
         if step.device == "disk":
             _to_disk(source, step, assignment, index)
@@ -204,23 +211,32 @@ def _how(source: Source, device: Device | None, *, cast: bool) -> How:
         return "broadcast"
     if device == "disk":
         return "in place" if source.in_place else "read"
-    if device is not None and torch.device(device).type not in ("cpu", "meta"):
+    if device is not None and torch.device(device).type not in _HOST_TYPES:
         return "pinned"
     if device is None or not source.mapped:
         return "read"
     return "cast" if cast else "map"
 
 
-def _uploaded(source: Source, steps: Sequence[Step]) -> dict[str, Tensor]:
-    """Bring what goes to accelerators there together, device by device."""
-    found: dict[str, Tensor] = {}
-    by_device: dict[torch.device, list[str]] = {}
+def _upload_batches(source: Source, steps: Sequence[Step]) -> dict[str, tuple[list[str], torch.device]]:
+    """Say what is uploaded together: the first tensor of a batch to all its tensors, and their device.
+
+    A batch is bounded in the types of the file: it is on the device beside what it is cast to.
+    """
+    batches: dict[str, tuple[list[str], torch.device]] = {}
+    current: list[str] = []
+    size, device = 0, None
     for step in steps:
-        if step.how == "pinned" and step.device is not None:
-            by_device.setdefault(torch.device(step.device), []).append(step.name)
-    for device, names in by_device.items():
-        found.update(source.upload(names, device))
-    return found
+        if step.how != "pinned" or step.device is None:
+            continue
+        shape, stored = source.tensors[step.name]
+        nbytes = math.prod(shape) * stored.itemsize
+        if not current or step.device != device or size + nbytes > UPLOAD_BATCH:
+            current, size, device = [], 0, step.device
+            batches[step.name] = current, torch.device(step.device)
+        current.append(step.name)
+        size += nbytes
+    return batches
 
 
 def _put(model: nn.Module, step: Step, value: Tensor, assignment: Assignment) -> None:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_bigmodel.away import collect_weights, stream_weights
 from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
 from accel_bigmodel.device_map.flat import flatten_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
@@ -18,6 +17,8 @@ from accel_bigmodel.hooks.keep import keep_placement_of_replaced_modules
 from accel_bigmodel.hooks.layerwise import attach_layerwise_casting_hooks
 from accel_bigmodel.hooks.offload import CpuOffload, UserCpuOffloadHook, default_device
 from accel_bigmodel.offload import OffloadedWeightsLoader, offload_state_dict
+from accel_bigmodel.offload_collect import collect_weights
+from accel_bigmodel.offloaded_block import make_blocks
 from accel_bigmodel.placement import sites_of
 from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
@@ -121,20 +122,21 @@ def dispatch_model(
         offload_buffers=offload_buffers,
     )
     _require_values(model, device_map, known=weights)
-    served = None
-    if weights is not None:
-        served = stream_weights(model, device_map, offload, weights, main, memory_limit=memory_limit)
     _attach(
         model,
         execution,
         offload,
-        weights=served,
+        weights=weights,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
         tied_params_map=_tied_map(model, tied),
         force_hooks=force_hooks,
     )
+    if weights is not None:
+        entries = [name for name, is_offloaded in offload.items() if is_offloaded]
+        whole = frozenset(preload_module_classes or ())
+        make_blocks(model, entries, weights, main, whole=whole, memory_limit=memory_limit)
     _retie(model, tied, device_map)
     _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
@@ -150,7 +152,10 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights of a model on the CPU, and bring each layer's to a device for its forward.
+    """Keep the weights of a model on the CPU, and stream each block's to a device for its forward.
+
+    The next block is copied while the present one computes. Parameters of modules above blocks stay on the
+    device.
 
     Args:
         model: The model.
@@ -164,7 +169,9 @@ def cpu_offload(
     """
     device = _first_device(model) if execution_device is None else execution_device
     weights = {name: tensor.to("cpu") for name, tensor in (state_dict or model.state_dict()).items()}
-    return _offloaded(model, device, weights, offload_buffers, preload_module_classes)
+    loader = OffloadedWeightsLoader(state_dict=weights)
+    del weights
+    return _offloaded(model, device, loader, offload_buffers, preload_module_classes)
 
 
 def disk_offload(
@@ -174,7 +181,10 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Keep all weights of a model on the disk, and bring each layer's to a device for its forward.
+    """Keep the weights of a model on the disk, and stream each block's to a device for its forward.
+
+    The next block is read and copied while the present one computes. Parameters of modules above blocks stay
+    on the device.
 
     Args:
         model: The model.
@@ -221,11 +231,10 @@ def cpu_offload_with_hook(
 def _offloaded(
     model: nn.Module,
     device: Device,
-    weights: Mapping[str, Tensor],
+    weights: OffloadedWeightsLoader,
     offload_buffers: bool,
     preload: Sequence[str] | None,
 ) -> nn.Module:
-    tied = find_tied_parameters(model)
     add_hook_to_module(model, AlignDevicesHook(device, io_same_device=True, only=()), append=True)
     attach_align_device_hook(
         model,
@@ -234,8 +243,8 @@ def _offloaded(
         weights_map=weights,
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
-        tied_params_map={weights[name].data_ptr(): {} for group in tied for name in group if name in weights},
     )
+    make_blocks(model, [""], weights, torch.device(device), whole=frozenset(preload or ()))
     keep_placement_of_replaced_modules(model)
     return model
 

@@ -13,14 +13,18 @@ import torch
 
 from accel_bigmodel.offload_index import check_offload_index, read_offload_index, save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device, torch_dtype
+from accel_bigmodel.stored_tensor import StoredTensor, file_identity
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.stream import as_bytes
+from accel_ops.weights.tensors import id_tensor_storage
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from accel_bigmodel.offload_index import Index
+    from accel_bigmodel.stored_tensor import FileIdentity
+    from accel_ops.weights.safetensors_file import Entry
 
 SUFFIX = ".dat"
 
@@ -90,7 +94,7 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 
 
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
-    """Write a state dict as a folder of offloaded weights.
+    """Write a state dict as a folder of offloaded weights. Tied weights are one file with several names.
 
     Args:
         save_dir: The folder; made if absent.
@@ -105,8 +109,20 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     """
     Path(save_dir).mkdir(parents=True, exist_ok=True)
     index: Index = {}
+    written: dict[tuple[object, ...], str] = {}
     for name, tensor in state_dict.items():
-        offload_weight(tensor, name, save_dir, index)
+        key = (
+            *id_tensor_storage(tensor),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+        )
+        first = written.setdefault(key, name) if tensor.numel() else name
+        if first == name or not _link(Path(save_dir), first, name):
+            offload_weight(tensor, name, save_dir, index)
+        else:
+            index[name] = dict(index[first])
     save_offload_index(index, save_dir)
 
 
@@ -160,6 +176,9 @@ class PrefixedDataset(Mapping[str, Any]):
     def __getitem__(self, key: str) -> Any:
         return self.dataset[f"{self.prefix}{key}"]
 
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and f"{self.prefix}{key}" in self.dataset
+
     def __iter__(self) -> Iterator[str]:
         cut = len(self.prefix)
         return (key[cut:] for key in self.dataset if key.startswith(self.prefix))
@@ -203,6 +222,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         self.index = {} if index is None else index
         self.device = device
         self._files: dict[str, SafetensorsFile] = {}
+        self._identified: dict[str, FileIdentity] = {}
         self._mapped: dict[str, Tensor] = {}
 
     def __getitem__(self, key: str) -> Tensor:
@@ -213,6 +233,9 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         tensor = self._open(key, self.index[key])
         return tensor if self.device is None else tensor.to(self.device)
 
+    def __contains__(self, key: object) -> bool:
+        return key in self.state_dict or key in self.index  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter({**dict.fromkeys(self.state_dict), **dict.fromkeys(self.index)})
 
@@ -220,31 +243,80 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         return len({*self.state_dict, *self.index})
 
     def file_of(self, key: str) -> tuple[SafetensorsFile, str] | None:
-        """Say in which safetensors file a weight lies, and under what name; `None` if it lies elsewhere."""
+        """Return the safetensors file of a weight and its name there; `None` if it lies elsewhere."""
         entry = self.index.get(key, {})
         if key in self.state_dict or not entry.get("safetensors_file"):
             return None
         path = str(entry["safetensors_file"])
         if path not in self._files:
+            identity = file_identity(path)
             self._files[path] = SafetensorsFile(path)
+            self._identified[path] = identity
         return self._files[path], entry.get("weight_name", key)
 
+    def stored(self, key: str) -> StoredTensor:
+        """Describe where a weight's bytes are, without reading any.
+
+        Args:
+            key: The weight's name.
+        """
+        located = self.file_of(key)
+        if located is None:
+            tensor = self[key]
+            return StoredTensor(
+                shape=tuple(tensor.shape),
+                stored=tensor.dtype,
+                dtype=tensor.dtype,
+                memory=tensor,
+                file=None if key in self.state_dict else self._identified[key],
+            )
+        file, name = located
+        entry = _entry(file, name)
+        wanted = torch_dtype(self.index[key].get("dtype")) or entry.dtype
+        return StoredTensor(
+            shape=entry.shape,
+            stored=entry.dtype,
+            dtype=wanted,
+            memory=file.tensor(name),
+            file=self._identified[str(self.index[key]["safetensors_file"])],
+            begin=entry.begin,
+        )
+
     def _open(self, key: str, entry: Mapping[str, Any]) -> Tensor:
-        place = self.file_of(key)
-        if place is None:
+        located = self.file_of(key)
+        if located is None:
             if self.save_folder is None:
                 raise SettingsError(f"{key!r} is in a .dat file: say in which save_folder")
-            self._mapped[key] = load_offloaded_weight(_tensor_file(Path(self.save_folder), key), entry)
+            path = _tensor_file(Path(self.save_folder), key)
+            self._identified[key] = file_identity(path)
+            self._mapped[key] = load_offloaded_weight(path, entry)
             return self._mapped[key]
-        file, name = place
-        if name not in file.entries:
-            raise CheckpointError(f"{str(file.path)!r} has no tensor {name!r}, which the offload index names")
-        tensor = file.tensor(name)
+        file, name = located
         wanted = torch_dtype(entry.get("dtype"))
-        if wanted is not None and wanted != tensor.dtype:
-            return tensor.to(wanted)  # read anew each time, or memory would fill
-        self._mapped[key] = tensor
-        return tensor
+        if wanted not in (None, _entry(file, name).dtype):
+            return file.read(name).to(wanted)  # anew each time, or memory would fill
+        self._mapped[key] = file.tensor(name)
+        return self._mapped[key]
+
+
+def _entry(file: SafetensorsFile, name: str) -> Entry:
+    if name not in file.entries:
+        raise CheckpointError(f"{str(file.path)!r} has no tensor {name!r}, which the offload index names")
+    return file.entries[name]
+
+
+def _link(folder: Path, first: str, name: str) -> bool:
+    """Give a weight's file another name, where the file system can."""
+    target = _tensor_file(folder, name)
+    temporary = target.with_name(f"{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        temporary.hardlink_to(_tensor_file(folder, first))
+        temporary.replace(target)
+    except OSError:
+        return False
+    finally:
+        temporary.unlink(missing_ok=True)  # replacing a file by itself leaves both names
+    return True
 
 
 def _tensor_file(folder: Path, name: str) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from accel_bigmodel.filesystem import is_network
-from accel_bigmodel.upload import upload
+from accel_bigmodel.host_to_device import HostToDevice, upload
 from accel_ops.weights.names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -18,6 +18,7 @@ from accel_ops.weights.names import (
 from accel_ops.weights.read import find_checkpoint_files, load_state_dict
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_state.errors import MissingDependencyError
+from accel_state.streams import device_streams
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,14 +69,21 @@ class SafetensorsSource:
         self.file = SafetensorsFile(path)
         self.tensors = {name: (entry.shape, entry.dtype) for name, entry in self.file.entries.items()}
         self.mapped = not is_network(path)
+        self._pipelines: dict[torch.device, HostToDevice | None] = {}
 
     def get(self, name: str) -> Tensor:
         """Give one tensor: a view of the mapping, or of memory that it was read into."""
         return self.file.tensor(name) if self.mapped else self.file.read(name)
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Give tensors on an accelerator, through pinned buffers."""
-        return upload(self.file, names, device)
+        """Return tensors on an accelerator, through pinned buffers where it has streams."""
+        if device not in self._pipelines:
+            streams = device_streams(device)
+            self._pipelines[device] = None if streams is None else HostToDevice(streams)
+        pipeline = self._pipelines[device]
+        if pipeline is None:
+            return {name: self.file.read(name).to(device) for name in names}
+        return upload(self.file, names, pipeline)
 
 
 class BinSource:

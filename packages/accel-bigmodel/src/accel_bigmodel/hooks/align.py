@@ -1,4 +1,4 @@
-"""Bring a module's weights and inputs to one device for its forward, and take the weights away after it."""
+"""Run a module on one device: its weights are there, or are offloaded and come for the forward only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_bigmodel.hooks.base import ModelHook, SequentialHook, hook_of
-from accel_bigmodel.hooks.slot import Slot, slot_of
+from accel_bigmodel.hooks.slot import slot_of
 from accel_bigmodel.placement import as_parameter, set_module_tensor_to_device
 from accel_ops.move import send_to_device
 from accel_ops.tree import find_device
@@ -22,6 +22,9 @@ from accel_ops.weights.tensors import (
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping, MutableMapping
+
+    from accel_bigmodel.hooks.slot import Slot
+    from accel_bigmodel.offloaded_block import OffloadedBlock
 
     Device = int | str | torch.device
     TiedMap = MutableMapping[int, MutableMapping[torch.device, Tensor]]
@@ -69,14 +72,15 @@ class AlignDevicesHook(ModelHook):
         self.only = only
         self.input_device: torch.device | None = None
         self.original_devices: dict[str, torch.device] = {}
-        self._slots: list[Slot] = []
+        self.slots: list[Slot] = []
+        self.block: OffloadedBlock | None = None
 
     def __repr__(self) -> str:
         shown = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in shown)})"
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Place the weights, or take them away and remember where they were."""
+        """Move the weights to the execution device, or replace them by meta tensors when offloading."""
         tensors = {
             name: tensor
             for name, tensor in named_module_tensors(module, recurse=self.place_submodules)
@@ -90,12 +94,12 @@ class AlignDevicesHook(ModelHook):
         stay = non_persistent_buffers(module, recurse=self.place_submodules)
         buffers = {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
         stay = stay if self.offload_buffers else buffers | stay
-        away = {name: tensor for name, tensor in tensors.items() if name not in stay}
-        self.original_devices = {name: tensor.device for name, tensor in away.items()}
+        offloaded = {name: tensor for name, tensor in tensors.items() if name not in stay}
+        self.original_devices = {name: tensor.device for name, tensor in offloaded.items()}
         if self.weights_map is None:
-            self.weights_map = {name: tensor.data.to("cpu") for name, tensor in away.items()}
-        self._slots = [slot_of(tensor, module, name) for name, tensor in away.items()]
-        for slot in self._slots:
+            self.weights_map = {name: tensor.data.to("cpu") for name, tensor in offloaded.items()}
+        self.slots = [slot_of(tensor, module, name) for name, tensor in offloaded.items()]
+        for slot in self.slots:
             slot.leave()
         if self.execution_device is not None:
             for name in stay & tensors.keys():
@@ -109,31 +113,42 @@ class AlignDevicesHook(ModelHook):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Bring the weights and the inputs."""
+        """Move the inputs, and acquire the weights."""
         if self.io_same_device:
             self.input_device = find_device([args, kwargs])
-        if self.offload:
-            self._bring()
-        if self.execution_device is None:
-            return args, kwargs
-        return (
-            send_to_device(args, self.execution_device),
-            send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys),
-        )
+        if self.execution_device is not None:
+            args = send_to_device(args, self.execution_device)
+            kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
+        block = self._used_block()
+        if block is not None:
+            block.acquire()
+        elif self.offload:
+            self._load()
+        return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:  # noqa: ARG002 - the seam's signature
-        """Take the weights away, and bring the output to where the input was."""
-        if self.offload:
-            for slot in self._slots:
-                slot.leave()
+        """Release the weights, and move the output to where the input was."""
+        self._release()
         if self.io_same_device and self.input_device is not None:
             output = send_to_device(output, self.input_device, skip_keys=self.skip_keys)
         return output
 
+    def forward_failed(self, module: nn.Module) -> None:  # noqa: ARG002 - the seam's signature
+        """Release the weights."""
+        self._release()
+
+    def keep_resident(self) -> None:
+        """Leave the weights that the module holds now where they are."""
+        self.offload = False
+        self.slots = []
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Put offloaded weights back where they were."""
+        if self.block is not None:
+            self.block.discard(self)
+            self.block = None
         if self.offload and self.weights_map is not None:
-            for slot in self._slots:
+            for slot in self.slots:
                 device = self.original_devices[slot.name]
                 if device != _META:
                     slot.enter(self.weights_map[slot.name].to(device))
@@ -144,10 +159,32 @@ class AlignDevicesHook(ModelHook):
         if device is not None:
             set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)
 
-    def _bring(self) -> None:
+    def _used_block(self) -> OffloadedBlock | None:
+        """Return the block that gives the weights; none if they are asked for on another device."""
+        block = self.block
+        if block is None:
+            return None
+        if self.execution_device is not None and torch.device(self.execution_device) == block.device:
+            return block
+        if block.is_held:
+            raise RuntimeError(
+                f"the weights of block {block.name!r} are in use on {block.device}: they cannot be on "
+                f"{self.execution_device} too before its forward has ended"
+            )
+        return None
+
+    def _release(self) -> None:
+        block = self._used_block()
+        if block is not None:
+            block.release()
+        elif self.offload:
+            for slot in self.slots:
+                slot.leave()
+
+    def _load(self) -> None:
         device = torch.device("cpu" if self.execution_device is None else self.execution_device)
         weights, tied = self.weights_map or {}, self.tied_params_map
-        for slot in self._slots:
+        for slot in self.slots:
             value = weights[slot.name]
             if value.device != device:
                 shared = tied.get(value.data_ptr(), {}).get(device) if tied else None
@@ -156,7 +193,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a module's weights are away between forwards.
+    """Say whether a module's weights are offloaded between forwards.
 
     Args:
         module: The module itself; what is below it does not count.
@@ -213,9 +250,18 @@ def align_module_device(
 
 
 def align_hook_of(module: nn.Module) -> AlignDevicesHook | None:
-    """Find the hook that keeps a module's weights away, also in a chain of hooks."""
-    hook = hook_of(module)
-    for candidate in hook.hooks if isinstance(hook, SequentialHook) else (hook,):
-        if isinstance(candidate, AlignDevicesHook) and candidate.offload:
-            return candidate
-    return None
+    """Find the hook that offloads a module's weights, also in a chain of hooks."""
+    return next((hook for hook in align_hooks_of(module) if hook.offload), None)
+
+
+def align_hooks_of(module: nn.Module) -> list[AlignDevicesHook]:
+    """Find all placement hooks of a module, also in chains of chains."""
+    pending: list[ModelHook | None] = [hook_of(module)]
+    found: list[AlignDevicesHook] = []
+    while pending:
+        hook = pending.pop(0)
+        if isinstance(hook, SequentialHook):
+            pending[:0] = hook.hooks
+        elif isinstance(hook, AlignDevicesHook):
+            found.append(hook)
+    return found

@@ -35,6 +35,9 @@ class ModelHook:
         """Run after the forward, and return its output, possibly changed."""
         return output
 
+    def forward_failed(self, module: nn.Module) -> None:
+        """Undo what `pre_forward` did: the forward, or the `pre_forward` of a later hook, raised."""
+
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Undo what `init_hook` did when the hook is removed, and return the module."""
         return module
@@ -60,8 +63,13 @@ class SequentialHook(ModelHook):
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let each hook change the arguments in turn."""
-        for hook in self.hooks:
-            args, kwargs = hook.pre_forward(module, *args, **kwargs)
+        for index, hook in enumerate(self.hooks):
+            try:
+                args, kwargs = hook.pre_forward(module, *args, **kwargs)
+            except BaseException:
+                for before in self.hooks[:index]:
+                    before.forward_failed(module)
+                raise
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
@@ -69,6 +77,11 @@ class SequentialHook(ModelHook):
         for hook in self.hooks:
             output = hook.post_forward(module, output)
         return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Let each hook undo what it did before the forward."""
+        for hook in self.hooks:
+            hook.forward_failed(module)
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
         """Undo each hook."""
@@ -164,9 +177,13 @@ def _wrap(module: nn.Module, hook: ModelHook) -> None:
 def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     hook: ModelHook = module._hf_hook
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    if hook.no_grad:
-        with torch.no_grad():
+    try:
+        if hook.no_grad:
+            with torch.no_grad():
+                output = module._old_forward(*args, **kwargs)
+        else:
             output = module._old_forward(*args, **kwargs)
-    else:
-        output = module._old_forward(*args, **kwargs)
+    except BaseException:
+        hook.forward_failed(module)
+        raise
     return hook.post_forward(module, output)

@@ -1,8 +1,9 @@
-"""The place of one offloaded tensor in its module: empty between forwards."""
+"""One offloaded tensor in its module: on the meta device between forwards."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -47,23 +48,25 @@ class PlainSlot:
         self._table: dict[str, Any] = parameter_table(owner) if is_parameter else buffer_table(owner)
         empty = tensor.detach().to("meta")
         self._meta = tensor if tensor.is_meta else as_parameter(empty, tensor) if is_parameter else empty
-        self._last: Tensor | None = None
+        self._last: weakref.ref[Tensor] | None = None
         self._live: Tensor | None = None
 
     def enter(self, value: Tensor) -> None:
-        """Hold a value. The same value as last time costs nothing."""
-        if value is not self._last:
-            is_parameter = isinstance(self._meta, nn.Parameter)
-            self._live = as_parameter(value, self._meta) if is_parameter else value
-            # Only what is in main memory anyway is remembered.
-            self._last = value if value.device.type == "cpu" else None
+        """Hold a value. The parameter made of the same value last time is used again."""
+        if not isinstance(self._meta, nn.Parameter):
+            self._table[self._leaf] = value
+            return
+        if self._last is None or value is not self._last():
+            self._live = as_parameter(value, self._meta)
+            self._last = weakref.ref(value)
         self._table[self._leaf] = self._live
 
     def leave(self) -> None:
-        """Hold the meta tensor."""
+        """Hold the meta tensor. Only a value that somebody else keeps in main memory is remembered."""
         self._table[self._leaf] = self._meta
-        if self._last is None:
-            self._live = None
+        value = None if self._last is None else self._last()
+        if value is None or value.device.type != "cpu":
+            self._last = self._live = None
 
 
 @functools.singledispatch

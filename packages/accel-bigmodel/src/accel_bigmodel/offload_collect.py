@@ -1,4 +1,4 @@
-"""Which weights of a model are away, and where they come from."""
+"""Collect the offloaded weights of a model."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from accel_bigmodel.offload import (
     OffloadedWeightsLoader,
     extract_submodules_state_dict,
     offload_state_dict,
-    read_offload_index,
 )
-from accel_bigmodel.pinned import PinnedCarrier
+from accel_bigmodel.offload_index import read_offload_index
 from accel_bigmodel.placement import sites_of
-from accel_bigmodel.stream import MappedCarrier, StreamedWeights
 from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_state.errors import SettingsError
 
@@ -38,17 +36,17 @@ def collect_weights(
     offload_index: Mapping[str, Mapping[str, Any]] | None,
     offload_buffers: bool,
 ) -> OffloadedWeightsLoader | None:
-    """Collect the weights that are away, writing to the disk what is not there yet.
+    """Collect the offloaded weights, writing to the disk what is not there yet.
 
     Args:
         model: The model.
         device_map: Name to device.
-        offload: The same names to whether their weights are away between forwards.
+        offload: The same names to whether their weights are offloaded between forwards.
         tied: Groups of names of one tensor: a name that nobody has is served by another of its group.
         state_dict: Weights on the CPU; by default the model's.
         offload_dir: Where weights on the disk lie, or are written.
         offload_index: Name to where a weight on the disk lies.
-        offload_buffers: Whether buffers are away too.
+        offload_buffers: Whether buffers are offloaded too.
 
     Raises:
         SettingsError: Weights are to go to the disk, and there is no folder for them.
@@ -60,8 +58,9 @@ def collect_weights(
     own = _own_tensors(model, buffers=offload_buffers)
     given = extract_submodules_state_dict(own, on_cpu) if state_dict is None else state_dict
     held = {name: tensor for name, tensor in given.items() if not tensor.is_meta}
-    index: dict[str, Mapping[str, Any]] = _index_of(offload_dir)
+    index: dict[str, Mapping[str, Any]] = _read_index(offload_dir)
     index.update(offload_index or {})
+    _resolve_in_place(tied, on_disk, held, index)
     to_write = {
         name: tensor
         for name, tensor in extract_submodules_state_dict(own, on_disk).items()
@@ -74,40 +73,9 @@ def collect_weights(
         )
     if to_write and offload_dir is not None:
         offload_state_dict(offload_dir, to_write)
-        index = {**_index_of(offload_dir), **index}
-    _serve_tied(tied, own, held, index)
+        index = {**_read_index(offload_dir), **index}
+    _resolve_tied(tied, own, held, index)
     return OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)
-
-
-def stream_weights(
-    model: nn.Module,
-    device_map: Mapping[str, Device],
-    offload: Mapping[str, bool],
-    weights: OffloadedWeightsLoader,
-    main: torch.device,
-    *,
-    memory_limit: int | None,
-) -> Mapping[str, Tensor]:
-    """Group weights by block, so that the next block comes while the present one computes.
-
-    Args:
-        model: The model.
-        device_map: Name to device; an entry that is offloaded is a block.
-        offload: The same names to whether their weights are away.
-        weights: Where they are.
-        main: Where they run.
-        memory_limit: Bytes of mapped weights that may be in memory.
-    """
-    blocks: dict[str, list[str]] = {}
-    for name in sites_of(model):
-        block = _entry_of(name, device_map)
-        if offload[block] and name in weights:
-            blocks.setdefault(block, []).append(name)
-    if main.type == "cpu":
-        return StreamedWeights(weights, blocks, MappedCarrier(weights, blocks, memory_limit))
-    carrier = PinnedCarrier(weights, blocks, main, resident=list(weights.state_dict))
-    weights.state_dict = {**weights.state_dict, **carrier.pinned_views()}
-    return StreamedWeights(weights, blocks, carrier)
 
 
 def _own_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
@@ -119,32 +87,42 @@ def _own_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     }
 
 
-def _index_of(folder: str | os.PathLike[str] | None) -> dict[str, Mapping[str, Any]]:
+def _read_index(folder: str | os.PathLike[str] | None) -> dict[str, Mapping[str, Any]]:
     if folder is None or not (Path(folder) / OFFLOAD_INDEX_NAME).is_file():
         return {}
     return dict(read_offload_index(folder))
 
 
-def _serve_tied(
+def _resolve_in_place(
+    tied: Sequence[Sequence[str]],
+    on_disk: Sequence[str],
+    held: Mapping[str, Tensor],
+    index: dict[str, Mapping[str, Any]],
+) -> None:
+    """Read a tied weight that goes to the disk where the checkpoint has it under another name."""
+    prefixes = tuple(f"{name}." if name else "" for name in on_disk)
+    for group in tied:
+        source = next((name for name in group if index.get(name, {}).get("safetensors_file")), None)
+        for name in group:
+            goes_there = name in on_disk or name.startswith(prefixes)
+            if goes_there and source is not None and name not in held and name not in index:
+                index[name] = {"weight_name": source, **index[source]}
+
+
+def _resolve_tied(
     tied: Sequence[Sequence[str]],
     own: Mapping[str, Tensor],
     held: dict[str, Tensor],
     index: dict[str, Mapping[str, Any]],
 ) -> None:
     for group in tied:
-        homeless = [name for name in group if name not in held and name not in index]
+        unresolved = [name for name in group if name not in held and name not in index]
         source = next((name for name in group if name in held or name in index), None)
         real = next((own[name] for name in group if name in own and not own[name].is_meta), None)
-        for name in homeless:
+        for name in unresolved:
             if real is not None:
                 held[name] = real
             elif source in held:
                 held[name] = held[source]
             elif source is not None and index[source].get("safetensors_file"):
                 index[name] = {"weight_name": source, **index[source]}
-
-
-def _entry_of(name: str, device_map: Mapping[str, Device]) -> str:
-    while name not in device_map:
-        name = name.rpartition(".")[0]
-    return name

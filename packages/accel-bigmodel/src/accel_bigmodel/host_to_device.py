@@ -1,0 +1,135 @@
+"""One pipeline from host memory or files to a device: readers fill a ring of pinned buffers, a stream copies.
+
+Loading and streaming both use it. Files are read with large plain reads, never through a mapping: a copy from
+a mapping is several times slower (https://github.com/huggingface/safetensors/pull/729).
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from accel_ops.weights.safetensors_file import SafetensorsFile
+    from accel_state.streams import DeviceStreams, Event
+
+SLOT_BYTES = 32 << 20
+SLOTS = 4
+"""Large enough for full bandwidth on both sides, small enough that pinning them is quick."""
+
+
+class ByteSource(Protocol):
+    """Bytes on the host or in a file."""
+
+    def read_into(self, target: Tensor, begin: int) -> None:
+        """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on. Called from any thread."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """Bytes, and where they go.
+
+    Attributes:
+        source: Where the bytes are.
+        begin: The first of them in the source.
+        target: Flat uint8, on the device.
+    """
+
+    source: ByteSource
+    begin: int
+    target: Tensor
+
+
+class HostToDevice:
+    """Copies spans to a device, in the order of one copy stream.
+
+    Args:
+        streams: The device's streams.
+        slot_bytes: Size of a staging buffer.
+        slots: How many of them, and of readers.
+    """
+
+    def __init__(self, streams: DeviceStreams, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
+        self.streams = streams
+        self.stream = streams.new_stream()
+        self._slot_bytes = slot_bytes
+        self._count = slots
+        self._ring: list[tuple[Tensor, Event]] = []
+        self._readers = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="accel-read")
+
+    def copy(self, spans: Sequence[Span]) -> None:
+        """Issue the copies of spans. Returns when all are issued; they are done when the stream is.
+
+        One call at a time.
+
+        Args:
+            spans: What to copy.
+
+        Raises:
+            CheckpointError: A file ends too early. Copies of other spans may have been issued.
+        """
+        staged = [part for span in spans for part in self._split(span)]
+        needed = min(self._count, len(staged))
+        while len(self._ring) < needed:
+            self._ring.append((self.streams.pinned(self._slot_bytes), self.streams.new_event()))
+        list(self._readers.map(self._stage, range(needed), [staged[i::needed] for i in range(needed)]))
+
+    def copy_pinned(self, source: Tensor, target: Tensor) -> None:
+        """Issue the copy of pinned memory.
+
+        Args:
+            source: Flat uint8, pinned.
+            target: Flat uint8, of the same size, on the device.
+        """
+        with self.streams.on(self.stream):
+            self.streams.copy_(target, source)
+
+    def _split(self, span: Span) -> list[Span]:
+        step = self._slot_bytes
+        return [
+            Span(source=span.source, begin=span.begin + start, target=span.target[start : start + step])
+            for start in range(0, span.target.numel(), step)
+        ]
+
+    def _stage(self, slot: int, spans: Sequence[Span]) -> None:
+        buffer, copied = self._ring[slot]
+        for span in spans:
+            host = buffer[: span.target.numel()]
+            copied.synchronize()
+            span.source.read_into(host, span.begin)
+            with self.streams.on(self.stream):
+                self.streams.copy_(span.target, host)
+            copied.record(self.stream)
+
+
+def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) -> dict[str, Tensor]:
+    """Copy tensors of a file to a device. The current stream may use them at once.
+
+    Args:
+        file: The file.
+        names: Which of its tensors.
+        pipeline: The way to the device.
+    """
+    streams = pipeline.streams
+    found: dict[str, Tensor] = {}
+    spans: list[Span] = []
+    for name in sorted(names, key=lambda name: file.entries[name].begin):
+        entry = file.entries[name]
+        flat = streams.empty(max(entry.nbytes, entry.dtype.itemsize))[: entry.nbytes]
+        found[name] = flat.view(entry.dtype).view(entry.shape)
+        if entry.nbytes:
+            spans.append(Span(source=file, begin=entry.begin, target=flat))
+    # The memory belongs to the current stream, whose earlier work may still use it.
+    pipeline.stream.wait_stream(streams.current_stream())
+    try:
+        pipeline.copy(spans)
+    finally:
+        # Also after an error: the memory goes back to the current stream's pool while copies run.
+        streams.current_stream().wait_stream(pipeline.stream)
+    return found

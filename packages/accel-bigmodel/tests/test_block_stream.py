@@ -1,0 +1,519 @@
+"""Offloaded blocks on a device that copies late; and on a real one where there is one.
+
+What the late device gives is compared with the plain model's forward, and it raises for unordered accesses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import nn
+
+from accel_bigmodel import (
+    AlignDevicesHook,
+    OffloadedWeightsLoader,
+    align_module_device,
+    cpu_offload,
+    disk_offload,
+    dispatch_model,
+    init_empty_weights,
+    load_checkpoint_and_dispatch,
+    remove_hook_from_module,
+    remove_hook_from_submodules,
+)
+from accel_bigmodel.block_stream import StreamedBlocks
+from accel_bigmodel.host_to_device import HostToDevice, upload
+from accel_bigmodel.sources import SafetensorsSource
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_ops.weights.write import save_state_dict
+from accel_state.errors import CheckpointError
+from accel_state.testing import late_device
+
+CPU = torch.device("cpu")
+both = pytest.mark.parametrize("schedule", ["late", "early"])
+
+
+class Node(nn.Module):
+    """Uses its children, then its own parameters: after whatever its children brought."""
+
+    def __init__(self, width, parameters, children, listed):
+        super().__init__()
+        for index in range(parameters):
+            self.register_parameter(f"p{index}", nn.Parameter(torch.randn(width)))
+        self.parts = nn.ModuleList(children) if listed else None
+        if not listed:
+            for index, child in enumerate(children):
+                self.add_module(f"c{index}", child)
+
+    def forward(self, x):
+        for child in self.children():
+            for part in child if isinstance(child, nn.ModuleList) else [child]:
+                x = part(x)
+        for parameter in self._parameters.values():
+            x = torch.tanh(x * parameter + parameter)
+        return x
+
+
+@st.composite
+def models(draw, depth=3):
+    """Random nestings of blocks, bare parameters above blocks, tied weights within and across blocks."""
+
+    def build(level):
+        children = draw(st.integers(0, 3)) if level else 0
+        parameters = draw(st.integers(0 if children else 1, 2))
+        return Node(
+            3, parameters, [build(level - 1) for _ in range(children)], bool(children) and draw(st.booleans())
+        )
+
+    model = build(depth)
+    owners = [(part, leaf) for part in model.modules() for leaf in part._parameters]
+    for _ in range(draw(st.integers(0, 3)) if owners else 0):
+        (a, x), (b, y) = draw(st.sampled_from(owners)), draw(st.sampled_from(owners))
+        b._parameters[y] = a._parameters[x]
+    return model.eval()
+
+
+def forwards(model, inputs):
+    with torch.no_grad():
+        return [model(x) for x in inputs]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    models(),
+    st.sampled_from(["late", "early"]),
+    st.sampled_from(["cpu", "disk", "in place", "cast", "map"]),
+    st.data(),
+)
+def test_a_streamed_model_gives_what_the_plain_one_gives(tmp_path_factory, model, schedule, kind, data):
+    folder = tmp_path_factory.mktemp("model")
+    inputs = [torch.randn(2, 3) for _ in range(3)]
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    if kind == "cast":
+        model = model.bfloat16().float()
+    expected = forwards(model, inputs)
+    with late_device(schedule):
+        if kind == "cpu" and names:
+            cpu_offload(model, "cpu")
+        elif kind == "disk" and names:
+            disk_offload(model, folder, "cpu")
+        elif kind == "map":
+            plan = {"": "cpu", **{name: "disk" for name in names if data.draw(st.booleans())}}
+            dispatch_model(model, plan, offload_dir=folder)
+        elif names:
+            state = {name: tensor.clone() for name, tensor in model.state_dict(keep_vars=True).items()}
+            stored = torch.bfloat16 if kind == "cast" else torch.float32
+            save_file(
+                {name: t.detach().to(stored) for name, t in state.items()}, folder / "model.safetensors"
+            )
+            load_checkpoint_and_dispatch(model, folder, device_map={"": "disk"})
+        for x, wanted in zip(inputs, expected, strict=True):
+            assert torch.equal(forwards(model, [x])[0], wanted)
+
+
+class Scaled(nn.Module):
+    """Uses its own parameter after all of its blocks, like the logit scale of two towers."""
+
+    def __init__(self, blocks=4, width=3):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((width,), 3.0))
+        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x * self.scale
+
+
+@both
+@pytest.mark.parametrize("blocks", [2, 3, 4, 5])
+def test_a_parameter_above_blocks_is_right_after_them(tmp_path, schedule, blocks):
+    model, x = Scaled(blocks).eval(), torch.randn(2, 3)
+    expected = model(x)
+    with late_device(schedule):
+        dispatch_model(model, {"": "disk"}, offload_dir=tmp_path)
+        assert not model.scale.is_meta
+        assert model.blocks[0].weight.is_meta
+        for _ in range(4):
+            assert torch.equal(model(x), expected)
+
+
+@both
+def test_two_blocks_are_on_the_device_whatever_their_number(tmp_path, schedule):
+    model, x = Scaled(8).eval(), torch.randn(2, 3)
+    with late_device(schedule) as device, torch.no_grad():
+        seen = set()
+        original = device.empty
+
+        def empty(nbytes):
+            tensor = original(nbytes)
+            seen.add(tensor.data_ptr())
+            return tensor
+
+        device.empty = empty
+        cpu_offload(model, "cpu")
+        for _ in range(3):
+            model(x)
+        assert len(seen) == 2
+
+
+@both
+def test_gradients_are_those_of_the_plain_model(schedule):
+    model, x = Scaled().eval(), torch.randn(2, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    with late_device(schedule):
+        cpu_offload(model, "cpu")
+        (found,) = torch.autograd.grad(model(x).square().sum(), x)
+        assert torch.allclose(found, expected)
+
+
+class Giving(nn.Module):
+    """Its output is its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.latents = nn.Parameter(torch.randn(2, 3))
+
+    def forward(self):
+        return self.latents.expand(2, 3)
+
+
+@both
+def test_a_weight_that_is_an_output_outlives_its_block(schedule):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.giving, self.blocks = Giving(), nn.ModuleList([nn.Linear(3, 3) for _ in range(5)])
+
+        def forward(self, x):
+            latents = self.giving()
+            for block in self.blocks:
+                x = block(x)
+            return x + latents
+
+    model, x = Model().eval(), torch.randn(2, 3)
+    expected = model(x)
+    with late_device(schedule), torch.no_grad():
+        cpu_offload(model, "cpu")
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(700, 4)
+        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.head = nn.Linear(4, 700, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "disk", "in place"])
+def test_a_tied_weight_is_copied_once_per_token(tmp_path, kind):
+    model, tokens = Tied().eval(), torch.tensor([1, 2])
+    expected = model(tokens)
+    with late_device("early") as device, torch.no_grad():
+        if kind == "cpu":
+            cpu_offload(model, "cpu")
+        elif kind == "disk":
+            disk_offload(model, tmp_path, "cpu")
+        else:
+            save_state_dict(model.state_dict(), tmp_path)
+            load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "disk"})
+        copied = []
+        original = device.copy_
+
+        def copy_(target, source):
+            copied.append(target.numel())
+            original(target, source)
+
+        device.copy_ = copy_
+        assert torch.equal(model(tokens), expected)
+        copied.clear()
+        for _ in range(4):
+            assert torch.equal(model(tokens), expected)
+    assert len([size for size in copied if size >= 700 * 4 * 4]) == 4
+
+
+@both
+def test_several_threads_may_run_one_model(schedule):
+    model = Scaled(5).eval()
+    inputs = [torch.randn(2, 3) for _ in range(4)]
+    expected = forwards(model, inputs)
+    found = {}
+    with late_device(schedule) as device:
+        cpu_offload(model, "cpu")
+
+        def run(index):
+            with torch.no_grad(), device.watch(), device.on(device.new_stream()):
+                for _ in range(5):
+                    output = model(inputs[index])
+                device.current_stream().synchronize()
+                found[index] = output
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for index, wanted in enumerate(expected):
+            assert torch.equal(found[index], wanted)
+
+
+@both
+def test_a_block_that_two_streams_use_is_cast_for_both(tmp_path, schedule):
+    layer = nn.Linear(3, 3).half().float()
+    save_file({name: t.half() for name, t in layer.state_dict().items()}, tmp_path / "m.safetensors")
+    index = {
+        name: {"safetensors_file": str(tmp_path / "m.safetensors"), "dtype": "float32"}
+        for name in ("weight", "bias")
+    }
+    weights = OffloadedWeightsLoader(index=index)
+    with late_device(schedule) as device:
+        blocks = StreamedBlocks(weights, {"a": ["weight", "bias"]}, device)
+        first = blocks.acquire("a")
+        with device.on(device.new_stream()):
+            second = blocks.acquire("a")
+            assert torch.equal(second["weight"] + 0, layer.weight)
+            blocks.release("a")
+            del second
+        assert torch.equal(first["weight"] + 0, layer.weight)
+        blocks.release("a")
+        del first
+
+
+@both
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_a_model_may_be_deleted_in_mid_prefetch(tmp_path, schedule, kind):
+    model, x = Scaled(5).eval(), torch.randn(2, 3)
+    with late_device(schedule) as device:
+        if kind == "cpu":
+            cpu_offload(model, "cpu")
+        else:
+            disk_offload(model, tmp_path, "cpu")
+        model(x)  # the first block is on its way again
+        gone = weakref.ref(model.blocks[0])
+        del model
+        gc.collect()
+        assert gone() is None
+        for _ in range(3):  # somebody else gets the memory
+            other = device.empty(1 << 6).fill_(7)
+            assert bool((other == 7).all())
+            del other
+
+
+@both
+def test_a_forward_that_fails_releases_its_blocks(schedule):
+    model, x = Scaled().eval(), torch.randn(2, 3)
+    expected = model(x)
+    with late_device(schedule):
+        cpu_offload(model, "cpu")
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 4))
+        assert all(block.weight.is_meta for block in model.blocks)
+        assert torch.equal(model(x), expected)
+
+
+def test_a_module_that_uses_the_weights_of_its_children_just_works(tmp_path):
+    layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]
+    model, x = nn.Sequential(*layers).eval(), torch.randn(1, 4, 8)
+    plan = {"0": "cpu", "1": "disk", "2": "disk"}
+    with torch.inference_mode():
+        expected = model(x)
+        dispatch_model(model, plan, offload_dir=tmp_path)
+        for _ in range(2):
+            assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+def test_shapes_are_learnt_without_reading(tmp_path):
+    model = Scaled(3).half()
+    save_state_dict(model.state_dict(), tmp_path)
+    with init_empty_weights():
+        empty = Scaled(3)
+    before = SafetensorsFile.read
+    reads = []
+    SafetensorsFile.read = lambda self, name: (reads.append(name), before(self, name))[1]
+    try:
+        with late_device():
+            load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "disk"}, dtype=torch.float32)
+    finally:
+        SafetensorsFile.read = before
+    assert reads == ["scale"]  # what stays on the device
+
+
+@both
+def test_a_file_that_was_replaced_is_still_read(tmp_path, schedule):
+    model, x = Scaled().eval(), torch.randn(2, 3)
+    save_state_dict(model.state_dict(), tmp_path)
+    expected = model(x)
+    with late_device(schedule):
+        load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "disk"})
+        assert torch.equal(model(x), expected)
+        save_state_dict({"z": torch.zeros(100)}, tmp_path)
+        assert torch.equal(model(x), expected)
+
+
+@both
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_file_is_uploaded_through_a_ring_of_pinned_buffers(tmp_path, schedule, slots):
+    tensors = {
+        "big": torch.arange(1000, dtype=torch.int32),
+        "half": torch.randn(3, 5).bfloat16(),
+        "one": torch.tensor(4.0),
+        "none": torch.empty(0, 3),
+    }
+    save_file(tensors, tmp_path / "m.safetensors")
+    file = SafetensorsFile(tmp_path / "m.safetensors")
+    with late_device(schedule) as device:
+        pipeline = HostToDevice(device, slot_bytes=256, slots=slots)
+        for _ in range(2):
+            used = device.empty(4096).fill_(1)  # memory that is freed while it is used
+            del used
+            found = upload(file, list(tensors), pipeline)
+            for name, tensor in tensors.items():
+                assert found[name].dtype == tensor.dtype
+                assert torch.equal(found[name] + 0, tensor)
+            del found
+
+
+@both
+def test_an_upload_that_fails_leaves_no_copy_behind(tmp_path, schedule):
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.ones(500), "b": torch.ones(500)}, path)
+    file = SafetensorsFile(path)
+    path.write_bytes(path.read_bytes()[:-300])
+    with late_device(schedule) as device:
+        pipeline = HostToDevice(device, slot_bytes=512, slots=1)
+        with pytest.raises(CheckpointError, match="ends at byte"):
+            upload(file, ["a", "b"], pipeline)
+        gc.collect()
+        other = device.empty(2000).fill_(7)
+        device.synchronize()
+        assert bool((other == 7).all())
+
+
+def test_uploads_are_bounded_in_the_types_of_the_file(tmp_path, monkeypatch):
+    tensors = {f"p{i}": torch.randn(256) for i in range(8)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    monkeypatch.setattr("accel_bigmodel.assign.UPLOAD_BATCH", 2048)
+    monkeypatch.setattr("accel_bigmodel.assign._HOST_TYPES", ("meta",))
+    batches = []
+    original = SafetensorsSource.upload
+
+    def recorded(self, names, device):
+        batches.append(list(names))
+        return original(self, names, device)
+
+    monkeypatch.setattr(SafetensorsSource, "upload", recorded)
+    with init_empty_weights():
+        model = Node(256, 8, [], listed=False)
+    with late_device():
+        model = load_checkpoint_and_dispatch(model, tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
+        for name, tensor in tensors.items():
+            assert torch.equal(model.get_parameter(name) + 0, tensor.bfloat16())
+    assert [len(names) for names in batches] == [2, 2, 2, 2]
+
+
+@both
+def test_pinned_memory_stays_within_its_budget(monkeypatch, schedule):
+    model, x = Scaled(6, width=32).eval(), torch.randn(2, 32)  # blocks of 4608 bytes
+    expected = model(x)
+    monkeypatch.setattr("accel_bigmodel.block_stream.available_host_memory", lambda: 40_000)
+    monkeypatch.setattr("accel_bigmodel.block_stream._PINNED_CHUNK", 1)
+    with late_device(schedule) as device, torch.no_grad():
+        pinned = []
+        original = device.pinned
+        device.pinned = lambda nbytes: (pinned.append(nbytes), original(nbytes))[1]
+        cpu_offload(model, "cpu")
+        assert pinned == [8192, 8192]  # powers of two, as torch takes them, within half of what is there
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_weights_that_a_hook_was_given_are_used(late):
+    model, x = Scaled().eval(), torch.randn(2, 3)
+    with late_device() if late else contextlib.nullcontext(), torch.no_grad():
+        cpu_offload(model, "cpu")
+        layer = model.blocks[1]
+        hook = layer._hf_hook
+        assert isinstance(hook, AlignDevicesHook)
+        assert torch.equal(hook.weights_map["weight"], hook.weights_map.dataset["blocks.1.weight"])
+        hook.pre_forward(layer)  # as merging an adapter does
+        merged = {name: tensor.detach() + 1 for name, tensor in layer.named_parameters()}
+        hook.weights_map = merged
+        hook.post_forward(layer, torch.tensor([]))
+        assert layer.weight.is_meta
+        plain = nn.Sequential(*[nn.Linear(3, 3) for _ in model.blocks])
+        for index, target in enumerate(plain):
+            source = merged if index == 1 else model.blocks[index]._hf_hook.weights_map
+            target.load_state_dict({name: source[name] + 0 for name in ("weight", "bias")})
+        assert torch.allclose(model(x), plain(x) * 3)
+
+
+@both
+def test_a_hook_that_is_removed_takes_its_weights_along(schedule):
+    model, x = Scaled().eval(), torch.randn(2, 3)
+    expected = model(x)
+    with late_device(schedule), torch.no_grad():
+        cpu_offload(model, "cpu")
+        remove_hook_from_module(model.blocks[2])
+        assert not model.blocks[2].weight.is_meta
+        assert torch.equal(model(x), expected)
+        remove_hook_from_submodules(model)
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        assert torch.equal(model(x), expected)
+
+
+def test_a_block_in_use_is_not_moved_to_another_device():
+    model = Scaled().eval()
+    cpu_offload(model, "cpu")
+    layer = model.blocks[0]
+    with align_module_device(layer, torch.device("meta")):
+        assert layer.weight.is_meta
+    with align_module_device(layer):
+        assert not layer.weight.is_meta
+        layer._hf_hook.execution_device = torch.device("meta")
+        with pytest.raises(RuntimeError, match=r"'blocks\.0' are in use on cpu: they cannot be on meta too"):
+            layer._hf_hook.pre_forward(layer)
+        layer._hf_hook.execution_device = torch.device("cpu")
+    assert layer.weight.is_meta
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", ["cpu", "disk", 0])
+def test_a_model_runs_on_an_accelerator_wherever_its_blocks_are(toy, toy_class, tokens, tmp_path, place):
+    device = torch.device(torch.accelerator.current_accelerator().type, 0)
+    save_state_dict(toy.state_dict(), tmp_path, max_shard_size=900)
+    with init_empty_weights():
+        model = toy_class().eval()
+    plan = {"embed": 0, "gain": 0, "blocks.0": place, "blocks.1": place, "blocks.2": place, "head": 0}
+    model = load_checkpoint_and_dispatch(model, tmp_path, device_map=plan)
+    expected = toy.to(device)(tokens.to(device)).cpu()
+    for _ in range(3):
+        found = model(tokens)
+        assert found.device.type == "cpu"  # where the input was
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.gpu
+def test_a_real_model_is_offloaded_to_the_cpu(toy, tokens):
+    expected = toy(tokens)
+    plan = {"embed": 0, "gain": 0, "blocks": "cpu", "head": 0}
+    model = dispatch_model(toy, plan)
+    for _ in range(3):
+        assert torch.allclose(model(tokens), expected, atol=1e-5)
