@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from accel_bigmodel.offload_index import Index
     from accel_bigmodel.stored_tensor import FileIdentity
-    from accel_ops.weights.safetensors_file import Entry
+    from accel_ops.weights.safetensors_header import Entry
 
 SUFFIX = ".dat"
 
