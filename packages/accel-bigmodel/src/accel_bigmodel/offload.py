@@ -294,7 +294,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         file, name = located
         wanted = torch_dtype(entry.get("dtype"))
         if wanted not in (None, _entry(file, name).dtype):
-            return file.read(name).to(wanted)  # anew each time, or memory would fill
+            return self.stored(key).load()  # anew each time, or memory would fill
         self._mapped[key] = file.tensor(name)
         return self._mapped[key]
 

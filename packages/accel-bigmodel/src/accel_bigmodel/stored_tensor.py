@@ -80,6 +80,17 @@ class StoredTensor:
         where = (memory.device, memory.data_ptr())
         return (*where, self.shape, memory.stride(), self.stored, self.dtype)
 
+    def load(self) -> Tensor:
+        """Read it into memory of its own, in the type that it is used in.
+
+        Raises:
+            CheckpointError: The file ends inside the tensor.
+        """
+        tensor = torch.empty(self.shape, dtype=self.stored)
+        if self.nbytes:
+            self.read_into(tensor.view(-1).view(torch.uint8), 0)
+        return tensor.to(self.dtype)
+
     def read_into(self, target: Tensor, begin: int) -> None:
         """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on.
 
