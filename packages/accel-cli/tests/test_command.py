@@ -144,7 +144,7 @@ def test_the_default_config_file_is_used_and_a_named_one_takes_its_place(became,
     [
         ("a.yaml", "a: [", ["a.yaml", "yaml"]),
         ("a.json", "{", ["a.json", "json"]),
-        ("a.yaml", "- 1", ["a.yaml", "[1]", "table"]),
+        ("a.yaml", "- 1", ["a.yaml", "list", "table"]),
         ("a.yaml", "num_proceses: 1", ["num_proceses", "a.yaml", "num_processes"]),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -145,6 +146,22 @@ def test_an_index_cannot_run_anything(tmp_path: Path):
         (tmp_path / INDEX_NAME).write_bytes(damaged)
         with pytest.raises(CheckpointError, match="is no index of a sharded state"):
             read_index(tmp_path)
+
+
+@pytest.mark.parametrize("payload", ["code", "nothing", "noise"])
+def test_a_shard_cannot_run_anything(tmp_path: Path, payload: str):
+    save(tmp_path / "one", 1, lambda mesh: {"weight": torch.ones(2)})
+    content = io.BytesIO()
+    torch.save(Trap(tmp_path / "ran"), content)
+    data = {"code": content.getvalue(), "nothing": b"", "noise": b"x" * 100}[payload]
+    index = read_index(tmp_path / "one")
+    for place in index.storage_data.values():
+        place.offset, place.length = 0, len(data)
+    (tmp_path / "one" / INDEX_NAME).write_bytes(pickle.dumps(index))
+    (tmp_path / "one" / shard_file(0)).write_bytes(data)
+    with pytest.raises(CheckpointError, match="one' cannot be read"):
+        read_into(tmp_path / "one", {"weight": torch.zeros(2)})
+    assert not (tmp_path / "ran").exists()
 
 
 @pytest.mark.parametrize("elsewhere", ["/etc/passwd", "../other/__0_0.distcp"])

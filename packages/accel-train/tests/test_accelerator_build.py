@@ -62,6 +62,9 @@ def test_an_engine_that_the_environment_asks_for_is_refused(monkeypatch, name):
     monkeypatch.setenv(name, "true")
     with pytest.raises(UnsupportedError, match=f"{name}='true'"):
         Accelerator(cpu=True)
+    monkeypatch.setenv(name, "garbage")
+    with pytest.raises(SettingsError, match=f"environment variable {name}: invalid truth value 'garbage'"):
+        Accelerator(cpu=True)
     monkeypatch.setenv(name, "false")
     Accelerator(cpu=True)
 

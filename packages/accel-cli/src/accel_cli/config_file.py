@@ -1,4 +1,4 @@
-"""Read a config file, YAML or JSON."""
+"""Read a config file, YAML or JSON, whoever wrote it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_state.errors import SettingsError
+from accel_state.regular_file import parse_json, read_regular
 from accel_state.settings import Given, default_config_file, given_by_file
 from accel_state.settings.older import translate
 
@@ -69,43 +70,65 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Format:
-    """How files with some suffix are read: a module, its function, and the error of malformed text."""
+CONFIG_LIMIT = 200_000
+"""Bytes of a config file; parsing YAML takes a second per 100 kB."""
 
-    module: str
-    function: str
-    error: str
-
-
-_YAML = Format(module="yaml", function="safe_load", error="YAMLError")
-FORMATS: Mapping[str, Format] = {
-    ".json": Format(module="json", function="loads", error="JSONDecodeError"),
-    ".yaml": _YAML,
-    ".yml": _YAML,
-}
-"""By suffix; other files are read as YAML. The parser is imported when there is a file."""
+_MAX_NODES = 100_000
+"""Values of a config file, those behind YAML's aliases counted each time."""
 
 
 def read(path: Path) -> dict[str, object]:
-    """Read the top-level table of a file.
+    """Read the top-level table of a file: JSON by its suffix, else YAML.
 
     Raises:
-        SettingsError: There is no such file, or it holds something else.
+        SettingsError: There is no such file, or it holds something else. What it holds is not shown: it may
+            be a file that was never meant as a configuration.
     """
-    form = FORMATS.get(path.suffix, _YAML)
-    parser = import_module(form.module)
     try:
-        content: object = getattr(parser, form.function)(path.read_text(encoding="utf-8"))
+        text = read_regular(path, limit=CONFIG_LIMIT, error=SettingsError)
     except OSError as error:
         raise SettingsError(f"config file {str(path)!r} cannot be read: {error.strerror}.") from None
-    except (getattr(parser, form.error), ValueError, RecursionError) as error:
-        raise SettingsError(f"config file {str(path)!r} cannot be read as {form.module}: {error}") from None
+    if path.suffix == ".json":
+        content = parse_json(text, path, what="config file in JSON", error=SettingsError)
+    else:
+        content = _read_yaml(text, path)
     if content is None:
         return {}
     if not isinstance(content, dict):
         raise SettingsError(
-            f"config file {str(path)!r} holds {content!r}: expected a table of settings, such as "
-            "`num_processes: 2`."
+            f"config file {str(path)!r} holds one {type(content).__name__}: expected a table of settings, "
+            "such as `num_processes: 2`."
         )
     return {str(key): value for key, value in cast("dict[object, object]", content).items()}
+
+
+def _read_yaml(text: bytes, path: Path) -> object:
+    yaml = import_module("yaml")  # when there is a file
+    try:
+        loader = yaml.SafeLoader(text.decode())
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _count_nodes(node, {}) > _MAX_NODES:
+            raise ValueError(f"its aliases make it more than {_MAX_NODES} values")
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        line = f" in line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        reason = f"{error.problem}{line}"
+    except (yaml.YAMLError, ValueError, TypeError, OverflowError) as error:
+        reason = str(error)
+    except RecursionError:
+        reason = "it is nested too deeply"
+    raise SettingsError(f"config file {str(path)!r} cannot be read as YAML: {reason}") from None
+
+
+def _count_nodes(node: Any, counts: dict[int, int]) -> int:
+    """Count values as constructing them would, each alias anew."""
+    if id(node) not in counts:
+        counts[id(node)] = 0
+        inner = node.value if isinstance(node.value, list) else []
+        parts = (part for item in inner for part in (item if isinstance(item, tuple) else (item,)))
+        counts[id(node)] = 1 + sum(_count_nodes(part, counts) for part in parts)
+    elif not counts[id(node)]:
+        raise ValueError("an alias stands within its own value")
+    return counts[id(node)]

@@ -75,11 +75,18 @@ def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
     """
     available = {engine.argument for engine in ENGINES}
     for name, argument in _SWITCHES.items():
-        if argument not in available and environ.str_to_bool(environment.get(name, "false")):
+        if argument not in available and _is_on(name, environment):
             raise UnsupportedError(
                 f"{name}={environment[name]!r} is set in the environment, but this version of accel has "
                 f"no use for a {argument}; unset it, or choose another configuration."
             )
+
+
+def _is_on(name: str, environment: Mapping[str, str]) -> bool:
+    try:
+        return bool(environ.str_to_bool(environment.get(name, "false")))
+    except SettingsError as error:
+        raise SettingsError(f"environment variable {name}: {error}") from None
 
 
 def configured_accumulation(plugin: Any) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 from itertools import pairwise
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,19 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import ReadItem
 
     from accel_plugins.dcp.index import Entry
+
+# What torch raises for damaged bytes, and for those that would run code.
+_DAMAGE = (
+    OSError,
+    RuntimeError,
+    EOFError,
+    AssertionError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    UnpicklingError,
+)
 
 
 def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat: bool = False) -> None:
@@ -47,8 +61,9 @@ def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat:
     plan = reader.prepare_local_plan(planner.create_local_plan())
     try:
         reader.read_data(plan, planner).wait()
-    except (OSError, RuntimeError, EOFError, AssertionError) as error:
-        raise CheckpointError(f"{str(folder)!r} cannot be read: {str(error).splitlines()[0]}.") from error
+    except _DAMAGE as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(f"{str(folder)!r} cannot be read: {reason}.") from error
 
 
 def read_all(folder: Path, room: Callable[[Entry], Any]) -> dict[str, Any]:

@@ -169,7 +169,7 @@ def _is_file(path: Path) -> bool:
 def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_without_repetition)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise SettingsError(f"The DeepSpeed configuration in {where} is no JSON: {error}.") from None
     if not isinstance(found, dict):
         raise SettingsError(f"The DeepSpeed configuration in {where} is {found!r}; it must be one object.")

@@ -35,6 +35,9 @@ ALWAYS_WRITTEN = (
 )
 """What a file says even where it is the default, since other readers of such files expect it."""
 
+_MANY = 20
+"""More unknown keys than this are no misspellings."""
+
 _TABLES = frozenset(key.partition(".")[0] for key in BY_KEY if "." in key)
 
 
@@ -85,7 +88,14 @@ def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
     """
     found: dict[str, Given] = {}
     problems = Problems()
-    for key, value in _flat(translate(content).content, source):
+    entries = _flat(translate(content).content, source)
+    unknown = [key for key, _ in entries if key not in BY_KEY]
+    if len(unknown) > _MANY:
+        raise SettingsError(
+            f"{source} is no config file of accel: {len(unknown)} of its {len(entries)} keys are unknown, "
+            f"such as {unknown[0][:60]!r}"
+        )
+    for key, value in entries:
         with problems:
             for given in _read(key, value, f"key {key} of {source}"):
                 path = BY_KEY[key].path

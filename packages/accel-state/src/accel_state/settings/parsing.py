@@ -141,7 +141,7 @@ def table(text: str) -> dict[str, Any]:
     """
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
         raise ValueError("expected a table (in JSON on the command line)")

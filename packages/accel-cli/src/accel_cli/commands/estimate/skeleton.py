@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from accel_bigmodel.sources import open_checkpoint
 from accel_ops.weights.read import find_checkpoint_files
 from accel_state.available import is_timm_available, is_transformers_available
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
+from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -102,8 +102,8 @@ def _tree(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> nn.Modu
 
 def _read_config(path: Path) -> Mapping[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = read_json(path, what="configuration", error=SettingsError)
+    except OSError as error:
         raise SettingsError(f"configuration {str(path)!r} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise SettingsError(f"configuration {str(path)!r} is no table.")

@@ -1,0 +1,92 @@
+"""Config files that somebody else wrote, or that are none."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.config_file import CONFIG_LIMIT, read, read_config
+from accel_state.errors import SettingsError
+
+BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
+    f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n  k{i}: 1\n" for i in range(1, 10)
+)
+LAUGHS = "a0: &a0 [x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (BOMB, "its aliases make it more than 100000 values"),
+        (LAUGHS, "its aliases make it more than 100000 values"),
+        ("a: &a [*a]", "an alias stands within its own value"),
+        ("b: &b {<<: *b}", "an alias stands within its own value"),
+        ("[" * 100_000, "nested too deeply"),
+        ("a: {b\n", "in line 2"),
+        ("a: !!python/object/apply:os.system [id]", "could not determine a constructor"),
+        ("a: 2001-99-99", "month must be"),
+        ("{[a]: 1}", "unhashable"),
+        ("a: \x00", "special characters"),
+        (b"\xff\xfe\x00", "decode"),
+        ("a: " + "x" * CONFIG_LIMIT, f"larger than {CONFIG_LIMIT} bytes"),
+    ],
+)
+def test_yaml_that_is_no_configuration_ends_in_a_sentence(text, reason, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(SettingsError, match=reason) as caught:
+        read(path)
+    assert "c.yaml" in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_file_that_is_no_configuration_is_not_shown(tmp_path):
+    path = tmp_path / "shadow"
+    path.write_text("root:$6$secret$hash:19000:0:99999\n" * 500)
+    with pytest.raises(SettingsError, match="holds one str: expected a table") as caught:
+        read(path)
+    assert "secret" not in str(caught.value)
+    path.write_text("root:$6$secret$hash\n\troot: x: [secret\n")
+    with pytest.raises(SettingsError, match="shadow") as caught:
+        read(path)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_of_other_keys_is_not_shown_either(tmp_path):
+    path = tmp_path / "shadow"
+    path.write_text("".join(f"user{i}:*:19000:0:99999:7:::\n" for i in range(500)))
+    with pytest.raises(SettingsError) as caught:
+        read_config(str(path), {})
+    assert str(caught.value) == (
+        f"{path} is no config file of accel: 500 of its 500 keys are unknown, such as "
+        "'user0:*:19000:0:99999:7::'"
+    )
+
+
+def test_a_few_aliases_are_read(tmp_path):
+    path = tmp_path / "c.yml"
+    path.write_text("a: &a {x: 1}\nb: {<<: *a, y: 2}\n")
+    assert read(path) == {"a": {"x": 1}, "b": {"x": 1, "y": 2}}
+
+
+@pytest.mark.parametrize("suffix", ["json", "yaml"])
+def test_fifos_and_devices_are_refused_at_once(suffix, tmp_path):
+    path = tmp_path / f"c.{suffix}"
+    os.mkfifo(path)
+    with pytest.raises(SettingsError, match="is a FIFO"):
+        read(path)
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(SettingsError, match="is a device"):
+        read(path)
+
+
+def test_deep_json_ends_in_a_sentence(tmp_path):
+    for name in ("c.json", "config.json"):
+        (tmp_path / name).write_text("[" * 200_000)
+    with pytest.raises(SettingsError, match=r"c\.json' is no config file in JSON: it is nested too deeply"):
+        read(tmp_path / "c.json")
+    with pytest.raises(SettingsError, match=r"config\.json' is no configuration: it is nested too deeply"):
+        skeleton_of(str(tmp_path))
