@@ -12,6 +12,7 @@ from accel_ops.weights.write import save as save_object
 from accel_ops.weights.write import save_state_parts
 from accel_train.accelerator.facet import Facet
 from accel_train.checkpoint.load import has_checkpoint, load
+from accel_train.checkpoint.offloaded import with_offloaded_weights
 from accel_train.checkpoint.save import save
 from accel_train.data.skip import skip_first_batches
 
@@ -205,6 +206,7 @@ class StateIoFacet(Facet):
         """Save the weights of a model in the form that other libraries load. Call it on every process.
 
         Where models are divided among processes, the one that writes holds no more than one file at a time.
+        Offloaded weights are saved, too, also into the folder from which they are mapped.
 
         Args:
             model: Prepared or not.
@@ -230,7 +232,7 @@ class StateIoFacet(Facet):
         try:
             if commits:
                 save_state_parts(
-                    tensors,
+                    (with_offloaded_weights(part, model) for part in tensors),
                     save_directory,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
@@ -250,7 +252,8 @@ class StateIoFacet(Facet):
         """
         if not unwrap:
             return model.state_dict()
-        return self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
+        state = self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
+        return with_offloaded_weights(state, model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on one of every host with `save_on_each_node`.
