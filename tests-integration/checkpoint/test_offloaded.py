@@ -1,4 +1,4 @@
-"""`save_model` of a model whose weights are not in the model: on the disk, in main memory, or mapped from a file."""
+"""`save_model` of a model whose weights are elsewhere: on the disk, in main memory, mapped from a file."""
 
 from __future__ import annotations
 

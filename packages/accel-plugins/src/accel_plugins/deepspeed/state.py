@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
+_MOST = 20  # problems that a message names
+
+
 @final
 class EngineState:
     """Weights and optimizer state of one engine. Every method is called on all ranks.
@@ -102,8 +105,10 @@ class EngineState:
             problems += [f"{name} is missing" for name in missing]
             problems += [f"{name} is not known here" for name in unexpected]
         if problems:
+            more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
             raise RuntimeError(
-                f"The state dict does not fit {type(self._module).__name__}: {'; '.join(problems)}."
+                f"The state dict does not fit {type(self._module).__name__}: "
+                f"{'; '.join(problems[:_MOST])}{more}."
             )
         seen: set[int] = set()
         for name, value in own.items():

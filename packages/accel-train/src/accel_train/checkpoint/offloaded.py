@@ -43,8 +43,8 @@ def _offloaded(model: nn.Module, name: str) -> Tensor:
         child, _, rest = rest.partition(".")
         if not rest:
             raise CheckpointError(
-                f"{name!r} of {type(model).__name__} is on the meta device, and no hook keeps its values: load "
-                "weights before you save the model."
+                f"{name!r} of {type(model).__name__} is on the meta device, and no hook keeps its values: "
+                "load weights before you save the model."
             )
         module = module.get_submodule(child)
 
