@@ -237,7 +237,7 @@ class TrackerSession:
         self._resumed = dict(run_ids)
         if self._stage != "running" or self._start_arguments is None:
             return
-        project_name, _, options = self._start_arguments
+        project_name, config, options = self._start_arguments
         with self._writing():
             self._write_waiting(wait=True)
             for index, tracker in enumerate(self.trackers):
@@ -247,7 +247,8 @@ class TrackerSession:
                     continue
                 if tracker_class(tracker.name).resume_arguments(str(run_id)):
                     self._call(tracker, "finish")
-                    self.trackers[index] = self._start_one(tracker.name, project_name, options)
+                    self.trackers[index] = opened = self._start_one(tracker.name, project_name, options)
+                    self._call(opened, "store_init_configuration", to_plain(config))
 
     def _start_one(
         self, chosen: str | GeneralTracker, project_name: str, options: Mapping[str, Any]

@@ -33,6 +33,7 @@ class CometMLTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         comet_ml = import_vendor(self.name)
+        self._pil = import_vendor(self.name, "PIL.Image")
         self.writer: Any = comet_ml.start(**{"project_name": run_name, **kwargs})
 
     @property
@@ -64,8 +65,7 @@ class CometMLTracker(GeneralTracker):
             step: At which step.
             **kwargs: More arguments of `log_metrics`.
         """
-        if step is not None:
-            self.writer.set_step(step)
+        self._set_step(step)
         numbers, texts = split(self.name, values)
         if numbers:
             self.writer.log_metrics(numbers, step=step, **kwargs)
@@ -84,7 +84,8 @@ class CometMLTracker(GeneralTracker):
         dataformats = kwargs.pop("dataformats", None)
         for name, value in values.items():
             for image in to_images(name, value, dataformats):
-                self.writer.log_image(image, name=name, step=step, **kwargs)
+                picture = self._pil.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image)
+                self.writer.log_image(picture, name=name, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -96,7 +97,8 @@ class CometMLTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table as a CSV file; `kwargs` go to `log_table` of Comet, which knows no steps."""
+        """Log a table as a CSV file; `kwargs` go to `log_table` of Comet."""
+        self._set_step(step)
         name = table_name if table_name.endswith((".csv", ".tsv")) else f"{table_name}.csv"
         name = name if step is None else f"step_{step}_{name}"
         rows = dataframe if dataframe is not None else [list(row) for row in data or ()]
@@ -124,3 +126,7 @@ class CometMLTracker(GeneralTracker):
     def finish(self) -> None:
         """End the experiment: what was logged is sent, or the offline archive written."""
         self.writer.end()
+
+    def _set_step(self, step: int | None) -> None:
+        if step is not None:
+            self.writer.set_step(step)

@@ -117,7 +117,21 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Track a file with DVC; `kwargs` go to `Live.log_artifact`."""
+        """Track a file with DVC; `kwargs` go to `Live.log_artifact`.
+
+        Args:
+            local_path: The file.
+            artifact_path: Its name.
+            **kwargs: More arguments of `Live.log_artifact`.
+
+        Raises:
+            UnsupportedError: This is no DVC repository.
+        """
+        if self.live._dvc_repo is None:
+            raise UnsupportedError(
+                f"DVCLive cannot log the artifact {str(local_path)!r} outside of a DVC repository: run "
+                "`dvc init` first."
+            )
         self.live.log_artifact(str(local_path), name=artifact_path, **kwargs)
 
     @on_main_process

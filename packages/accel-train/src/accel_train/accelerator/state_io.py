@@ -15,6 +15,7 @@ from accel_train.checkpoint.load import has_checkpoint, load
 from accel_train.checkpoint.offloaded import with_offloaded_weights
 from accel_train.checkpoint.save import save
 from accel_train.data.skip import skip_first_batches
+from accel_train.tracked_runs import resume_runs
 
 if TYPE_CHECKING:
     import os
@@ -112,8 +113,9 @@ class StateIoFacet(Facet):
     ) -> None:
         """Load what `save_state` has saved, also with another number of processes. Call it on every process.
 
-        Whatever does not come back is named in a warning. Nothing is run that a file says: of what
-        `torch.save` wrote, only tensors, arrays of numbers and plain containers are read.
+        The runs of trackers that were under way go on. Whatever does not come back is named in a warning.
+        Nothing is run that a file says: of what `torch.save` wrote, only tensors, arrays of numbers and plain
+        containers are read.
 
         Args:
             input_dir: The folder; if `None`, the newest complete one of the numbered ones.
@@ -127,12 +129,13 @@ class StateIoFacet(Facet):
             CheckpointError: There is no complete checkpoint, or it does not fit what was prepared.
             DistributedOperationException: It was not called on every process, or not with the same arguments.
         """
-        load(
+        folder = load(
             self._parts.checkpoints,
             input_dir,
             options=load_kwargs or {},
             model_options=load_model_func_kwargs,
         )
+        resume_runs(self._parts.trackers, folder)
 
     @property
     def has_checkpoint(self) -> bool:

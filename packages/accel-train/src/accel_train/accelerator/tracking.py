@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_train.accelerator.facet import Facet
+from accel_train.tracked_runs import save_runs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +58,7 @@ class TrackingFacet(Facet):
             >>> accelerator.end_training()
         """
         self._parts.trackers.start(project_name, config, init_kwargs)
+        save_runs(self._parts.checkpoints, self._parts.trackers)
 
     def log(
         self,

@@ -17,6 +17,7 @@ CUSTOM_NAME = "custom_checkpoint"
 LOADER_STATE_NAME = "dl_state_dict"
 POSITION_NAME = "data_position"
 MANIFEST_NAME = "accel_manifest.json"
+TRACKERS_NAME = "trackers.json"
 
 COMMIT_NAME = ".accel-commit"
 """In a folder that is overwritten: a complete checkpoint whose files have yet to take their places."""
@@ -34,6 +35,7 @@ _OURS = re.compile(
     |{re.escape(SCALER_NAME)}
     |{POSITION_NAME}_\d+\.bin
     |({RNG_STATE_NAME}|{CUSTOM_NAME})_\d+\.pkl
+    |{re.escape(TRACKERS_NAME)}
     |{re.escape(MANIFEST_NAME)})""",
     re.VERBOSE,
 )

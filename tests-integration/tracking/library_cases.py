@@ -1,0 +1,328 @@
+"""Every library: how it is kept offline, and how what was written is read back with its own reader."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import warnings
+import zipfile
+from pathlib import Path
+
+HERE = Path.cwd()
+# Where a library would phone home or write to the user's folders, unless told otherwise.
+OFFLINE = {
+    "HOME": "{folder}",
+    "TMPDIR": "{folder}",
+    "CLEARML_CACHE_DIR": "{folder}/clearml",
+    "CLEARML_LOG_LEVEL": "ERROR",
+    "CLEARML_OFFLINE_MODE": "1",
+    "COMET_OFFLINE_DIRECTORY": "{folder}/comet",
+    "COMET_LOGGING_CONSOLE": "ERROR",
+    "DO_NOT_TRACK": "1",
+    "DVC_NO_ANALYTICS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "MLFLOW_TRACKING_URI": "sqlite:///{folder}/mlflow.db",
+    "NO_COLOR": "1",
+    "SWANLAB_MODE": "offline",
+    "TRACKIO_DIR": "{folder}/trackio",
+    "WANDB_MODE": "offline",
+    "WANDB_SILENT": "true",
+}
+# Warnings of the libraries themselves, by the module that warns; every other one is an error.
+VENDOR_WARNINGS = (
+    "aim",
+    "clearml",
+    "comet_ml",
+    "dvc",
+    "mlflow",
+    "pyparsing",
+    "swanlab",
+    "sqlalchemy",
+    "alembic",
+    "tempfile",
+    "trackio",
+    "wandb",
+)
+
+
+def joined(values, prefix=""):
+    flat = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            flat |= joined(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def points(rows):
+    """`{name: {step: value}}` of triples."""
+    found = {}
+    for name, step, value in rows:
+        found.setdefault(name, {})[int(step)] = float(value)
+    return found
+
+
+def read_tensorboard():
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    main = EventAccumulator("logs/project", size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    rows = [(tag, event.step, event.value) for tag in main.Tags()["scalars"] for event in main.Scalars(tag)]
+    inner = EventAccumulator("logs/project/group_inner").Reload()
+    rows += [("group.inner", event.step, event.value) for event in inner.Scalars("group")]
+    plugin = HParamsPluginData.FromString(
+        main.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
+    )
+    config = {}
+    for name, value in plugin.session_start_info.hparams.items():
+        number = value.number_value
+        config[name] = value.string_value or (int(number) if number.is_integer() else number)
+    tags = main.Tags()
+    media = {
+        "images": len(tags["images"]),
+        "histograms": len(tags["histograms"]),
+        "text": sum(tag.startswith("answer") for tag in tags["tensors"]),
+    }
+    return config, points(rows), media
+
+
+def read_wandb():
+    from swanlab.converter.wb.wbdatastore import WBDataStoreReader  # a port of wandb's own, which is in Go
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows, media, config = [], {}, {}
+    for file in sorted(HERE.glob("wandb/offline-run-*/*.wandb")):
+        with WBDataStoreReader() as reader:
+            reader.open(file)
+            while data := reader.scan():
+                record = Record.FromString(data)
+                for item in (*record.run.config.update, *record.config.update):
+                    config[item.key or ".".join(item.nested_key)] = json.loads(item.value_json)
+                values = {
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json)
+                    for item in record.history.item
+                }
+                for name, value in values.items():
+                    if isinstance(value, int | float) and not name.startswith("_"):
+                        rows.append((name, record.history.step.num, value))
+                    elif isinstance(value, dict) and "inner" in value:
+                        rows.append((f"{name}.inner", record.history.step.num, value["inner"]))
+                media["images"] = media.get("images", 0) + ("picture" in json.dumps(values))
+                media["tables"] = media.get("tables", 0) + any(name.startswith("table") for name in values)
+                media["histograms"] = media.get("histograms", 0) + ("histogram" in json.dumps(values))
+                media["text"] = media.get("text", 0) + ("forty-two" in values.values())
+                media["artifacts"] = media.get("artifacts", 0) + (
+                    record.request.log_artifact.artifact.name == "artifact.txt"
+                    or record.artifact.name == "artifact.txt"
+                )
+    return joined(config), points(rows), media
+
+
+def read_comet():
+    rows, config, media = [], {}, {}
+    kinds = {
+        "visualization": "images",
+        "histogram3d": "histograms",
+        "text-sample": "text",
+        "asset": "artifacts",
+    }
+    for archive in sorted(HERE.glob("comet/*.zip")):
+        with zipfile.ZipFile(archive) as opened:
+            messages = [json.loads(line) for line in opened.read("messages.json").splitlines()]
+        for message in messages:
+            payload = message["payload"]
+            if message["type"] == "metric_msg" and not payload["metric"]["metricName"].startswith("sys."):
+                metric = payload["metric"]
+                if metric["step"] is not None and metric["metricName"] != "process duration":
+                    rows.append((metric["metricName"], metric["step"], metric["metricValue"]))
+            elif message["type"] == "parameter_msg" and payload["param"]["source"] == "manual":
+                config[payload["param"]["paramName"]] = payload["param"]["paramValue"]
+            elif message["type"] == "file_upload":
+                table = payload["additional_params"].get("fileName", "")
+                kind = "tables" if "table" in table else kinds.get(payload["upload_type"], "")
+                media[kind] = media.get(kind, 0) + 1
+    return config, points(rows), media
+
+
+def read_aim():
+    from aim import Repo, Run
+    from aim.storage.context import Context
+
+    (run_hash,) = Repo("logs").list_all_runs()
+    # Reading only goes through an index that Aim's server makes; opened as it is, the run is complete.
+    run = Run(run_hash, repo="logs", force_resume=True, system_tracking_interval=None)
+    rows, media = [], {}
+    for metric in run.metrics():
+        rows += [(metric.name, step, entry[0]) for step, entry in metric.data.items()]
+    for kind, sequence in (
+        ("images", run.get_image_sequence("picture", Context({}))),
+        ("histograms", run.get_distribution_sequence("weights", Context({}))),
+        ("text", run.get_text_sequence("answer", Context({}))),
+    ):
+        media[kind] = 0 if sequence is None else len(list(sequence.data.items()))
+    return joined(run["hparams"]), points(rows), media
+
+
+def read_mlflow():
+    from mlflow import MlflowClient
+
+    client = MlflowClient()
+    experiment = client.get_experiment_by_name("project")
+    (run,) = client.search_runs([experiment.experiment_id])
+    rows = [
+        (point.key, point.step, point.value)
+        for name in run.data.metrics
+        for point in client.get_metric_history(run.info.run_id, name)
+    ]
+    names = [one.path for one in client.list_artifacts(run.info.run_id)]
+    media = {
+        "images": names.count("images"),
+        "tables": names.count("table.json"),
+        "text": names.count("answer"),
+        "artifacts": names.count("artifact.txt"),
+    }
+    return run.data.params, points(rows), media
+
+
+def read_clearml():
+    (archive,) = HERE.glob("clearml/offline/*.zip")
+    with zipfile.ZipFile(archive) as opened:
+        events = [event for line in opened.read("metrics.jsonl").splitlines() for event in json.loads(line)]
+        told = opened.read("log.jsonl").decode()
+        task = json.loads(opened.read("task.json"))
+    rows = []
+    for event in events:
+        if event["type"] == "training_stats_scalar":
+            same = event["metric"] == event["variant"]
+            name = event["metric"] if same else f"{event['metric']}/{event['variant']}"
+            rows.append((name, event["iter"], event["value"]))
+    shown = [event["metric"] for event in events if event["type"] == "plot"]
+    media = {
+        "images": sum(event["type"] == "training_debug_image" for event in events),
+        "tables": shown.count("table"),
+        "histograms": shown.count("weights"),
+        "text": told.count("answer (step 15): forty-two"),
+        "artifacts": len(task["execution"]["artifacts"]),
+    }
+    values = {one["name"].replace("/", "."): one["value"] for one in task["hyperparams"]["General"].values()}
+    return {name: value.replace('"', "'") for name, value in values.items()}, points(rows), media
+
+
+def read_dvclive():
+    from dvc.utils.serialize import load_yaml
+
+    rows = []
+    for file in Path("live/plots/metrics").rglob("*.tsv"):
+        name = str(file.relative_to("live/plots/metrics").with_suffix(""))
+        with file.open() as opened:
+            table = csv.DictReader(opened, delimiter="\t")
+            rows += [(name, row["step"], row[file.stem]) for row in table]
+    media = {
+        "images": len([*Path("live/plots/images").iterdir()]),
+        "tables": len([*Path("live/plots/custom").iterdir()]),
+    }
+    return load_yaml("live/params.yaml"), points(rows), media
+
+
+def read_swanlab():
+    import yaml
+    from swanlab.sdk.internal.core_python.store import DataStoreReader
+
+    rows, found = [], {}
+    for folder in sorted(HERE.glob("swanlog/run-*")):
+        reader = DataStoreReader()
+        reader.open(next(folder.glob("*.swanlab")))
+        while (data := reader.scan()) is not None:
+            rows += swanlab_scalars(data)
+        reader.close()
+        for kind in ("image", "echarts", "text"):
+            found[kind] = found.get(kind, 0) + len([*folder.glob(f"media/{kind}/*")])
+        config = {
+            name: entry["value"]
+            for name, entry in yaml.safe_load((folder / "files/config.yaml").read_text()).items()
+        }
+    media = {"images": found["image"], "tables": found["echarts"], "text": found["text"]}
+    return joined(config), points(rows), media
+
+
+def swanlab_scalars(data):
+    from swanlab.proto.swanlab.record.v1.record_pb2 import Record
+
+    record = Record.FromString(data)
+    if record.WhichOneof("record_type") != "scalar":
+        return []
+    return [(record.scalar.key, record.scalar.step, record.scalar.value.number)]
+
+
+def read_trackio():
+    from trackio.sqlite_storage import SQLiteStorage
+
+    (run,) = SQLiteStorage.get_runs("project")
+    rows, kinds = [], []
+    for logged in SQLiteStorage.get_logs("project", run):
+        for name, value in joined(logged).items():
+            if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
+                rows.append((name, logged["step"], value))
+        kinds += [value["_type"] for value in logged.values() if isinstance(value, dict) and "_type" in value]
+    media = {
+        "images": kinds.count("trackio.image"),
+        "tables": kinds.count("trackio.table"),
+        "histograms": kinds.count("trackio.histogram"),
+        "text": kinds.count("trackio.markdown"),
+        "artifacts": len([*HERE.glob("trackio/artifacts/project/blobs/*/*/*")]),
+    }
+    return joined(SQLiteStorage.get_run_config("project", run)), points(rows), media
+
+
+CLEARML = {
+    "auto_connect_frameworks": False,
+    "auto_resource_monitoring": False,
+    "auto_connect_arg_parser": False,
+    "auto_connect_streams": False,
+}
+# By name: reader, media, arguments.
+CASES = {
+    "aim": (
+        read_aim,
+        ("images", "histograms", "text"),
+        {"capture_terminal_logs": False, "system_tracking_interval": None},
+    ),
+    "clearml": (read_clearml, ("images", "tables", "histograms", "text", "artifacts"), CLEARML),
+    "comet_ml": (read_comet, ("images", "tables", "histograms", "text", "artifacts"), {"online": False}),
+    "dvclive": (read_dvclive, ("images", "tables"), {"dir": "live", "save_dvc_exp": False}),
+    "mlflow": (read_mlflow, ("images", "tables", "text", "artifacts"), {}),
+    "swanlab": (read_swanlab, ("images", "tables", "text"), {}),
+    "tensorboard": (read_tensorboard, ("images", "histograms", "text"), {}),
+    "trackio": (read_trackio, ("images", "tables", "histograms", "text", "artifacts"), {"embed": False}),
+    "wandb": (read_wandb, ("images", "tables", "histograms", "text", "artifacts"), {}),
+}
+
+
+def main(name):
+    """Check one library; the exit code says whether it conforms."""
+    from accel_trackers.registry import tracker_class
+    from accel_trackers.testing import Record, check_tracker
+
+    warnings.filterwarnings("error")
+    for module in VENDOR_WARNINGS:
+        warnings.filterwarnings("ignore", module=rf"{module}(\.|$)")
+        warnings.filterwarnings("ignore", module=rf".*/site-packages/{module}/.*")
+    read, media, options = CASES[name]
+    kind = tracker_class(name)
+    where = ("logs",) if kind.requires_logging_directory else ()
+
+    def make(**more):
+        return kind("project", *where, **{**options, **more})
+
+    def record():
+        config, numbers, found = read()
+        return Record(config=config, numbers=numbers, media=found)
+
+    check_tracker(make, record, media)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
