@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -17,6 +18,7 @@ from accel_state.backends.torch_dist import TorchCollectives, default_store, gro
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
 from accel_state.devices.select import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
+from accel_state.gloo_threads import let_gloo_finish
 from accel_state.topology import Topology, detect, rendezvous
 
 if TYPE_CHECKING:
@@ -304,3 +306,6 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     torch.set_num_threads(max(1, cores // runtime.topology.local_world_size))
+
+
+atexit.register(let_gloo_finish)
