@@ -34,6 +34,7 @@ from accel_bigmodel.block_stream import StreamedBlocks
 from accel_bigmodel.host_to_device import HostToDevice, upload
 from accel_bigmodel.sources import SafetensorsSource
 from accel_bigmodel.stored_tensor import StoredTensor
+from accel_ops.weights.read import load_state_dict
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import CheckpointError
@@ -371,6 +372,28 @@ def test_a_file_that_was_replaced_is_still_read(tmp_path, late, dtype):
         assert torch.equal(model(x), expected)
         save_state_dict({"z": torch.zeros(100)}, tmp_path)
         assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_an_offloaded_model_is_saved_into_the_folder_that_it_is_read_from(tmp_path, late, dtype):
+    model, x = Tied().half().float().eval(), torch.tensor([1, 699])
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    save_state_dict({name: t.to(dtype) for name, t in model.state_dict().items()}, tmp_path)
+    expected = model(x)
+    with late_device() if late else contextlib.nullcontext(), torch.no_grad():
+        with init_empty_weights():
+            offloaded = Tied().eval()
+        load_checkpoint_and_dispatch(offloaded, tmp_path, device_map={"": "disk"})
+        whole = {}
+        for name, module in offloaded.named_modules():
+            with align_module_device(module, CPU):
+                for leaf, tensor in module.named_parameters(recurse=False):
+                    whole[f"{name}.{leaf}"] = tensor.detach().clone()
+        save_state_dict(whole, tmp_path)
+        assert torch.equal(offloaded(x), expected)
+    saved = load_state_dict(tmp_path / "model.safetensors")
+    assert all(torch.equal(tensor, state[name]) for name, tensor in saved.items())
 
 
 @both

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -235,6 +236,33 @@ def test_storage_stays_bit_for_bit_through_casts():
         assert torch.equal(layer(x), expected)
     assert layer.weight.dtype == torch.float8_e4m3fn
     assert torch.equal(layer.weight.view(torch.uint8), before)
+
+
+def test_threads_that_cast_one_layer_do_not_take_its_weights_from_each_other():
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Waiting(nn.Linear):
+        def forward(self, x):
+            if len(x) == 2:  # the thread that stays inside
+                inside.set()
+                go_on.wait()
+            return super().forward(x)
+
+    layer = Waiting(4, 4)
+    add_hook_to_module(layer, LayerwiseCastingHook(torch.bfloat16, torch.float32, non_blocking=False))
+    expected = nn.functional.linear(torch.ones(2, 4), layer.weight.float(), layer.bias.float())
+    found = []
+    thread = threading.Thread(target=lambda: found.append(layer(torch.ones(2, 4))))
+    thread.start()
+    inside.wait()
+    layer(torch.ones(1, 4))
+    go_on.set()
+    thread.join()
+    assert torch.equal(found[0], expected)
+    assert layer.weight.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError):
+        layer(torch.ones(1, 3))
+    assert layer.weight.dtype == torch.bfloat16
 
 
 def test_layers_are_skipped_by_pattern_and_class():

@@ -283,6 +283,14 @@ def test_the_disk_needs_a_place(toy, toy_class, tmp_path):
         dispatch_model(toy, {"": "disk"})
 
 
+def test_what_a_bin_file_gives_an_accelerator_is_reported_as_copied(toy, toy_class, tmp_path, monkeypatch):
+    monkeypatch.setattr("accel_bigmodel.assign._HOST_TYPES", ("meta",))
+    save_state_dict(toy.state_dict(), tmp_path, safe_serialization=False)
+    model = load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map={"": "cpu"}, report=True)
+    assert {name for file in model.load_report.files for name in file.strategies} == {"copy"}
+    assert torch.equal(model.gain, toy.gain)
+
+
 def test_8bit_offload_is_refused_by_name(toy_class, tmp_path):
     with pytest.raises(UnsupportedError, match=r"offload_8bit_bnb=True: .* load_and_quantize_model"):
         load_checkpoint_in_model(skeleton(toy_class), tmp_path, offload_8bit_bnb=True)

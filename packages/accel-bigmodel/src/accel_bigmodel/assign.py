@@ -34,7 +34,7 @@ _HOST_TYPES = ("cpu", "meta")
 UPLOAD_BATCH = 512 << 20
 """Bytes that are uploaded at a time, in the types of the file."""
 
-How = Literal["map", "cast", "read", "pinned", "in place", "broadcast"]
+How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ def _how(source: Source, device: Device | None, *, cast: bool) -> How:
     if device == "disk":
         return "in place" if source.in_place else "read"
     if device is not None and torch.device(device).type not in _HOST_TYPES:
-        return "pinned"
+        return "pinned" if source.in_place else "copy"
     if device is None or not source.mapped:
         return "read"
     return "cast" if cast else "map"

@@ -14,9 +14,9 @@ from accel_ops.weights.sizes import convert_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
-Strategy = Literal["map", "cast", "read", "pinned", "in place", "broadcast"]
-"""How a file's tensors came: mapped; read and cast; read whole; through pinned buffers; left where they are;
-from rank 0."""
+Strategy = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
+"""How a file's tensors came: mapped; read and cast; read whole; through pinned buffers; copied one by one;
+left where they are; from rank 0."""
 
 _SAMPLE = 256 << 20
 _CHUNK = 8 << 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +25,15 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
 )
 
 
+_lock = threading.Lock()
+"""One for all hooks: a hook with a lock of its own could not be copied with its model."""
+
+
 class LayerwiseCastingHook(ModelHook):
     """Cast a module's weights up for its forward.
 
-    After the forward the stored weights come back bit for bit, unless the forward changed them.
+    After the forward the stored weights come back bit for bit, unless the forward changed them. Several
+    threads may run the module.
 
     Args:
         storage_dtype: The type between forwards.
@@ -40,6 +46,7 @@ class LayerwiseCastingHook(ModelHook):
         self.compute_dtype = compute_dtype
         self.non_blocking = non_blocking
         self._stored: list[tuple[Tensor, Tensor, int]] = []
+        self._users = 0
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Cast the weights down."""
@@ -48,22 +55,36 @@ class LayerwiseCastingHook(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast the weights up."""
-        for tensor in [*module.parameters(), *module.buffers()]:
-            if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
-                stored = tensor.data
-                tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
-                self._stored.append((tensor, stored, tensor._version))
+        """Cast the weights up, unless another thread did."""
+        with _lock:
+            if not self._users:
+                for tensor in [*module.parameters(), *module.buffers()]:
+                    if tensor.is_floating_point() and tensor.dtype != self.compute_dtype:
+                        stored = tensor.data
+                        tensor.data = stored.to(self.compute_dtype, non_blocking=self.non_blocking)
+                        self._stored.append((tensor, stored, tensor._version))
+            self._users += 1
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Bring the stored weights back."""
-        for tensor, stored, version in self._stored:
-            if tensor._version == version:
-                tensor.data = stored
-        self._stored.clear()
-        module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
+        """Put the stored weights back, after the last thread."""
+        self._restore(module)
         return output
+
+    def forward_failed(self, module: nn.Module) -> None:
+        """Put the stored weights back, after the last thread."""
+        self._restore(module)
+
+    def _restore(self, module: nn.Module) -> None:
+        with _lock:
+            self._users = max(0, self._users - 1)
+            if self._users:
+                return
+            for tensor, stored, version in self._stored:
+                if tensor._version == version:
+                    tensor.data = stored
+            self._stored.clear()
+            module.to(dtype=self.storage_dtype, non_blocking=self.non_blocking)
 
 
 def attach_layerwise_casting_hooks(
