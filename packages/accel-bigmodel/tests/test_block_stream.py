@@ -358,7 +358,7 @@ def test_shapes_are_learnt_without_reading(tmp_path, monkeypatch):
         load_checkpoint_and_dispatch(empty, tmp_path, device_map={"": "disk"}, dtype=torch.float32)
         assert shapes == [(3,)]  # the scale, which stays on the device
         empty(torch.ones(1, 3))
-    assert len(shapes) > 7
+    assert len(shapes) >= 7
 
 
 @pytest.mark.parametrize("late", [True, False])
