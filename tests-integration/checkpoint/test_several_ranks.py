@@ -195,6 +195,27 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path, rank: int) -
 
 
 @distributed(world_size=2)
+def test_all_ranks_pass_over_damage_to_the_same_checkpoint(tmp_path: Path) -> None:
+    run = build(tmp_path)
+    run[0].save_state()
+    before = weights(run[1]).clone()
+    train(*run, 1)
+    newest = Path(run[0].save_state())
+    for path in sorted(newest.iterdir()):  # of which each rank verifies some
+        data = path.read_bytes()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(bytes(len(data)))
+        dist.barrier()
+        train(*run, 1)
+        run[0].load_state()
+        assert torch.equal(weights(run[1]), before), path.name
+        dist.barrier()
+        if dist.get_rank() == 0:
+            path.write_bytes(data)
+
+
+@distributed(world_size=2)
 def test_a_damaged_file_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     run = build(tmp_path)
     path = Path(run[0].save_state())

@@ -344,3 +344,16 @@ def test_a_reader_completes_what_a_dead_writer_has_left_and_nothing_else(tmp_pat
     run.accelerator.load_state(path)
     assert run.values() == {2.0}
     assert not [one.name for one in path.iterdir() if one.name.startswith(".")]
+
+
+def test_a_folder_that_is_replaced_while_hooks_read_from_it_is_an_error(tmp_path):
+    path, run, other = tmp_path / "c", Run(), Run()
+    run.accelerator.save_state(path)
+
+    def hook(models, folder):
+        assert folder == str(path)
+        other.accelerator.save_state(folder)
+
+    run.accelerator.register_load_state_pre_hook(hook)
+    with pytest.raises(CheckpointError, match=r"'.*c' was replaced while it was loaded"):
+        run.accelerator.load_state(path)
