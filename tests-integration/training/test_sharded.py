@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops.dtensors import is_dtensor
@@ -86,8 +87,9 @@ def make_model(**options):
     return Language(**options)
 
 
-def make_optimizer(model):
-    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3)  # so that rounding is not divided by zero
+def make_optimizer(model, **options):
+    # Its eps is such that rounding is not divided by zero.
+    return torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **options)
 
 
 def make_data(rows=48):
@@ -115,11 +117,13 @@ def make_accelerator(layout, **options):
     return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**sizes), **options)
 
 
-def train(accelerator, batch_size, *, accumulation=1, clip=None, steps=4, model=None, shuffle=False):
+def train(
+    accelerator, batch_size, *, accumulation=1, clip=None, steps=4, model=None, shuffle=False, optimizer=None
+):
     """Steps through `accelerator`; returns the prepared model and optimizer and what was clipped."""
     torch.manual_seed(5)
     model = make_model() if model is None else model
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model) if optimizer is None else optimizer
     loader = DataLoader(make_data(), batch_size=batch_size, shuffle=shuffle)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     accelerator.gradient_accumulation_steps = accumulation
@@ -463,3 +467,46 @@ def test_other_ranks_never_hold_more_than_their_shard_and_one_block():
         assert len(peaks) == depth
         if not accelerator.is_main_process:
             assert (depth - 1) * block // 2 + block <= max(peaks) <= depth * block // 2 + block
+
+
+class Updates(TorchDispatchMode):
+    """Counts calls that update parameters: of kernels for lists of them, and for single ones."""
+
+    def __init__(self):
+        super().__init__()
+        self.of_lists = self.of_single = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.of_lists += "_fused_adamw_" in str(function) or "_foreach_addcdiv" in str(function)
+        self.of_single += str(function).startswith("aten.addcdiv")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("how", ["foreach", "fused"])
+@pytest.mark.parametrize(("layout", "meshes"), [("layers", 2), ("shards of layers", 2), ("shards", 1)])
+@distributed(world_size=4)
+def test_parameters_on_several_meshes_are_updated_in_lists(layout, meshes, how):
+    if layout == "layers":
+        accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=4))
+    elif layout == "shards":
+        accelerator = Accelerator(
+            cpu=True, fsdp_plugin=plugin(), parallelism_config=ParallelismConfig(dp_shard_size=4)
+        )
+    else:
+        accelerator = make_accelerator(layout)
+    model = make_model()
+    given = make_optimizer(model, **{how: True})
+    groups = given.param_groups[0]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*returned a view tensor")
+        model, optimizer, _ = train(accelerator, 4, steps=3, model=model, optimizer=given)
+        right, _ = train_alone(4 * accelerator._parts.strategy.sharding.num_shards, steps=3)
+        for name, value in whole(accelerator, model).items():
+            torch.testing.assert_close(value, right.state_dict()[name], rtol=0, atol=1e-6)
+        accelerator.backward(loss_of(model, make_data().tensors[0][:4]))
+        with Updates() as updates:
+            optimizer.step()
+    assert updates.of_single == 0
+    assert updates.of_lists >= meshes
+    assert optimizer.param_groups == [groups], "the groups are those that the user has made"
+    assert groups[how] is True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -15,7 +16,7 @@ from accel_plugins.sharding.parts import part_like
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Generator, Iterable, Mapping
 
     from torch.optim import Optimizer
 
@@ -107,8 +108,6 @@ def take_up(held: Iterable[_Held], model: nn.Module) -> None:
         one.parameters[one.index] = new
         if one.state is not None:
             one.optimizer.state[new] = _divided(one.state, new)
-    for optimizer in {id(one.optimizer): one.optimizer for one in held}.values():
-        settle_mixed(optimizer)
 
 
 def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
@@ -128,15 +127,37 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
             parameters[index] = new
             if parameter in optimizer.state:
                 optimizer.state[new] = _divided(optimizer.state.pop(parameter), new)
-    settle_mixed(optimizer)
 
 
-def settle_mixed(optimizer: Optimizer) -> None:
-    """Let an optimizer compute parameter by parameter where they are of kinds that torch cannot mix."""
-    for group in optimizer.param_groups:
-        kinds = {one.device_mesh if isinstance(one, DTensor) else None for one in group["params"]}
-        if len(kinds) > 1 and "foreach" in group and group["foreach"] is None and not group.get("fused"):
-            group["foreach"] = False
+@contextmanager
+def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
+    """Split the groups of an optimizer by mesh within the block, for its step.
+
+    torch computes with lists of tensors (`foreach`, `fused`) only where all are on one mesh, or on none.
+
+    Args:
+        optimizer: Has its own groups again afterwards, with what the step has written into them.
+    """
+    groups = [*optimizer.param_groups]
+    split = [_by_mesh(group) for group in groups]
+    if all(len(parts) <= 1 for parts in split):
+        yield
+        return
+    # In place: an optimizer around another one has the same list.
+    optimizer.param_groups[:] = [part for parts in split for part in parts]
+    try:
+        yield
+    finally:
+        optimizer.param_groups[:] = groups
+        for group, parts in zip(groups, split, strict=True):
+            group.update({**parts[0], "params": group["params"]} if parts else {})
+
+
+def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
+    meshes: dict[Any, list[Tensor]] = {}
+    for one in group["params"]:
+        meshes.setdefault(one.device_mesh if isinstance(one, DTensor) else None, []).append(one)
+    return [{**group, "params": parameters} for parameters in meshes.values()]
 
 
 def _divided(state: Any, like: Tensor) -> Any:

@@ -15,6 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from accel_ops.dtensors import local_part
 from accel_ops.modules import without_compiler
+from accel_plugins.sharding.optimizers import one_mesh_per_group
 from accel_plugins.strategies.torch_step import TorchStepper, unscaled
 from accel_state import hang_monitor
 from accel_state.errors import UnsupportedError
@@ -95,7 +96,8 @@ class ShardedStepper:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step the optimizer; return False if gradients were not finite on some rank and nothing was done."""
-        return self._inner.step(optimizer, closure)
+        with one_mesh_per_group(optimizer):
+            return self._inner.step(optimizer, closure)
 
 
 def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
     from accel_train.data.placing import Placing
-    from accel_train.data.reading import Reading
+    from accel_train.data.reading import Launch, Reading
 
 _END: Any = object()
 
@@ -187,9 +187,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         try:
             reading = self._open()
             advance, padded = reading.advance, None
-            divide = self.divide
             facts = vars(self)  # torch's loaders have a slow `__setattr__`
             launch, land = (None, None) if placing is None else (placing.launch, placing.land)
+            if self.divide is not None:
+                launch = _sharding_first(self.divide, launch)
             for item, is_last in reading.pairs(launch):
                 if padded is None:  # by now the order is drawn
                     padded, self.remainder = reading.opened(), reading.remainder
@@ -203,8 +204,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                     facts["real_in_batch"] = None if delivery is None else delivery.real
                 if land is not None:
                     batch = land(batch)
-                if divide is not None:
-                    batch = divide(batch)
                 facts["_batch"] = batch
                 facts["end_of_dataloader"] = is_last
                 if is_last:
@@ -222,3 +221,13 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             self.remainder = delivery.real_in_round % self.stride
         elif self.remainder < 0 and not self.is_divided and (rows := self.batch_size_seen) is not None:
             self.remainder = rows % self.stride
+
+
+def _sharding_first(shard: Callable[[Any], Any], launch: Launch | None) -> Launch:
+    """Shard batches where they were read: checks need no device then, and only shards are copied."""
+
+    def shard_and_launch(item: Any) -> Any:
+        item = replace(item, batch=shard(item.batch)) if type(item) is Delivery else shard(item)
+        return item if launch is None else launch(item)
+
+    return shard_and_launch
