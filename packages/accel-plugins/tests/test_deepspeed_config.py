@@ -7,7 +7,7 @@ import copy
 import json
 import logging
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,10 +18,15 @@ from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.fill import Known, fill, leaves, put, refuse_misspelt
 from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig, read_config
 from accel_plugins.deepspeed.leaf_modules import find_classes
+from accel_plugins.deepspeed.library import load_library
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
 from accel_plugins.deepspeed.values import Facts, batch_size_of, complete, hidden_size_of
+from accel_state.available import is_deepspeed_available
 from accel_state.environ import clear_environment, patch_environment
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 ZERO2 = {"zero_optimization": {"stage": 2}}
 KEY = st.sampled_from(["a", "b", "c", "d"])
@@ -440,3 +445,15 @@ def test_a_class_that_the_model_does_not_have_is_refused_with_the_nearest():
     assert find_classes(model, "Linear, ReLU") == [torch.nn.Linear, torch.nn.ReLU]
     with pytest.raises(SettingsError, match=r"'Linera'.*'Linear'"):
         find_classes(model, "Linera")
+
+
+@pytest.mark.skipif(not is_deepspeed_available(), reason="deepspeed is not installed")
+def test_a_deepspeed_that_is_older_than_the_tested_ones_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    metadata = tmp_path / "deepspeed-0.18.9.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: deepspeed\nVersion: 0.18.9\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingDependencyError, match=r"needs deepspeed 0.19 or newer.*0.18.9 is inst"):
+        load_library("the strategy 'deepspeed'")

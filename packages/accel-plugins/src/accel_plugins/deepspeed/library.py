@@ -5,12 +5,15 @@ from __future__ import annotations
 import importlib
 import warnings
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from accel_state import environ
 from accel_state.available import require
+from accel_state.errors import MissingDependencyError
+from accel_state.versions import compare_versions
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -22,6 +25,10 @@ if TYPE_CHECKING:
     from accel_state.topology import Topology
 
 
+_MINIMUM = "0.19"  # engines of earlier versions lack what `engine.py` asks of them
+_EXTRA = "accel-plugins[deepspeed]"
+
+
 def load_library(what: str) -> ModuleType:
     """Import DeepSpeed.
 
@@ -29,9 +36,14 @@ def load_library(what: str) -> ModuleType:
         what: Who needs it, for the message.
 
     Raises:
-        MissingDependencyError: It is not installed.
+        MissingDependencyError: It is not installed, or too old.
     """
-    require("deepspeed", what, install="accel-plugins[deepspeed]")
+    require("deepspeed", what, install=_EXTRA)
+    if compare_versions("deepspeed", "<", _MINIMUM):
+        raise MissingDependencyError(
+            f"{what} needs deepspeed {_MINIMUM} or newer, and {version('deepspeed')} is installed: "
+            f"run `pip install '{_EXTRA}'`"
+        )
     with warnings.catch_warnings():
         # What it uses of other libraries is not for its users to change.
         warnings.filterwarnings("ignore", category=DeprecationWarning)
