@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import logging
 import subprocess
 import sys
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -389,3 +391,29 @@ def test_a_skipped_step_is_told_and_moves_no_schedule():
         positions.append(schedule.last_epoch)
     assert skipped == [True, False, True, False]
     assert positions == [0, 1, 1, 2]
+
+
+@pytest.mark.parametrize("pack", [list, tuple])
+def test_objects_in_a_list_are_passed_through_with_a_warning(pack, caplog):
+    accelerator, model = Accelerator(cpu=True), nn.Linear(1, 1)
+    given = pack([model, torch.optim.SGD(model.parameters(), lr=0.1)])
+    with caplog.at_level(logging.WARNING):
+        assert accelerator.prepare(given) is given
+        assert accelerator.prepare(nn.Linear) is nn.Linear
+        assert accelerator.prepare([1, "x"], int) == ([1, "x"], int)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert f"got a {pack.__name__} with a Linear in it" in told[0]
+    assert "got the class Linear" in told[1]
+
+
+def test_arguments_of_another_type_end_in_a_sentence():
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=r"backward\(1.0\): a number has no gradients"):
+        accelerator.backward(1.0)
+    with pytest.raises(TypeError, match=r"clip_grad_norm_\(3, …\): expected a tensor or several"):
+        accelerator.clip_grad_norm_(3, 1.0)
+    with pytest.raises(TypeError, match=r"clip_grad_value_\(3, …\): expected a tensor or several"):
+        accelerator.clip_grad_value_(3, 1.0)
+    with pytest.raises(TypeError, match=r"autocast\(True\): expected AutocastKwargs"):
+        accelerator.autocast(True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from accel_train.lomo import fused_backward
 from accel_train.optimizer import AcceleratedOptimizer
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Sequence
+    from collections.abc import Generator, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
@@ -51,6 +52,7 @@ class SteppingFacet(Facet):
             **kwargs: Passed to `Tensor.backward`; or `learning_rate`, as for `lomo_backward`.
 
         Raises:
+            TypeError: The loss is a number.
             ValueError: `num_items` is no such number, or was given in some backward passes of a window only.
             UnsupportedError: The strategy cannot count items, or it is asked to within `join_uneven_inputs`.
 
@@ -64,6 +66,10 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         state = parts.gradient_state
+        if isinstance(loss, int | float):
+            raise TypeError(
+                f"backward({loss!r}): a number has no gradients; give the loss as a tensor, not item()."
+            )
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)
             return
@@ -206,6 +212,7 @@ class SteppingFacet(Facet):
             (tensor(4.), tensor([1.0000]))
         """
         parts = self._parts
+        _check_parameters(parameters, "clip_grad_norm_")
         optimizers = self._scaled_optimizers("clip_grad_norm_()")
         self._settle()
         return parts.strategy.stepper.clip_grad_norm(parameters, max_norm, norm_type, optimizers=optimizers)
@@ -222,6 +229,7 @@ class SteppingFacet(Facet):
             RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
         """
         what = "clip_grad_value_()"
+        _check_parameters(parameters, "clip_grad_value_")
         strategy = self._parts.strategy
         strategy.require(Feature.CLIP_GRAD_VALUE, what)
         optimizers = self._scaled_optimizers(what)
@@ -249,7 +257,12 @@ class SteppingFacet(Facet):
 
         Args:
             autocast_handler: Options for this context; those of the accelerator if `None`.
+
+        Raises:
+            TypeError: It is something else.
         """
+        if not isinstance(autocast_handler, AutocastKwargs | None):
+            raise TypeError(f"autocast({autocast_handler!r}): expected AutocastKwargs(enabled=…).")
         return self._parts.precision.autocast(autocast_handler)
 
     @property
@@ -347,3 +360,10 @@ class SteppingFacet(Facet):
                 "Call it only `if accelerator.sync_gradients:`."
             )
         return [optimizer.optimizer for optimizer in parts.prepared.optimizers]
+
+
+def _check_parameters(parameters: object, name: str) -> None:
+    if not isinstance(parameters, Iterable):  # a tensor is one, too
+        raise TypeError(
+            f"{name}({parameters!r}, …): expected a tensor or several, such as model.parameters()."
+        )

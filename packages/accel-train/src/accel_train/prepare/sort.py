@@ -12,12 +12,15 @@ from torch.utils.data import DataLoader
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
+from accel_state.logging import get_logger
 from accel_train.data.adapter import DataLoaderAdapter
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Container, Sequence
+
+logger = get_logger(__name__)
 
 # The first row whose types fit says what kind an argument is; what fits no row is passed through.
 _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
@@ -81,6 +84,7 @@ def sort_arguments(
         ((('models', 0), ('others', 0)), (True,))
     """
     wishes = _wishes(arguments, device_placement)
+    _warn_unprepared(arguments)
     found: dict[str, list[Any]] = {kind: [] for kind in (*(kind for kind, _ in _KINDS), _OTHERS)}
     placed: dict[str, list[bool]] = {kind: [] for kind in found}
     order: list[tuple[str, int]] = []
@@ -118,6 +122,25 @@ def sort_one(kind: str, argument: Any, *, place: bool) -> tuple[Bundle, Placemen
     placed = {kind: (place,)} if kind in Placements.__dataclass_fields__ else {}
     placements = Placements(**placed)
     return Bundle(**fields, placements=placements.models), placements
+
+
+def _warn_unprepared(arguments: Sequence[Any]) -> None:
+    """Say which arguments are passed through although they look as if they were to be prepared."""
+    for argument in arguments:
+        inside: Any = argument if isinstance(argument, list | tuple) else ()
+        first = next((one for one in inside if kind_of(one) != _OTHERS), None)
+        if first is not None:
+            logger.warning(
+                "prepare() got a %s with a %s in it, and returns it as it is: pass each "
+                "object by itself, as in prepare(*objects).",
+                type(argument).__name__,
+                type(first).__qualname__,
+            )
+        elif isinstance(argument, type) and issubclass(argument, tuple(t for _, ts in _KINDS for t in ts)):
+            logger.warning(
+                "prepare() got the class %s, and returns it as it is: pass an object of it.",
+                argument.__qualname__,
+            )
 
 
 def _without_wrapper(argument: Any) -> Any:
