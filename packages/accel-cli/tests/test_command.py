@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from accel_cli import config_file as file
 from accel_cli import env_report
 from accel_cli.launch import command
 from accel_cli.launch.args import FLAGS
-from accel_cli.main import COMMANDS, ERROR, main
+from accel_cli.main import COMMANDS, main
 from accel_state.errors import SettingsError
 
 
@@ -22,8 +23,15 @@ def test_the_overview_names_every_command(capsys):
     assert main(["--help"]) == 0
     overview = capsys.readouterr().out
     assert [name for name in COMMANDS if name not in overview] == []
-    assert main([]) == ERROR
+    assert main([]) == 0
+    assert capsys.readouterr().out == overview
+
     assert accel_cli.COMMANDS is COMMANDS
+
+
+def test_the_version_is_told(capsys):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"accel {version('accel-cli')}\n"
 
 
 def test_every_command_of_the_table_exists_and_has_help(capsys):
@@ -109,6 +117,8 @@ def became(monkeypatch, tmp_path):
     monkeypatch.setattr(command.os, "execve", execve)
     monkeypatch.setattr(command, "read", lambda: {"HF_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""})
     monkeypatch.setattr(command.sys, "platform", "linux")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     return seen
 
 

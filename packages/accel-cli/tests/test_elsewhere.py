@@ -263,9 +263,9 @@ def test_a_pod_runs_the_command_on_every_machine():
     made = plan(file=POD)
     words = run_pod.arguments(made)
     assert made.runner == "pod"
-    assert words[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone"]
-    assert words[-2:] == ["--worker", "all"]
-    before, line = words[words.index("--command") + 1].split("; ")
+    assert words[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone=us-central1-a"]
+    assert words[-1] == "--worker=all"
+    before, line = words[-2].removeprefix("--command=").split("; ")
     assert before == "cd repo"
     assert shlex.split(line) == [
         "env", "ACCELERATE_MIXED_PRECISION=bf16", "A=1 2", "accel", "launch", "--tpu", "--no_tpu_cluster",
@@ -276,8 +276,18 @@ def test_a_pod_runs_the_command_on_every_machine():
 def test_a_pod_takes_some_machines_root_and_a_file_of_commands():
     file = {**POD, "tpu_vm": ["vm-1", "vm-2"], "tpu_use_sudo": True}
     words = run_pod.arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
-    assert words[-1] == "vm-1,vm-2"
-    assert words[words.index("--command") + 1].startswith("ls; pwd; sudo env ")
+    assert words[-1] == "--worker=vm-1,vm-2"
+    assert words[-2].startswith("--command=ls; pwd; sudo env ")
+
+
+def test_no_word_of_a_config_file_becomes_an_option_of_gcloud():
+    with pytest.raises(SettingsError, match="tpu_name is '--impersonate-service-account=x'"):
+        run_pod.arguments(plan(file={**POD, "tpu_name": "--impersonate-service-account=x"}))
+    evil = {"tpu_zone": "--zone", "tpu_vm": ["--impersonate-service-account=x"], "commands": ["--quiet"]}
+    words = run_pod.arguments(plan(file={**POD, **evil}))
+    assert [word.partition("=")[0] for word in words if word.startswith("-")] == [
+        "--zone", "--command", "--worker",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(which("gcloud") is None, reason="gcloud is not installed")

@@ -78,3 +78,9 @@ def test_the_first_machine_of_an_mpi_hostfile_is_found_in_every_form(tmp_path):
     for text in ("n1 slots=2\nn2\n", "# all\n\nn1:2\nn2:2\n", "n1\n"):
         (tmp_path / "hosts").write_text(text)
         assert first_machine(str(tmp_path / "hosts")) == "n1"
+
+
+@pytest.mark.parametrize("slots", ["99999999999", "70000", "9" * 5000])
+def test_a_machine_has_not_so_many_slots(slots):
+    with pytest.raises(SettingsError, match=r"line 1 of hostfile 'hosts'.*slots"):
+        parse_hosts([f"worker-1 slots={slots}"], "hosts")

@@ -21,8 +21,8 @@ def _no_config(monkeypatch, tmp_path):
 def test_the_command_line_names_pod_zone_commands_and_all_workers(capsys):
     assert main([*BASE, "--command", "echo hello", "--command", "ls -l"]) == 0
     assert capsys.readouterr().out == (
-        "gcloud compute tpus tpu-vm ssh pod --zone us-central1-a"
-        " --command 'set -e; echo hello; ls -l' --worker all\n"
+        "gcloud compute tpus tpu-vm ssh pod --zone=us-central1-a"
+        " '--command=set -e; echo hello; ls -l' --worker=all\n"
     )
 
 
@@ -41,7 +41,7 @@ def test_the_pod_and_its_commands_may_be_in_the_config_file(capsys, tmp_path):
     config.write_text("tpu_name: ours\ntpu_zone: here\ncommands: [date]\n")
     assert main(["tpu-config", "--config-file", str(config), "--debug", "--use_alpha"]) == 0
     assert capsys.readouterr().out == (
-        "gcloud alpha compute tpus tpu-vm ssh ours --zone here --command date --worker all\n"
+        "gcloud alpha compute tpus tpu-vm ssh ours --zone=here --command=date --worker=all\n"
     )
 
 
@@ -67,6 +67,7 @@ def test_accel_is_installed_first(version, line, capsys):
         (["tpu-config", "--command", "ls"], ["--tpu_name"]),
         (["tpu-config", "--tpu_name", "pod", "--command", "ls"], ["--tpu_zone"]),
         (BASE, ["--command"]),
+        (["tpu-config", "--tpu_name=--quiet", "--tpu_zone=a", "--command", "ls"], ["'--quiet'", "gcloud"]),
         ([*BASE, "--command_file", "/nowhere"], ["'/nowhere'"]),
         ([*BASE, "--command", "a", "--command_file", "b"], ["contradict"]),
         ([*BASE, "--install_accelerate", "--accelerate_version", "; rm -rf /"], ["'; rm -rf /'", "latest"]),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import AccelError
@@ -113,7 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     if not given or given[0] in {"-h", "--help"}:
         sys.stdout.write(_overview())
-        return 0 if given else ERROR
+        return 0
+    if given[0] in {"-V", "--version"}:
+        sys.stdout.write(f"accel {version('accel-cli')}\n")
+        return 0
     name, *rest = given
     if name not in COMMANDS:
         return _fail("accel", _unknown(name))
@@ -146,7 +150,7 @@ def _overview() -> str:
     lines = [f"  {name:<{width}}  {command.help}" for name, command in COMMANDS.items()]
     return "\n".join(
         (
-            "usage: accel <command> [options]",
+            "usage: accel <command> [options]; accel --version",
             "",
             "Start and inspect PyTorch programs on any number of devices.",
             "",

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.config_file import read_config
+from accel_cli.launch.run_pod import as_name
 from accel_cli.output import show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -62,11 +63,11 @@ def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: 
         alpha: Use the alpha version of Google's command line.
 
     Raises:
-        SettingsError: One of them is missing.
+        SettingsError: One of them is missing, or the name is an option of gcloud.
 
     Example:
-        >>> plan(name="pod", zone="us-central1-a", commands=["ls"])[-4:]
-        ['--command', 'ls', '--worker', 'all']
+        >>> plan(name="pod", zone="us-central1-a", commands=["ls"])[-3:]
+        ['--zone=us-central1-a', '--command=ls', '--worker=all']
     """
     missing = {"--tpu_name": name, "--tpu_zone": zone, "--command": commands}
     for flag, value in missing.items():
@@ -75,10 +76,10 @@ def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: 
     return [
         "gcloud",
         *(["alpha"] if alpha else []),
-        *("compute", "tpus", "tpu-vm", "ssh", str(name)),
-        *("--zone", str(zone)),
-        *("--command", "; ".join(["set -e", *commands] if len(commands) > 1 else commands)),
-        *("--worker", "all"),
+        *("compute", "tpus", "tpu-vm", "ssh", as_name("tpu_name", str(name))),
+        f"--zone={zone}",
+        f"--command={'; '.join(['set -e', *commands] if len(commands) > 1 else commands)}",
+        "--worker=all",
     ]
 
 

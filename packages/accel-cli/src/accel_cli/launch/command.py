@@ -16,6 +16,7 @@ from accel_cli.launch.explain import explain
 from accel_cli.launch.hostfile import read_hosts
 from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
+from accel_cli.launch.run_simple import require_script
 from accel_cli.launch.runners import RUNNERS
 from accel_cli.launch.slurm import given_by_slurm
 from accel_cli.output import show
@@ -60,6 +61,8 @@ def run(arguments: Sequence[str]) -> int:
     if line.explain:
         show(*explain(plan, job, environ, file.notes))
         return 0
+    if plan.runner == "simple":
+        require_script(plan)
     for note in file.notes:
         sys.stderr.write(f"accel launch: note: {note}\n")
     return become(job)

@@ -11,6 +11,7 @@ from accel_state.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+_MOST_SLOTS = 1 << 16  # more than any machine has; filters name slots one by one
 _LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d+)\s*")
 
 
@@ -54,6 +55,12 @@ def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
         if match is None or match["host"] in found:
             expected = "that machine is there already" if match else "expected `<machine> slots=<number>`"
             raise SettingsError(f"line {number} of hostfile {source!r} is {line.strip()!r}: {expected}.")
+        # Compared as text first: Python refuses to read numbers of thousands of digits.
+        if len(match["slots"].lstrip("0")) > 5 or int(match["slots"]) > _MOST_SLOTS:
+            raise SettingsError(
+                f"line {number} of hostfile {source!r} is {line.strip()[:60]!r}: expected at most "
+                f"{_MOST_SLOTS} slots."
+            )
         found[match["host"]] = int(match["slots"])
     if not found:
         raise SettingsError(f"hostfile {source!r} names no machine.")

@@ -7,7 +7,7 @@ import shutil
 from typing import TYPE_CHECKING
 
 from accel_cli.launch.job import Job
-from accel_state.errors import MissingDependencyError
+from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.settings import to_environ
 
 if TYPE_CHECKING:
@@ -39,10 +39,26 @@ def arguments(plan: LaunchPlan) -> list[str]:
     """
     tpu = plan.merged.settings.tpu
     return [
-        *("compute", "tpus", "tpu-vm", "ssh", tpu.name or "", "--zone", tpu.zone or ""),
-        *("--command", remote_command(plan)),
-        *("--worker", ",".join(tpu.vm) or "all"),
+        *("compute", "tpus", "tpu-vm", "ssh", as_name("tpu_name", tpu.name or "")),
+        f"--zone={tpu.zone or ''}",
+        f"--command={remote_command(plan)}",
+        f"--worker={','.join(tpu.vm) or 'all'}",
     ]
+
+
+def as_name(what: str, name: str) -> str:
+    """A name that `gcloud` cannot take for an option.
+
+    Args:
+        what: What it names.
+        name: The name.
+
+    Raises:
+        SettingsError: It could.
+    """
+    if name.startswith("-"):
+        raise SettingsError(f"{what} is {name!r}, which gcloud would take for an option: it is no name.")
+    return name
 
 
 def remote_command(plan: LaunchPlan) -> str:
