@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from accel_ops import DistributedOperationException, broadcast, broadcast_object_list, reduce
+from accel_ops import DistributedOperationException, broadcast, broadcast_object_list, gather, reduce
 from accel_state import PartialState
 from harness import distributed
 
@@ -42,6 +42,8 @@ def calls() -> dict[str, Callable[[], Any]]:
     for name, data in contents().items():
         found[f"reduce {name}"] = lambda data=data: reduce(data, "sum")
         found[f"broadcast {name}"] = lambda data=data: broadcast(data)
+    for name in ("type of the same size", "other keys", "large"):
+        found[f"gather {name}"] = lambda name=name: gather(contents()[name])
     base = contents()["base"]
     for reduction in ("mean", "max", "min", "prod"):
         found[reduction] = lambda reduction=reduction: reduce(base, reduction)
@@ -66,6 +68,7 @@ def test_all_pairs_of_calls_on_two_ranks() -> None:
     for pair in permutations(calls().values(), 2):
         assert "rank 0" in refused(pair[state.process_index])
     assert reduce(torch.ones(2), "sum").tolist() == [2.0, 2.0]
+    assert gather(torch.ones(2)).tolist() == [1.0] * 4
 
 
 @pytest.mark.parametrize("odd", [0, 1, 2])

@@ -25,6 +25,7 @@ class World:
 
     size: int
     debug: bool = False
+    chunk_bytes: int = 0
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     messages: list[str] = field(default_factory=list)
     turn: threading.Lock = field(default_factory=threading.Lock)
@@ -92,6 +93,21 @@ class ThreadCollectives:
             runtime._current = mine
         assert {other for other, _ in found} == {name}, found
         return [copy.deepcopy(value) for _, value in found]
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.world.chunk_bytes
+
+    def exchange_chunks(
+        self, chunk: torch.Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> torch.Tensor:
+        found = self.exchange("exchange_chunks", chunk.detach())
+        if meanwhile is not None:
+            meanwhile()
+        rows = torch.full((self.world_size, self.chunk_bytes), 255, dtype=torch.uint8)
+        for row, part in zip(rows, found, strict=True):
+            row[: len(part)] = part
+        return rows
 
     def all_gather_into(
         self, out: torch.Tensor, tensor: torch.Tensor, meanwhile: Callable[[], None] | None = None

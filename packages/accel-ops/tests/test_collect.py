@@ -377,12 +377,27 @@ def test_an_unknown_reduction_is_refused_with_the_known_ones() -> None:
         reduce(torch.ones(1), "median")
 
 
+@pytest.mark.parametrize("chunk_bytes", [0, 1 << 12, 1 << 17])
+def test_what_does_not_fit_together_is_refused_whether_or_not_it_is_sent_along(world, chunk_bytes) -> None:
+    def body(rank):
+        good = reduce({"a": torch.full((3,), float(rank)), "b": torch.tensor(rank)}, "mean")
+        with pytest.raises(DistributedOperationException, match=r"rank 0 has float32\[3\], rank 1"):
+            reduce({"a": torch.ones(3 + rank), "b": torch.tensor(1)})
+        with pytest.raises(DistributedOperationException, match="rank 1 calls `broadcast"):
+            (reduce, broadcast)[rank](torch.ones(1))
+        large = broadcast([torch.full((2000,), float(rank)), torch.tensor(rank)], 1)
+        return good["a"].tolist(), good["b"].item(), large[0].unique().tolist(), large[1].item()
+
+    assert world(2, chunk_bytes=chunk_bytes).run(body) == [([0.5] * 3, 0.5, [1.0], 1)] * 2
+
+
 OF_THREE = {"max": torch.amax, "min": torch.amin, "prod": torch.prod}
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5, -2.0])
 @pytest.mark.parametrize("reduction", OF_THREE)
-def test_maximum_minimum_and_product_over_three_ranks(world, reduction, scale) -> None:
+@pytest.mark.parametrize("chunk_bytes", [0, 1 << 17])
+def test_maximum_minimum_and_product_over_three_ranks(world, chunk_bytes, reduction, scale) -> None:
     def data(rank):
         torch.manual_seed(rank)
         return {
@@ -391,11 +406,11 @@ def test_maximum_minimum_and_product_over_three_ranks(world, reduction, scale) -
             "int": torch.randint(-9, 9, (6,)),
             "short": torch.randint(-9, 9, (2, 2), dtype=torch.int8),
             "bool": torch.rand(8) > 0.5,
-            "large": torch.randn(1 << 18) + 1.0,
+            **({} if chunk_bytes else {"large": torch.randn(1 << 18) + 1.0}),
         }
 
     everyone = [data(rank) for rank in range(3)]
-    for found in world(3).run(lambda rank: reduce(data(rank), reduction, scale)):
+    for found in world(3, chunk_bytes=chunk_bytes).run(lambda rank: reduce(data(rank), reduction, scale)):
         for name, tensor in found.items():
             stacked = torch.stack([one[name] for one in everyone])
             expected = OF_THREE[reduction](stacked.double(), 0) * scale

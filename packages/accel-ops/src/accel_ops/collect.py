@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from accel_ops import checked, exchange
 from accel_ops.packing import (
-    Buffer,
     Flat,
     below_autograd,
     copy_all,
@@ -17,16 +17,18 @@ from accel_ops.packing import (
     flatten,
     kept_buffer,
     make_buffer,
+    sections,
     size_of,
 )
-from accel_ops.reduction import PendingReduce, Scaling, reduce_copy, reduce_in_place
-from accel_ops.same_call import check_same_call
+from accel_ops.reduction import COMBINED, PendingReduce, Scaling, combine_rows, reduce_copy, reduce_in_place
+from accel_ops.same_call import HEADER_BYTES, check_same_call
 from accel_ops.tree import recursively_apply
 from accel_state.runtime import current_or_single
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from accel_ops.plan import Bucket
     from accel_state.backends.base import Collectives, ReduceOp
 
 Reduction = Literal["sum", "mean", "none", "max", "min", "prod"]
@@ -39,6 +41,8 @@ _REDUCTIONS: dict[str, ReduceOp] = {
     "min": "min",
     "prod": "prod",
 }
+
+MAX_COMBINED = 1 << 19  # bytes of all ranks that are combined by each, rather than by an all-reduce
 
 
 def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
@@ -215,24 +219,27 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> An
 def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
     """Broadcast the leaves that are not large, all types in one message."""
     buckets = flat.plan.packed
-    call = f"broadcast(from_process={source})"
-    if not buckets:
-        check_same_call(collectives, device, call, flat.plan)
-        return
-    buffer, new = kept_buffer(flat.plan, "broadcast", buckets, device, capacity=size_of(buckets))
+    sends = collectives.rank == source
+    size = HEADER_BYTES + size_of(buckets)
+    buffer, new = kept_buffer(flat.plan, "broadcast", buckets, device, capacity=size, start=HEADER_BYTES)
     if new:
         buffer.members.extend(cut_all(buckets, buffer.sections))
-
-    def fill() -> None:
-        if collectives.rank == source:
-            buffer.fill(flat.leaves)
-
-    check_same_call(collectives, device, call, flat.plan, fill)
-    collectives.broadcast(buffer.content, source)
-    if collectives.rank != source:
+    if sends:
+        buffer.fill(flat.leaves)
+    at_once = device.type == "cpu" and size <= collectives.chunk_bytes
+    chunk = buffer.content if at_once and sends else None
+    rows = check_same_call(collectives, device, f"broadcast(from_process={source})", flat.plan, chunk)
+    if not buckets:
+        return
+    members = buffer.members
+    if rows is None or not at_once:
+        collectives.broadcast(buffer.content, source)
+    elif not sends:
+        members = cut_all(buckets, sections(buckets, rows[source], HEADER_BYTES))
+    if not sends:
         leaves = [flat.leaves[index] for bucket in buckets for index in bucket.members]
         with below_autograd():
-            copy_all(leaves, buffer.members)
+            copy_all(leaves, members)
 
 
 def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device: torch.device) -> None:
@@ -245,50 +252,61 @@ def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device
 
 
 def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device) -> Any:
-    """Combine leaves over the ranks, one message per element type and one per large leaf."""
-    buffer = make_buffer(flat.plan.packed, device)
+    """Combine leaves over the ranks: in one message if they are small, else one per type and large leaf."""
+    buckets, large = flat.plan.packed, flat.plan.large
+    size = HEADER_BYTES + size_of(buckets)
+    at_once = (
+        device.type == "cpu"
+        and not large
+        and size <= min(collectives.chunk_bytes, MAX_COMBINED // collectives.world_size)
+        and all(bucket.dtype in COMBINED for bucket in buckets)
+    )
+    if at_once:
+        buffer, _ = kept_buffer(flat.plan, "reduce", buckets, device, capacity=size, start=HEADER_BYTES)
+    else:
+        buffer = make_buffer(buckets, device, start=HEADER_BYTES)
+    buffer.fill(flat.leaves)
     name = "mean" if scaling.divisor is not None else scaling.op
     call = f"reduce({name!r}, scale={float(scaling.scale)!r})"
-    check_same_call(collectives, device, call, flat.plan, lambda: buffer.fill(flat.leaves))
-    pending, blocks = _start_packed(buffer, scaling)
-    large = [reduce_copy(flat.leaves[index], scaling, device) for index in flat.plan.large]
-    result: list[Any] = []
-
-    def cut_out() -> None:
+    rows = check_same_call(collectives, device, call, flat.plan, buffer.content if at_once else None)
+    groups = [list(group) for _, group in groupby(buckets, attrgetter("dtype"))]
+    parts = [slice(HEADER_BYTES + group[0].start, HEADER_BYTES + group[-1].stop) for group in groups]
+    types = [group[0].dtype for group in groups]
+    if rows is not None and at_once:
         with below_autograd():
-            leaves = cut_all(buffer.buckets, blocks)
-        result.append(flat.rebuild(flat.plan.restore_packed([*leaves, *(one.final for one in large)])))
-
-    for one in (*pending, *large):
-        collectives.all_reduce(one.total, cut_out if not result else None, op=scaling.op)
+            packed = [
+                combine_rows(rows[:, part].view(dtype), scaling)
+                for part, dtype in zip(parts, types, strict=True)
+            ]
+            for one in packed:
+                one.finish()
+        return flat.rebuild(flat.plan.restore_packed(_leaves_of(groups, packed)))
+    with below_autograd():
+        packed = [
+            reduce_in_place(buffer.content[part].view(dtype), scaling)
+            for part, dtype in zip(parts, types, strict=True)
+        ]
+    alone = [reduce_copy(flat.leaves[index], scaling, device) for index in large]
+    for one in (*packed, *alone):
+        collectives.all_reduce(one.total, op=scaling.op)
         with below_autograd():
             one.finish()
-    if not result:
-        cut_out()
-    return result[0]
+    leaves = [*_leaves_of(groups, packed), *(one.final for one in alone)]
+    return flat.rebuild(flat.plan.restore_packed(leaves))
 
 
-def _start_packed(buffer: Buffer, scaling: Scaling) -> tuple[list[PendingReduce], list[Tensor]]:
-    """Prepare one reduction for every element type in a buffer; return them and the buckets' results."""
-    pending: list[PendingReduce] = []
+def _leaves_of(groups: list[list[Bucket]], packed: list[PendingReduce]) -> list[Tensor]:
+    """Return the results of packed leaves, bucket after bucket."""
+    buckets: list[Bucket] = []
     blocks: list[Tensor] = []
     with below_autograd():
-        for dtype, group in groupby(
-            zip(buffer.buckets, buffer.sections, strict=True), lambda pair: pair[0].dtype
-        ):
-            buckets, mine = zip(*group, strict=True)
-            start = buckets[0].start
-            operand = buffer.content[start : buckets[-1].stop].view(dtype)
-            pending.append(reduce_in_place(operand, scaling))
-            final = pending[-1].final
-            if final is not operand:
-                firsts = [(bucket.start - start) // dtype.itemsize for bucket in buckets]
-                mine = [
-                    final.as_strided(b.shape, b.strides, first)
-                    for b, first in zip(buckets, firsts, strict=True)
-                ]
-            blocks += mine
-    return pending, blocks
+        for group, one in zip(groups, packed, strict=True):
+            first, start = one.final.storage_offset(), group[0].start
+            for bucket in group:
+                offset = first + (bucket.start - start) // bucket.dtype.itemsize
+                blocks.append(one.final.as_strided(bucket.shape, bucket.strides, offset))
+            buckets += group
+        return cut_all(buckets, blocks)
 
 
 def _reduce_alone(leaf: Tensor, scaling: Scaling) -> Tensor:

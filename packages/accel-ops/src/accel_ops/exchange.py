@@ -188,10 +188,12 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     header = _header(flat.plan, device)
     guess = _guess(collectives)
     world_size = collectives.world_size
-    capacity = guess.capacity()
+    at_once = device.type == "cpu" and collectives.chunk_bytes
+    capacity = at_once or guess.capacity()
     likely = extras.get(("likely", world_size, capacity, device))
     draft = Draft(flat, likely, device) if likely is not None else None
-    everything, heads = _exchange(collectives, header, flat, capacity, draft, device)
+    exchange = _send_chunks if at_once else _exchange
+    everything, heads = exchange(collectives, header, flat, capacity, draft, device)
     prefixes: list[list[int]] = heads[:, :4].tolist()
     if any(prefix[0] != header.structure for prefix in prefixes):
         guess.learn(0, SMALLEST)
@@ -311,6 +313,28 @@ def _exchange(
     everything, heads = _grid(flat.plan, collectives.world_size, capacity, device)
     collectives.all_gather_into(everything, chunk, draft.prepare if draft is not None else None)
     return everything, heads
+
+
+def _send_chunks(
+    collectives: Collectives,
+    header: Header,
+    flat: Flat,
+    capacity: int,
+    draft: Draft | None,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """As `_exchange`, where every rank may send as many bytes as it likes."""
+    chunk = header.content[:PREFIX]
+    if header.nbytes <= capacity:
+        buffer, new = kept_buffer(
+            flat.plan, "chunk", flat.plan.buckets, device, capacity=header.nbytes, start=header.start
+        )
+        if new:
+            buffer.content[: len(header.content)].copy_(header.content)
+        buffer.fill(flat.leaves)
+        chunk = buffer.content
+    rows = collectives.exchange_chunks(chunk, draft.prepare if draft is not None else None)
+    return rows.view(-1), rows.view(torch.int64)
 
 
 def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,12 @@ if TYPE_CHECKING:
 
     from accel_state.backends.base import ReduceOp
 
+COMBINED = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    | {torch.int64, torch.int32, torch.int8, torch.uint8}
+)
+"""Types that `combine_rows` takes."""
+
 # Types whose exponents reach so far that scaling by a power of two before adding loses nothing.
 _WIDE_EXPONENTS = {torch.float32, torch.float64, torch.bfloat16}
 
@@ -87,6 +93,24 @@ def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
             final = torch.empty(operand.shape, dtype=torch.get_default_dtype(), device=operand.device)
         elif operand.dtype.itemsize == 1:
             total = operand.to(torch.float32)
+    return PendingReduce(total=total, final=final, scaling=scaling)
+
+
+def combine_rows(rows: Tensor, scaling: Scaling) -> PendingReduce:
+    """Combine the operands of all ranks, which are all here.
+
+    Args:
+        rows: The operand of each rank, of shape `(world_size, n)`.
+        scaling: How they are combined and scaled.
+    """
+    wide = scaling.changes and not rows.dtype.is_floating_point and not rows.dtype.is_complex
+    if wide:
+        rows = rows.to(torch.int64)
+    if scaling.op == "sum":
+        total = rows.sum(0, dtype=rows.dtype)
+    else:
+        total = {"max": rows.amax, "min": rows.amin, "prod": rows.prod}[scaling.op](0).to(rows.dtype)
+    final = torch.empty(total.shape, dtype=torch.get_default_dtype()) if wide else total
     return PendingReduce(total=total, final=final, scaling=scaling)
 
 

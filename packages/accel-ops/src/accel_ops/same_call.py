@@ -1,9 +1,10 @@
 """Refuse a collective on every rank if the ranks' calls do not fit together.
 
 A collective that moves different numbers of bytes on different ranks ends a process or mixes values without a
-word, so ranks compare before: each sends two 63-bit digests and their negatives through one small all-reduce
-with the maximum. The maximum and the minimum of a digest are then known everywhere, and are equal if and only
-if all ranks have the same one.
+word, so ranks compare digests of their calls. Where a backend lets every rank send as many bytes as it likes,
+the digest goes in front of the data, in one message. Elsewhere a small all-reduce comes first, with the
+maximum of the digest and of its negative: both stay as they are if and only if all
+ranks have the same digest.
 """
 
 from __future__ import annotations
@@ -17,13 +18,15 @@ from accel_ops.plan import describe
 from accel_state.errors import DistributedOperationException
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Hashable, Mapping
+
+    from torch import Tensor
 
     from accel_ops.packing import Plan
     from accel_state.backends.base import Collectives
 
 MAX_SHOWN = 8  # differing leaves that a message lists
-_MAX_CPU_RANKS = 16  # up to so many, a message between CPUs costs less than waiting for the devices' queues
+HEADER_BYTES = 32  # in front of the data of a chunk
 
 
 def check_same_call(
@@ -31,8 +34,8 @@ def check_same_call(
     device: torch.device,
     call: str,
     structure: Plan | int,
-    meanwhile: Callable[[], None] | None = None,
-) -> None:
+    chunk: Tensor | None = None,
+) -> Tensor | None:
     """Return if every rank is about to make the same call on data that fits together.
 
     Args:
@@ -40,26 +43,40 @@ def check_same_call(
         device: The device of the run.
         call: The operation and its arguments besides the data, such as `"reduce('sum', scale=1.0)"`.
         structure: What the data is: paths, element types and shapes of its leaves, or a number of objects.
-        meanwhile: Work for the time that the comparison takes.
+        chunk: Bytes to send along if they can be: data behind `HEADER_BYTES` for the digest, on the CPU.
 
     Raises:
         DistributedOperationException: The calls differ. Every rank raises it, with what differs.
+
+    Returns:
+        The chunks of all ranks as `Collectives.exchange_chunks` returns them, `None` if it cannot be used.
     """
-    called = plan.digest(call)
     contents = structure if isinstance(structure, int) else structure_digest(structure)
-    place = torch.device("cpu") if collectives.world_size <= _MAX_CPU_RANKS else device
-    lanes = torch.tensor([called, contents, -called, -contents], device=place)
-    collectives.all_reduce(lanes, meanwhile, op="max")
-    most_called, most_contents, least_called, least_contents = lanes.tolist()
-    if (most_called, most_contents) != (-least_called, -least_contents):
-        if isinstance(structure, int):
-            leaves: dict[str, tuple[Hashable, str]] = {"": (structure, f"{structure} objects")}
-        else:
-            leaves = {
-                leaf.path: ((leaf.dtype, leaf.shape), describe(leaf.dtype, leaf.shape))
-                for leaf in structure.leaves
-            }
-        raise mismatch(call, collectives, leaves)
+    digest = plan.digest(f"{call}: {contents}")
+    rows: Tensor | None = None
+    if collectives.chunk_bytes:
+        if chunk is None:
+            chunk = torch.empty(HEADER_BYTES, dtype=torch.uint8)
+        chunk[:HEADER_BYTES].view(torch.int64).fill_(digest)
+        rows = collectives.exchange_chunks(chunk)
+        heads: list[int] = rows.view(torch.int64)[:, 0].tolist()
+        same = heads.count(digest) == len(heads)
+    else:
+        lanes = torch.tensor([digest, -digest], device=device)
+        collectives.all_reduce(lanes, op="max")
+        same = lanes.tolist() == [digest, -digest]
+    if not same:
+        raise mismatch(call, collectives, _facts(structure))
+    return rows
+
+
+def _facts(structure: Plan | int) -> dict[str, tuple[Hashable, str]]:
+    """What must agree, for `mismatch`."""
+    if isinstance(structure, int):
+        return {"": (structure, f"{structure} objects")}
+    return {
+        leaf.path: ((leaf.dtype, leaf.shape), describe(leaf.dtype, leaf.shape)) for leaf in structure.leaves
+    }
 
 
 def structure_digest(structure: Plan) -> int:

@@ -33,6 +33,27 @@ class Collectives(Protocol):
         """Number of processes."""
         ...
 
+    @property
+    def chunk_bytes(self) -> int:
+        """The size of the largest chunk that `exchange_chunks` takes, 0 where it cannot be used."""
+        ...
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Send some bytes to every rank, each rank as many as it likes.
+
+        Ranks thus need not know of each other how much they send, and can compare in the message itself
+        whether their calls fit together.
+
+        Args:
+            chunk: Up to `chunk_bytes` of type uint8, one-dimensional, on the CPU.
+            meanwhile: Work for the time that this takes.
+
+        Returns:
+            A tensor of shape `(world_size, chunk_bytes)` with the chunk of each rank at the beginning of its
+            row, and anything behind. The next call overwrites it.
+        """
+        ...
+
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:

@@ -25,6 +25,17 @@ class SingleCollectives:
     rank: int = 0
     world_size: int = 1
 
+    @property
+    def chunk_bytes(self) -> int:
+        """Chunks are for several processes."""
+        return 0
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Return the only chunk."""
+        if meanwhile is not None:
+            meanwhile()
+        return chunk[None]
+
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:

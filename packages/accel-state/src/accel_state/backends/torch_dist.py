@@ -50,11 +50,10 @@ _OPS: dict[ReduceOp, dist.ReduceOp.RedOpType] = {
     "prod": dist.ReduceOp.PRODUCT,
 }
 _SIGN = -(1 << 63)
-# Up to so many bytes of all ranks together, and so many ranks, gloo is faster when every rank writes to all
-# others at once than when the data goes around a ring, as in its all_gather. Only gathering does so: another
-# operation in the same way would be taken for a gather by ranks that disagree on what to call.
-_DIRECT_BYTES = 1 << 19
-_DIRECT_RANKS = 16
+# Between so few ranks every one sends its chunk to all others at once. gloo accepts less than a receiver has
+# room for, so that all ranks can offer the same room for chunks of any size.
+_CHUNK_BYTES = 1 << 17
+_CHUNK_RANKS = 16
 
 
 class TorchCollectives:
@@ -64,15 +63,34 @@ class TorchCollectives:
         device: The device of this process.
     """
 
-    __slots__ = ("_carried", "_device", "_direct_bytes", "rank", "world_size")
+    __slots__ = ("_carried", "_device", "_rows", "chunk_bytes", "rank", "world_size")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._carried = _carried_types()
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
-        direct = self.world_size <= _DIRECT_RANKS and _is_gloo()
-        self._direct_bytes = _DIRECT_BYTES // self.world_size if direct else 0
+        direct = self.world_size <= _CHUNK_RANKS and _is_gloo()
+        self.chunk_bytes: int = _CHUNK_BYTES if direct else 0
+        self._rows = torch.empty(0, dtype=torch.uint8)
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Send some bytes to every rank, each rank as many as it likes."""
+        room, ranks, own = self.chunk_bytes, self.world_size, self.rank
+        if not len(self._rows):
+            with torch.inference_mode(mode=False):  # else later calls outside of it could not write here
+                self._rows = torch.empty(ranks * room, dtype=torch.uint8)
+        nbytes = len(chunk)
+        sizes = [nbytes] * ranks
+        sizes[own] = room  # gloo wants as much from a rank to itself as it has room for
+        sent = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent[: (own + 1) * nbytes].view(own + 1, nbytes).copy_(chunk)
+        sent[own * nbytes + room :].view(ranks - own - 1, nbytes).copy_(chunk)
+        with collective_scope("exchange"):
+            deferred = meanwhile is not None
+            work = dist.all_to_all_single(self._rows, sent, [room] * ranks, sizes, async_op=deferred)
+            _finish(work, meanwhile)
+        return self._rows.view(ranks, room)
 
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
@@ -170,12 +188,7 @@ class TorchCollectives:
 
     def _all_gather(self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None) -> None:
         deferred = meanwhile is not None
-        if tensor.nbytes <= self._direct_bytes and tensor.device.type == "cpu":
-            copies = tensor.view(-1).repeat(self.world_size)
-            work = dist.all_to_all_single(out.view(-1), copies, async_op=deferred)
-        else:
-            work = dist.all_gather_into_tensor(out, tensor, async_op=deferred)
-        _finish(work, meanwhile)
+        _finish(dist.all_gather_into_tensor(out, tensor, async_op=deferred), meanwhile)
 
     def _all_reduce(self, tensor: Tensor, meanwhile: Callable[[], None] | None, op: ReduceOp) -> None:
         deferred = meanwhile is not None
