@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from unittest import mock
 
 import pytest
@@ -226,3 +226,34 @@ def test_debug_mode_shows_where_each_rank_is_and_what_it_calls() -> None:
     with pytest.raises(DistributedOperationException, match=r"data\['x'\]: float32\[2, 4\]"):
         broadcast({"x": torch.ones(2, 3 + rank)})
     assert gather(torch.tensor([rank])).tolist() == [0, 1]
+
+
+class Fragile(UserDict[str, torch.Tensor]):
+    """Nested data that sometimes cannot be built."""
+
+    fails = False
+
+    def __init__(self, data: object = ()) -> None:
+        if Fragile.fails:
+            raise MemoryError
+        super().__init__(data)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+
+@distributed(world_size=2)
+def test_a_rank_that_fails_in_the_middle_of_a_gather_can_take_part_in_the_next() -> None:
+    state = PartialState(cpu=True)
+    collectives = state.runtime.collectives
+    with mock.patch.object(collectives, "chunk_bytes", 0):  # as on backends that send chunks of equal size
+        large = Fragile({"x": torch.full((5000,), float(state.process_index))})
+        for data in (large, large, large, [torch.ones(1)], [torch.ones(1)]):
+            gather(data)
+        Fragile.fails = state.process_index == 0
+        try:
+            gather(large)
+        except MemoryError:
+            assert state.process_index == 0
+        finally:
+            Fragile.fails = False
+        for _ in range(3):
+            assert gather(large)["x"].tolist() == [0.0] * 5000 + [1.0] * 5000
+            assert gather([torch.ones(1)])[0].tolist() == [1.0, 1.0]

@@ -391,6 +391,25 @@ def test_what_does_not_fit_together_is_refused_whether_or_not_it_is_sent_along(w
     assert world(2, chunk_bytes=chunk_bytes).run(body) == [([0.5] * 3, 0.5, [1.0], 1)] * 2
 
 
+def test_what_is_kept_for_later_calls_is_bounded(world) -> None:
+    def body(rank):
+        for rows in range(200):
+            gather([torch.ones(50_000 + rows)])
+
+    packing._plans.clear()
+    world(2).run(body)
+    kept = [
+        tensor
+        for known in packing._plans.values()
+        for value in known.extras.values()
+        for tensor in (value if isinstance(value, tuple) else (getattr(value, "content", None),))
+        if isinstance(tensor, torch.Tensor)
+    ]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in kept}
+    assert len(packing._plans) == 200
+    assert 0 < sum(storages.values()) <= packing.MAX_CACHED_BYTES + 200 * 1000  # and headers
+
+
 OF_THREE = {"max": torch.amax, "min": torch.amin, "prod": torch.prod}
 
 

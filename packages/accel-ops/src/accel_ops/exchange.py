@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_ops import plan
-from accel_ops.packing import below_autograd, cut_all, kept_buffer, sections, size_of
+from accel_ops.packing import below_autograd, cache, cut_all, kept_buffer, sections, size_of
 from accel_ops.plan import describe
 from accel_ops.same_call import mismatch
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from accel_ops.plan import Bucket
     from accel_state.backends.base import Collectives
 
+UNSENT = -1  # where a message has not been filled in
 PREFIX = 32  # bytes: four 64-bit numbers
 SMALLEST = 1 << 10  # bytes of the smallest first chunk
 LARGEST = 1 << 18  # bytes of the largest first chunk: beyond that, a second message costs less
@@ -50,11 +51,35 @@ class Guess:
 
     largest: int = LARGEST
     last: int = 0
+    pending: Tensor | None = None
     after: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def capacity(self) -> int:
         """Bytes of the first chunk: what would have been enough the last two times."""
         return max(self.after.get(self.last, (SMALLEST,)))
+
+    def catch_up(self, rank: int) -> None:
+        """Learn from the last message if an exception on this rank came in between: the others have.
+
+        Args:
+            rank: Index of this process.
+        """
+        heads, self.pending = self.pending, None
+        if heads is not None and heads[rank, 0] != UNSENT:
+            self.learn_from(heads[:, :4].tolist())
+
+    def learn_from(self, prefixes: Sequence[Sequence[int]]) -> None:
+        """Remember what was gathered.
+
+        Args:
+            prefixes: The first numbers of the chunks of all ranks.
+        """
+        self.pending = None
+        structures = {prefix[0] for prefix in prefixes}
+        if len(structures) > 1:
+            self.learn(0, SMALLEST)
+        else:
+            self.learn(structures.pop(), max(prefix[3] for prefix in prefixes))
 
     def learn(self, structure: int, need: int) -> None:
         """Remember what was gathered.
@@ -189,17 +214,21 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     guess = _guess(collectives)
     world_size = collectives.world_size
     at_once = device.type == "cpu" and collectives.chunk_bytes
+    if not at_once:
+        guess.catch_up(collectives.rank)
     capacity = at_once or guess.capacity()
     likely = extras.get(("likely", world_size, capacity, device))
     draft = Draft(flat, likely, device) if likely is not None else None
-    exchange = _send_chunks if at_once else _exchange
-    everything, heads = exchange(collectives, header, flat, capacity, draft, device)
+    if at_once:
+        everything, heads = _send_chunks(collectives, header, flat, capacity, draft, device)
+    else:
+        everything, heads = _exchange(collectives, header, flat, capacity, draft, device, guess)
     prefixes: list[list[int]] = heads[:, :4].tolist()
+    if not at_once:
+        guess.learn_from(prefixes)
     if any(prefix[0] != header.structure for prefix in prefixes):
-        guess.learn(0, SMALLEST)
         raise mismatch("gather", collectives, _essentials(flat.plan))
     need = max(prefix[3] for prefix in prefixes)
-    guess.learn(header.structure, need)
     sizes = tuple(prefix[1] for prefix in prefixes)
     if draft is not None and draft.cutter.sizes == sizes:
         return draft.finish(everything)
@@ -297,6 +326,7 @@ def _exchange(
     capacity: int,
     draft: Draft | None,
     device: torch.device,
+    guess: Guess | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Everyone's chunk, or only its prefix where it did not fit; and the same as 64-bit numbers by rank."""
     if header.nbytes <= capacity:
@@ -311,6 +341,9 @@ def _exchange(
         chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
         chunk[:PREFIX].copy_(header.content[:PREFIX])
     everything, heads = _grid(flat.plan, collectives.world_size, capacity, device)
+    if guess is not None:
+        heads[collectives.rank, 0] = UNSENT
+        guess.pending = heads
     collectives.all_gather_into(everything, chunk, draft.prepare if draft is not None else None)
     return everything, heads
 
@@ -345,9 +378,9 @@ def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> 
         return kept
     with torch.inference_mode(mode=False):
         everything = torch.empty(size, dtype=torch.uint8, device=device)
-    made = everything, everything.view(torch.int64).view(world_size, -1)
+        made = everything, everything.view(torch.int64).view(world_size, -1)
     if size <= MAX_GRID and device.type == "cpu":
-        owner.extras["grid", device] = made
+        cache(owner, ("grid", device), made, size)
     return made
 
 
@@ -383,8 +416,8 @@ def _cutter(
 def _keep(flat_plan: Plan, key: Hashable, cutter: Cutter) -> None:
     """Remember a cutter, but not ever more of them where sizes change from call to call."""
     if len(flat_plan.extras) >= MAX_CUTTERS:
-        flat_plan.extras.clear()
-    flat_plan.extras[key] = cutter
+        flat_plan.forget()
+    cache(flat_plan, key, cutter, 0 if cutter.order is None else cutter.order.nbytes)
 
 
 def _aligned(nbytes: int, to: int = 16) -> int:

@@ -30,6 +30,7 @@ copy_all: Callable[..., Any] = torch._foreach_copy_  # pyright: ignore[reportPri
 
 MAX_PLANS = 256  # structures remembered
 MAX_KEPT = 1 << 18  # bytes of the largest buffer that is kept with a plan
+MAX_CACHED_BYTES = 1 << 25  # kept with all plans together
 
 _TENSORS = {Tensor}
 _shape_of = attrgetter("shape")
@@ -49,6 +50,7 @@ class Plan:
         restore: Puts leaves that come bucket after bucket into the order of the structure.
         restore_packed: The same for packed leaves that are followed by the large ones.
         extras: What users of the plan made with it, by a key of theirs.
+        cached_bytes: Bytes of the tensors in `extras`.
     """
 
     leaves: tuple[Leaf, ...]
@@ -59,6 +61,12 @@ class Plan:
     restore: Restore
     restore_packed: Restore
     extras: dict[Any, Any] = field(default_factory=dict[Any, Any])
+    cached_bytes: int = 0
+
+    def forget(self) -> None:
+        """Drop what was made with the plan; it is made again when it is needed."""
+        self.extras.clear()
+        self.cached_bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +219,27 @@ def kept_buffer(
     with torch.inference_mode(mode=False):  # else later calls outside of it could not write to the buffer
         made = make_buffer(buckets, device, start=start, capacity=capacity)
     if capacity <= MAX_KEPT and device.type == "cpu":
-        owner.extras[slot] = made
+        cache(owner, slot, made, capacity)
     return made, True
+
+
+def cache(owner: Plan, key: Hashable, value: Any, nbytes: int) -> None:
+    """Keep something with a plan, and not too much with all plans together: the oldest plans lose theirs.
+
+    Args:
+        owner: The plan.
+        key: What it is for.
+        value: What to keep.
+        nbytes: Bytes of its tensors.
+    """
+    total = sum(known.cached_bytes for known in _plans.values()) + nbytes
+    for known in [*_plans.values(), owner]:
+        if total <= MAX_CACHED_BYTES:
+            break
+        total -= known.cached_bytes
+        known.forget()
+    owner.extras[key] = value
+    owner.cached_bytes += nbytes
 
 
 def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list[Tensor]:
