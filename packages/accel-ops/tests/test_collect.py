@@ -17,6 +17,7 @@ from accel_ops import (
     gather_object,
     packing,
     reduce,
+    size_prediction,
 )
 
 Pair = namedtuple("Pair", "left right")
@@ -463,8 +464,8 @@ def test_broadcast_is_one_message_whatever_the_types(world) -> None:
 
 
 def test_in_a_loop_of_different_gathers_the_guesses_become_right() -> None:
-    guess = exchange.Guess()
-    assert guess.capacity() == exchange.SMALLEST
+    guess = size_prediction.Guess()
+    assert guess.capacity() == size_prediction.SMALLEST
     rounds: list[tuple[int, int]] = []
     for _ in range(3):
         first = guess.capacity()
@@ -475,14 +476,14 @@ def test_in_a_loop_of_different_gathers_the_guesses_become_right() -> None:
 
 
 def test_a_guess_is_large_enough_for_either_of_two_successors_and_forgets() -> None:
-    guess = exchange.Guess(last=1)
+    guess = size_prediction.Guess(last=1)
     needs = [5000, 16, 5000, 16]
     for need in needs:
         guess.learn(1, need)
     assert guess.capacity() == 8192
-    for need in (exchange.LARGEST + 1, 16):  # what is too large for any first chunk counts as small
+    for need in (size_prediction.LARGEST + 1, 16):  # what is too large for any first chunk counts as small
         guess.learn(1, need)
-    assert guess.capacity() == exchange.SMALLEST
+    assert guess.capacity() == size_prediction.SMALLEST
 
 
 @pytest.mark.gpu

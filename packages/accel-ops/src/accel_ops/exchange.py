@@ -10,7 +10,7 @@ that all ranks share: in a loop the guess soon is right.
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +20,7 @@ from accel_ops import plan
 from accel_ops.packing import below_autograd, cache, cut_all, kept_buffer, sections, size_of
 from accel_ops.plan import describe
 from accel_ops.same_call import mismatch
+from accel_ops.size_prediction import UNSENT, Guess, guess_of
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -28,72 +29,12 @@ if TYPE_CHECKING:
     from accel_ops.plan import Bucket
     from accel_state.backends.base import Collectives
 
-UNSENT = -1  # where a message has not been filled in
 PREFIX = 32  # bytes: four 64-bit numbers
-SMALLEST = 1 << 10  # bytes of the smallest first chunk
-LARGEST = 1 << 18  # bytes of the largest first chunk: beyond that, a second message costs less
-MOST = 1 << 25  # bytes that the first chunks of all ranks together may take
-MAX_GUESSES = 1024
 MAX_INDEX = 1 << 16  # indices that are kept with a cutter, 4 bytes each
 MAX_GRID = 1 << 20  # bytes of the chunks of all ranks that are kept with a plan
 MAX_CUTTERS = 32  # kept with a plan
 FEW = 4  # pieces that are faster concatenated than found by an index
 _CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
-
-
-@dataclass(slots=True)
-class Guess:
-    """How large the first chunk of the next gather is; all ranks hold equal ones.
-
-    A guess may depend only on what all ranks know, or chunks would differ in size: on the structure that was
-    gathered last, not on the one that this rank is about to gather.
-    """
-
-    largest: int = LARGEST
-    last: int = 0
-    pending: Tensor | None = None
-    after: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
-
-    def capacity(self) -> int:
-        """Bytes of the first chunk: what would have been enough the last two times."""
-        return max(self.after.get(self.last, (SMALLEST,)))
-
-    def catch_up(self, rank: int) -> None:
-        """Learn from the last message if an exception on this rank came in between: the others have.
-
-        Args:
-            rank: Index of this process.
-        """
-        heads, self.pending = self.pending, None
-        if heads is not None and heads[rank, 0] != UNSENT:
-            self.learn_from(heads[:, :4].tolist())
-
-    def learn_from(self, prefixes: Sequence[Sequence[int]]) -> None:
-        """Remember what was gathered.
-
-        Args:
-            prefixes: The first numbers of the chunks of all ranks.
-        """
-        self.pending = None
-        structures = {prefix[0] for prefix in prefixes}
-        if len(structures) > 1:
-            self.learn(0, SMALLEST)
-        else:
-            self.learn(structures.pop(), max(prefix[3] for prefix in prefixes))
-
-    def learn(self, structure: int, need: int) -> None:
-        """Remember what was gathered.
-
-        Args:
-            structure: The hash of the structure, or any number that all ranks share.
-            need: Bytes of the largest chunk that any rank needed.
-        """
-        if len(self.after) >= MAX_GUESSES:
-            self.after.clear()
-        enough = max(SMALLEST, 1 << (need - 1).bit_length()) if need <= self.largest else SMALLEST
-        before = self.after.get(self.last, (SMALLEST,))[0]
-        self.after[self.last] = (enough, before)
-        self.last = structure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,9 +133,6 @@ class Draft:
         return content, self._flat.rebuild(cutter.restore([*leaves, *self._large]))
 
 
-_guesses: tuple[Any, Guess] = (None, Guess())
-
-
 def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves whose sizes of dimension 0 may differ between ranks.
 
@@ -211,7 +149,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """
     extras = flat.plan.extras
     header = _header(flat.plan, device)
-    guess = _guess(collectives)
+    guess = guess_of(collectives)
     world_size = collectives.world_size
     at_once = device.type == "cpu" and collectives.chunk_bytes
     if not at_once:
@@ -289,15 +227,6 @@ def _essentials(flat_plan: Plan) -> dict[str, tuple[Hashable, str]]:
         leaf.path: ((leaf.dtype, len(leaf.shape), leaf.shape[1:]), describe(leaf.dtype, leaf.shape))
         for leaf in flat_plan.leaves
     }
-
-
-def _guess(collectives: Collectives) -> Guess:
-    """The guess that belongs to these ranks; another run starts with a new one."""
-    global _guesses  # noqa: PLW0603 - memory of this process about its peers
-    if _guesses[0] is not collectives:
-        share = max(SMALLEST, MOST // collectives.world_size)
-        _guesses = (collectives, Guess(largest=min(LARGEST, share)))
-    return _guesses[1]
 
 
 def _header(flat_plan: Plan, device: torch.device) -> Header:
