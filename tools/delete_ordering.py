@@ -44,8 +44,17 @@ TESTS: dict[str, tuple[str, ...]] = {
     "packages/accel-train/src/accel_train/data/post.py": (
         "packages/accel-train/tests/test_dispatcher_staging.py",
     ),
+    "packages/accel-bigmodel/src/accel_bigmodel/block_stream.py": (
+        "packages/accel-bigmodel/tests/test_block_stream.py",
+    ),
+    "packages/accel-bigmodel/src/accel_bigmodel/host_to_device.py": (
+        "packages/accel-bigmodel/tests/test_block_stream.py",
+    ),
     "packages/accel-cli/src/accel_cli/commands/selftest/speed.py": (
         "packages/accel-cli/tests/test_speed.py",
+    ),
+    "packages/accel-trackers/src/accel_trackers/copies.py": (
+        "packages/accel-trackers/tests/test_device_values.py",
     ),
     "packages/accel-train/src/accel_train/checkpoint/staging.py": (
         "packages/accel-train/tests/test_checkpoint_staging.py",

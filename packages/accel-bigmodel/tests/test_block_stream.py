@@ -168,6 +168,25 @@ def test_two_blocks_are_on_the_device_whatever_their_number(tmp_path, schedule):
         assert len(seen) == 2
 
 
+def test_a_third_block_waits_for_the_memory_of_the_first_while_the_device_lags_behind():
+    weights = {f"{number}.w": torch.full((4,), float(number)) for number in range(6)}
+    with late_device() as device:
+        blocks = StreamedBlocks(
+            OffloadedWeightsLoader(state_dict=weights), {name[0]: [name] for name in weights}, device
+        )
+        addresses = set()
+        for number in range(6):
+            value = blocks.acquire(str(number))[f"{number}.w"]
+            blocks.prefetch(str((number + 1) % 6))
+            blocks._worker.submit(int).result()  # the next block has its memory
+            assert (value + 0).tolist() == [number] * 4
+            addresses.add(value.data_ptr())
+            device.current_stream().submit(int)  # work that nobody waits for yet
+            del value
+            blocks.release(str(number))
+        assert len(addresses) == 2
+
+
 @both
 def test_gradients_are_those_of_the_plain_model(schedule):
     model, x = Scaled().eval(), torch.randn(2, 3, requires_grad=True)
