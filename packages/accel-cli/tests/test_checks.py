@@ -59,6 +59,23 @@ def test_everything_that_does_not_fit_is_told_at_once():
     assert all(line.startswith("- ") for line in said[1:])
 
 
+@pytest.mark.parametrize(
+    ("line", "file", "environ", "parts"),
+    [
+        (["--mixed_precision", "fp8"], {}, {}, ["argument --mixed_precision", "fp8", "bf16"]),
+        ([], {"mixed_precision": "fp8"}, {}, ["mixed_precision", "fp8", "bf16"]),
+        ([], {}, {"ACCELERATE_MIXED_PRECISION": "fp8"}, ["ACCELERATE_MIXED_PRECISION", "fp8", "bf16"]),
+        (["--use_megatron_lm"], {}, {}, ["argument --use_megatron_lm", "Megatron-LM", "FSDP"]),
+        ([], {"distributed_type": "MEGATRON_LM"}, {}, ["Megatron-LM", "FSDP"]),
+    ],
+)
+def test_what_the_library_does_not_have_yet_is_refused_before_anything_starts(line, file, environ, parts):
+    with pytest.raises(SettingsError) as caught:
+        plan(*line, file=file, environ=environ)
+    (problem,) = caught.value.problems
+    assert all(part in problem for part in parts), problem
+
+
 def test_two_engines_are_told_with_everything_else_that_does_not_fit():
     with pytest.raises(SettingsError) as caught:
         plan("--cpu", "--multi_gpu", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm")

@@ -232,6 +232,14 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
+def _engine_is_absent(facts: Facts) -> Iterator[str]:
+    precision, engine = facts.merged.who("precision.mixed_precision"), facts.merged.who("megatron")
+    if facts.settings.precision.mixed_precision == "fp8":
+        yield f"{precision.origin} asks for fp8, which is not available in this version: use bf16."
+    if facts.settings.megatron is not None:
+        yield f"{engine.origin} asks for Megatron-LM, which is not available in this version: use FSDP."
+
+
 def _deepspeed_says_it_twice(facts: Facts) -> Iterator[str]:
     section = facts.settings.deepspeed
     if section is None or section.hf_ds_config is None:
@@ -267,7 +275,7 @@ def _precision_has_no_recipe(facts: Facts) -> Iterator[str]:
         found = facts.merged.who("precision.mixed_precision")
         yield (
             f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} about FP8, but the precision is "
-            f"{facts.settings.precision.mixed_precision!r} ({found.origin}): add --mixed_precision fp8."
+            f"{facts.settings.precision.mixed_precision!r} ({found.origin}): leave out what is about FP8."
         )
 
 
@@ -331,6 +339,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _machines_do_not_fit,
     _elasticity_does_not_fit,
     _engine_is_off,
+    _engine_is_absent,
     _deepspeed_says_it_twice,
     _precision_has_no_recipe,
     _sizes_do_not_fit,
