@@ -129,6 +129,11 @@ STEPS = (
         command=(*PYTEST, "--durations=5", EXAMPLES),
     ),
     Step(
+        name="fuzz",
+        about="mutated files of every kind give their true content or a sentence, never anything else",
+        command=(PYTHON, "tools/fuzz.py", "--seconds", "20"),
+    ),
+    Step(
         name="isolation",
         about="each wheel installs alone, imports, and runs the examples of its README",
         command=(PYTHON, "tools/check_isolation.py"),

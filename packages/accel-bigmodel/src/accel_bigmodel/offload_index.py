@@ -63,7 +63,7 @@ def check_offload_index(index: Mapping[str, Any], source: str) -> None:
         >>> check_offload_index({"w": {"dtype": "float32", "shape": [2]}}, "offload_index")
     """
     for name, entry in index.items():
-        if not _is_sound(entry):
+        if not _is_sound(entry) or not _is_text(name):
             raise CheckpointError(
                 f"the entry of {name!r} in {source} describes no offloaded weight: {str(entry)[:200]!r}; it "
                 "needs a 'dtype' and a list of whole numbers as 'shape', or a 'safetensors_file'. Offload "
@@ -86,3 +86,8 @@ def _is_sound(entry: Any) -> bool:
         and all(type(length) is int and length >= 0 for length in shape)
         and entry.get("dtype") is not None
     )
+
+
+def _is_text(name: str) -> bool:
+    """Half of a surrogate pair, which JSON may hold, is in no file's name."""
+    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)

@@ -35,6 +35,7 @@ _DAMAGE = (
     TypeError,
     LookupError,
     AttributeError,
+    MemoryError,
     UnpicklingError,
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 
 from accel_state.errors import CheckpointError
+from accel_state.regular_file import open_regular
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +71,7 @@ def unpickle(path: Path) -> Any:
         CheckpointError: It is damaged, or holds other objects than an index consists of.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             return _Unpickler(file).load()
     except (
         pickle.UnpicklingError,
@@ -80,5 +81,10 @@ def unpickle(path: Path) -> Any:
         TypeError,
         ValueError,
         KeyError,
+        MemoryError,  # a length that the file does not have
+        OverflowError,
+        RecursionError,
+        AssertionError,
+        RuntimeError,
     ) as error:
         raise CheckpointError(f"{str(path)!r} is no index of a sharded state: {error}.") from error

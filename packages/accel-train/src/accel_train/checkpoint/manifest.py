@@ -81,11 +81,11 @@ class Manifest:
             version = table["format"]
             if version == FORMAT and table["checksum"] == CHECKSUM:
                 return cls(
-                    world_size=int(table["world_size"]),
-                    step=int(table["step"]),
-                    iteration=None if table["iteration"] is None else int(table["iteration"]),
+                    world_size=_whole(table["world_size"]),
+                    step=_whole(table["step"]),
+                    iteration=None if table["iteration"] is None else _whole(table["iteration"]),
                     files={
-                        _inside(name): FileRecord(size=int(row["size"]), checksum=str(row["checksum"]))
+                        _inside(name): FileRecord(size=_whole(row["size"]), checksum=str(row["checksum"]))
                         for name, row in table["files"].items()
                     },
                 )
@@ -159,3 +159,9 @@ def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
         total, names = divided[least]
         divided[least] = (total + files[name].size, [*names, name])
     return [names for _, names in divided]
+
+
+def _whole(value: object) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{value!r} is no whole number")
+    return value
