@@ -54,7 +54,9 @@ def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
         match = _LINE.fullmatch(text)
         if match is None or match["host"] in found:
             expected = "that machine is there already" if match else "expected `<machine> slots=<number>`"
-            raise SettingsError(f"line {number} of hostfile {source!r} is {line.strip()[:100]!r}: {expected}.")
+            raise SettingsError(
+                f"line {number} of hostfile {source!r} is {line.strip()[:100]!r}: {expected}."
+            )
         # Compared as text first: Python refuses to read numbers of thousands of digits.
         if len(match["slots"].lstrip("0")) > 5 or int(match["slots"]) > _MOST_SLOTS:
             raise SettingsError(

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+_Value = TypeVar("_Value")
 
 FORMAT = 1
 CHECKSUM = "xxh3_64"
@@ -81,11 +83,13 @@ class Manifest:
             version = table["format"]
             if version == FORMAT and table["checksum"] == CHECKSUM:
                 return cls(
-                    world_size=_whole(table["world_size"]),
-                    step=_whole(table["step"]),
-                    iteration=None if table["iteration"] is None else _whole(table["iteration"]),
+                    world_size=_typed(table["world_size"], int),
+                    step=_typed(table["step"], int),
+                    iteration=None if table["iteration"] is None else _typed(table["iteration"], int),
                     files={
-                        _inside(name): FileRecord(size=_whole(row["size"]), checksum=str(row["checksum"]))
+                        _inside(name): FileRecord(
+                            size=_typed(row["size"], int), checksum=_typed(row["checksum"], str)
+                        )
                         for name, row in table["files"].items()
                     },
                 )
@@ -161,7 +165,7 @@ def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
     return [names for _, names in divided]
 
 
-def _whole(value: object) -> int:
-    if type(value) is not int:
-        raise TypeError(f"{value!r} is no whole number")
+def _typed(value: object, kind: type[_Value]) -> _Value:
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
