@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 
@@ -21,6 +22,7 @@ from accel_bigmodel.sources import local_checkpoint
 from accel_ops.weights.tied import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
+from accel_state.testing import late_device
 
 MAPS = {
     "all cpu": {"": "cpu"},
@@ -69,6 +71,16 @@ def test_a_model_gives_the_same_under_every_map(
     for _ in range(2):
         assert torch.allclose(model(tokens), toy(tokens), atol=1e-6)
     assert model.hf_device_map == MAPS[kind]
+
+
+@pytest.mark.parametrize("kind", MAPS)
+@pytest.mark.parametrize("main_device", ["cpu", pytest.param(0, marks=pytest.mark.gpu)])
+def test_every_map_is_streamed_to_the_main_device(toy, tokens, tmp_path, kind, main_device):
+    expected = toy(tokens)
+    with late_device() if main_device == "cpu" else contextlib.nullcontext():
+        model = dispatch_model(toy, MAPS[kind], main_device=main_device, offload_dir=tmp_path)
+        for _ in range(3):
+            assert torch.allclose(model(tokens).cpu(), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", ["folder", "index", "one file", "custom index"])
