@@ -89,5 +89,5 @@ def _is_sound(entry: Any) -> bool:
 
 
 def _is_text(name: str) -> bool:
-    """Half of a surrogate pair, which JSON may hold, is in no file's name."""
-    return name.isascii() or not any("\ud800" <= letter <= "\udfff" for letter in name)
+    """Half of a surrogate pair and a null, which JSON may hold, are in no file's name."""
+    return not any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in name)

@@ -86,6 +86,8 @@ def read_index(folder: Path) -> Metadata:
         raise CheckpointError(f"{str(path)!r} is no index of a sharded state.")
     places: Mapping[Any, Any] = index.storage_data
     for place in places.values():
+        if not isinstance(getattr(place, "relative_path", None), str):
+            raise CheckpointError(f"{str(path)!r} is no index of a sharded state: it lacks a file's name.")
         name = PurePath(place.relative_path)
         if name.is_absolute() or ".." in name.parts:
             raise CheckpointError(f"{str(path)!r} names {place.relative_path!r}, which is not in its folder.")

@@ -106,8 +106,8 @@ class Manifest:
                 "load another one."
             ) from error
         raise CheckpointError(
-            f"{str(where)!r} has format {version!r} with checksums {table['checksum']!r}; this version of "
-            f"accel reads format {FORMAT!r} with {CHECKSUM!r}. Load it with the version that saved it."
+            f"{str(where)!r} has format {version!r} with checksums {table.get('checksum')!r}; this "
+            f"version reads format {FORMAT!r} with {CHECKSUM!r}. Load it with the version that saved it."
         )
 
     def complaints(self, sizes: Mapping[str, int]) -> list[str]:
