@@ -52,8 +52,8 @@ class Trained:
             self.strategy.stepper.backward(loss, accumulation=accumulation, sync=sync)
 
     def step(self) -> bool:
-        """Step and clear the gradients; return what the strategy's step returned."""
-        stepped = self.strategy.stepper.step(self.optimizer)
+        """Step and clear the gradients; return whether the strategy stepped."""
+        stepped = bool(self.strategy.stepper.step(self.optimizer))
         self.optimizer.zero_grad()
         return stepped
 
