@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,6 +85,7 @@ def _is_sound(entry: Any) -> bool:
     return (
         isinstance(shape, list | tuple)
         and all(type(length) is int and length >= 0 for length in shape)
+        and math.prod(max(length, 1) for length in shape[:64]) < 2**59  # what torch can count
         and entry.get("dtype") is not None
     )
 

@@ -85,12 +85,14 @@ def read_index(folder: Path) -> Metadata:
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise CheckpointError(f"{str(path)!r} is no index of a sharded state.")
     places: Mapping[Any, Any] = index.storage_data
-    for place in places.values():
-        if not isinstance(getattr(place, "relative_path", None), str):
-            raise CheckpointError(f"{str(path)!r} is no index of a sharded state: it lacks a file's name.")
-        name = PurePath(place.relative_path)
+    try:
+        entries(index)
+        names = [PurePath(place.relative_path) for place in places.values()]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{str(path)!r} is no index of a sharded state: {error}.") from error
+    for name in names:
         if name.is_absolute() or ".." in name.parts:
-            raise CheckpointError(f"{str(path)!r} names {place.relative_path!r}, which is not in its folder.")
+            raise CheckpointError(f"{str(path)!r} names {str(name)!r}, which is not in its folder.")
     return index
 
 

@@ -56,11 +56,11 @@ def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat:
     index = read_index(folder)
     _check_fit(folder, index, state if flat else flatten_state_dict(state)[0], strict=strict)
     planner = _Planner(flatten_state_dict=not flat, allow_partial_load=not strict)
-    planner.set_up_planner(state, index, is_coordinator=False)
     reader = FileSystemReader(folder)
-    reader.set_up_storage_reader(index, is_coordinator=False)
-    plan = reader.prepare_local_plan(planner.create_local_plan())
     try:
+        planner.set_up_planner(state, index, is_coordinator=False)
+        reader.set_up_storage_reader(index, is_coordinator=False)
+        plan = reader.prepare_local_plan(planner.create_local_plan())
         reader.read_data(plan, planner).wait()
     except _DAMAGE as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

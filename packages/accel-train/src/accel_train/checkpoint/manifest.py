@@ -102,8 +102,8 @@ class Manifest:
             RecursionError,
         ) as error:
             raise CheckpointError(
-                f"{str(where)!r} is damaged ({error!r}), so that nothing is known about this checkpoint: "
-                "load another one."
+                f"{str(where)!r} is damaged ({str(error)[:200]!r}), so that nothing is known about this "
+                "checkpoint: load another one."
             ) from error
         raise CheckpointError(
             f"{str(where)!r} has format {version!r} with checksums {table.get('checksum')!r}; this "
