@@ -71,9 +71,9 @@ def test_a_library_on_the_path_is_found_without_being_imported(name, tmp_path, m
 
 
 def test_a_folder_that_happens_to_have_the_name_is_not_the_library(tmp_path, monkeypatch):
-    (tmp_path / "wandb").mkdir()
+    (tmp_path / "lomo_optim").mkdir()  # a library that the workspace does not install
     monkeypatch.syspath_prepend(tmp_path)
-    assert not available.is_wandb_available()
+    assert not available.is_lomo_available()
 
 
 def test_a_version_that_is_too_old_is_not_available(tmp_path, monkeypatch):

@@ -2,12 +2,12 @@
 
 Call `install()` before anything imports `accelerate`, or run a script with `python -m accel_compat`.
 
-Example:
-    >>> import accel_compat
-    >>> accel_compat.install()
-    >>> import accelerate, accel
-    >>> accelerate.Accelerator is accel.Accelerator
-    True
+Example::
+
+    import accel_compat
+
+    accel_compat.install()
+    import accelerate  # is accel
 """
 
 from accel_compat.alias import REFERENCE_VERSION, install, is_installed

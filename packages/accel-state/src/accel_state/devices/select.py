@@ -26,7 +26,7 @@ def choose_device(
         SettingsError: The name is no device that torch knows, or there are fewer devices than processes.
 
     Example:
-        >>> choose_device(None, cpu=True, local_rank=3)[1]
+        >>> choose_device(None, cpu=True, local_rank=3, local_world_size=4)[1]
         device(type='cpu')
     """
     if cpu:
