@@ -7,6 +7,8 @@ import os
 import signal
 import socket
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ import torch
 from accel_state import environ
 from accel_state.devices.kinds import KINDS
 from accel_state.errors import SettingsError
+from accel_state.ports import is_port_in_use
 from accel_train import Accelerator, forking, launchers
 from accel_train.forking import Machines, WorkerFailedError
 from accel_train.launchers import PrepareForLaunch, debug_launcher, notebook_launcher
@@ -117,6 +120,40 @@ def test_a_port_that_is_taken_is_named():
         port = other.getsockname()[1]
         with pytest.raises(SettingsError, match=f"use_port={port}"):
             notebook_launcher(print, (), 2, use_port=port)
+
+
+def test_two_launches_at_the_same_time_do_not_meet_at_one_port(monkeypatch):
+    """Each listens before it says where, so that nobody can come between the look and the bind."""
+    endpoints = []
+
+    def launch_while_another_is(function, args, config):
+        port = int(config.rdzv_endpoint.rpartition(":")[2])
+        endpoints.append(config.rdzv_endpoint)
+        assert is_port_in_use(port)
+        if len(endpoints) < 4:
+            again = debug_launcher if len(endpoints) == 1 else notebook_launcher
+            assert again(sum_of_ranks, (1,), num_processes=2) == dict.fromkeys((0, 1), (2, 3, "no", True))
+        return forking.launch(function, args, config)
+
+    monkeypatch.setattr(launchers, "launch", launch_while_another_is)
+    assert notebook_launcher(sum_of_ranks, (0,), 2) == dict.fromkeys((0, 1), (2, 1, "no", True))
+    assert len(set(endpoints)) == 4
+
+
+def test_of_several_that_fail_the_first_is_told_first():
+    """Torch looks at them once a second here, and knows the time of an error in whole seconds."""
+
+    def fail():
+        rank = int(environ.read()["RANK"])
+        own = Path(environ.read()["TORCHELASTIC_ERROR_FILE"])
+        while rank < 2 and not (own.parents[1] / str(rank + 1) / own.name).is_file():
+            time.sleep(0.02)
+        time.sleep(0.02)
+        raise KeyError(f"of rank {rank}")
+
+    with pytest.raises(WorkerFailedError, match="Rank 2 failed: KeyError: 'of rank 2'") as caught:
+        notebook_launcher(fail, (), 3, use_port=0, monitor_interval=1)
+    assert caught.value.ranks == (2, 1, 0)
 
 
 def test_a_process_that_is_one_of_several_launches_none(monkeypatch):

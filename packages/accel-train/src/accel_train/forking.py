@@ -6,9 +6,9 @@ import contextlib
 import logging
 import os
 import pickle
-import re
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -30,6 +31,7 @@ from accel_state.devices.kinds import KINDS
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.gradient_state import GradientState
 from accel_state.topology import detect
+from accel_train.failures import failed_ranks
 
 if sys.platform != "win32":  # which cannot fork
     import fcntl
@@ -38,18 +40,11 @@ if sys.platform != "win32":  # which cannot fork
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 _PATIENCE = 20.0  # seconds that a process waits for the last of its siblings to be forked
 # Variables that torch's launcher leaves behind in this process, with its own defaults.
 _SET_BY_TORCH = {"torchelastic_signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 _TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
-# The frames around a function: a line that names one of these files, and the lines below it.
-_OURS = re.compile(
-    r'  File "[^"]*(?:(?:accel_train/(?:forking|launching)|errors/__init__)\.py|<frozen runpy>)", .*\n'
-    r"(?:    .*\n)*"
-)
 
 
 class WorkerFailedError(AccelError, RuntimeError):
@@ -109,6 +104,53 @@ class Machines:
             start_method="fork",
             **rest,
         )
+
+
+@contextlib.contextmanager
+def listening(port: int, given_as: str, *, or_any: bool = False) -> Generator[int]:
+    """Listen where torch's launcher shall, so that nobody else can until it does.
+
+    The launcher's own store, made in this process for the same port, shares what listens here.
+
+    Args:
+        port: Where; 0 for any free port.
+        given_as: The name of the port for a message.
+        or_any: Take any free port if that one is taken.
+
+    Yields:
+        The port.
+
+    Raises:
+        SettingsError: This process cannot listen there.
+    """
+    try:
+        server = _server(port)
+    except (OSError, OverflowError) as error:
+        if not or_any:
+            raise SettingsError(
+                f"{given_as}={port}: this process cannot listen there ({error}); choose another port, or on "
+                "one machine 0 for any that is free."
+            ) from None
+        server = _server(0)
+    port = server.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=server.detach(),
+    )
+    try:
+        yield port
+    finally:
+        del store
+
+
+def _server(port: int) -> socket.socket:
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
 class Gate:
@@ -179,15 +221,20 @@ def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConf
     entry.__name__ = entry.__qualname__ = getattr(function, "__name__", type(function).__name__)
     try:
         with contextlib.closing(gate), _left_as_found(config), environ.patch_environment(**_SET_BY_TORCH):
-            results = elastic_launch(config, entry)(*args)
-    except ChildFailedError as error:
-        failures = sorted(error.failures.items(), key=lambda item: item[1].timestamp)
-        told = "\n".join(_story(rank, failure) for rank, failure in failures)
-        raise WorkerFailedError(told, [rank for rank, _ in failures]) from None
+            results = _launched(config, entry, args)
     except SignalException as error:
         signal.raise_signal(error.sigval)  # now that the processes have ended, as if nobody had listened
         raise
     return dict(sorted(results.items()))
+
+
+def _launched(config: LaunchConfig, entry: Callable[..., Any], args: Sequence[Any]) -> dict[int, Any]:
+    try:
+        return elastic_launch(config, entry)(*args)
+    except ChildFailedError as error:
+        folder = config.logs_specs.root_log_dir if config.logs_specs is not None else os.devnull
+        stories = failed_ranks(error.failures, Path(folder))
+        raise WorkerFailedError("\n".join(stories.values()), [*stories]) from None
 
 
 @contextlib.contextmanager
@@ -314,13 +361,3 @@ def _target(link: Path) -> str:
         return str(link.readlink())
     except OSError:  # closed meanwhile
         return ""
-
-
-def _story(rank: int, failure: ProcessFailure) -> str:
-    """What is known about a failed process."""
-    told: Any = failure.message
-    if isinstance(told, dict):
-        return f"Rank {rank} failed: {told['message']}\n{_OURS.sub('', told['extraInfo']['py_callstack'])}"
-    if failure.exitcode < 0:  # it was killed, and could not write down anything
-        return f"Rank {rank} failed: {told}"
-    return f"Rank {rank} failed: it ended with exit code {failure.exitcode}."

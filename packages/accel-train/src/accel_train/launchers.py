@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, get_args
 
 import torch
@@ -12,14 +13,14 @@ from accel_state.devices.kinds import CPU, available_kind
 from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState
-from accel_state.ports import free_port, is_port_in_use
 from accel_state.settings import from_environ
 from accel_state.settings.model import Precision
 from accel_state.topology import DEFAULT_PORT
-from accel_train.forking import Machines, launch, refuse_initialised_devices, run_forked
+from accel_train.forking import Machines, launch, listening, refuse_initialised_devices, run_forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
 ELASTIC_LOG_LINE_PREFIX_TEMPLATE_PYTORCH_VERSION = "2.2.0"
 """The first version of torch that knows `log_line_prefix_template`."""
@@ -88,14 +89,7 @@ def notebook_launcher(
     count = _device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
     variables = {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
-    machines = Machines(
-        num_nodes=num_nodes,
-        node_rank=node_rank,
-        endpoint=rdzv_endpoint or f"{master_addr}:{_port(use_port, num_nodes, node_rank)}",
-        backend=rdzv_backend,
-        conf=rdzv_conf or {},
-        run_id=rdzv_id,
-    )
+    meeting = nullcontext(0) if rdzv_endpoint else _meeting(use_port, num_nodes, node_rank)
     plain = rdzv_backend == "static" and not (rdzv_endpoint or max_restarts or log_line_prefix_template)
     if plain and count == num_nodes == 1:
         with environ.patch_environment(**variables):
@@ -103,14 +97,22 @@ def notebook_launcher(
     if kind.type != "cpu":
         refuse_initialised_devices()
     shown = log_line_prefix_template is not None
-    config = machines.config(
-        count,
-        max_restarts=max_restarts,
-        monitor_interval=monitor_interval,
-        log_line_prefix_template=log_line_prefix_template,
-        logs_specs=DefaultLogsSpecs(tee=Std.ALL if shown else Std.NONE),
-    )
-    with environ.patch_environment(**variables):
+    with meeting as port, environ.patch_environment(**variables):
+        machines = Machines(
+            num_nodes=num_nodes,
+            node_rank=node_rank,
+            endpoint=rdzv_endpoint or f"{master_addr}:{port}",
+            backend=rdzv_backend,
+            conf=rdzv_conf or {},
+            run_id=rdzv_id,
+        )
+        config = machines.config(
+            count,
+            max_restarts=max_restarts,
+            monitor_interval=monitor_interval,
+            log_line_prefix_template=log_line_prefix_template,
+            logs_specs=DefaultLogsSpecs(tee=Std.ALL if shown else Std.NONE),
+        )
         return launch(function, args, config)
 
 
@@ -138,9 +140,8 @@ def debug_launcher(
         {0: 0, 1: 1}
     """
     _check_numbers(num_processes, 1, 0, 0)
-    machines = Machines(endpoint=f"127.0.0.1:{free_port()}")
-    with environ.patch_environment(accelerate_use_cpu="yes"):
-        return launch(function, args, machines.config(num_processes))
+    with listening(0, "debug_launcher: port") as port, environ.patch_environment(accelerate_use_cpu="yes"):
+        return launch(function, args, Machines(endpoint=f"127.0.0.1:{port}").config(num_processes))
 
 
 class PrepareForLaunch:
@@ -221,20 +222,17 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_resta
         raise SettingsError(f"node_rank={node_rank!r} is not one of num_nodes={num_nodes!r}, counted from 0.")
 
 
-def _port(asked: str | int, num_nodes: int, node_rank: int) -> int:
-    """Where rank 0 listens; see `use_port`."""
+def _meeting(asked: str | int, num_nodes: int, node_rank: int) -> AbstractContextManager[int]:
+    """The port where rank 0 listens, from when it is entered; see `use_port`."""
     if not str(asked).isdigit():
         raise SettingsError(f"notebook_launcher(use_port={asked!r}): expected the number of a port.")
     port = int(asked)
     if num_nodes > 1 and port == 0:
         raise SettingsError("notebook_launcher(use_port=0): several machines need to know the port.")
-    if port == 0 or (num_nodes == 1 and port == DEFAULT_PORT and is_port_in_use(port)):
-        return free_port()
-    if node_rank == 0 and is_port_in_use(port):
-        raise SettingsError(
-            f"notebook_launcher(use_port={asked!r}): another process listens there; use 0 for any free port."
-        )
-    return port
+    if node_rank > 0:
+        return nullcontext(port)
+    usual = num_nodes == 1 and port == DEFAULT_PORT
+    return listening(port, "notebook_launcher: use_port", or_any=usual)
 
 
 def _device_count(module: Any) -> int:

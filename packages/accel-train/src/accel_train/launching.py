@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Mapping
+from contextlib import contextmanager
 from functools import partial
 from os import PathLike, fspath
 from pathlib import Path
@@ -15,15 +16,14 @@ import torch
 from accel_state import environ
 from accel_state.devices.kinds import CPU, available_kind
 from accel_state.errors import SettingsError
-from accel_state.ports import free_port
 from accel_state.settings import Settings, combine, given_by_file, worker_environ
 from accel_state.settings.model import value_at
 from accel_state.topology import DEFAULT_PORT
-from accel_train.forking import Machines, refuse_initialised_devices
+from accel_train.forking import Machines, listening, refuse_initialised_devices
 from accel_train.forking import launch as run_in_forks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Generator, Sequence
 
     from accel_state.devices.kinds import DeviceKind
 
@@ -82,24 +82,24 @@ def launch(
         )
     if kind.type != "cpu":
         refuse_initialised_devices()
-    machines = Machines(
-        endpoint=_endpoint(settings),
-        num_nodes=chosen.num_machines,
-        node_rank=chosen.machine_rank,
-        backend=chosen.rdzv_backend,
-    )
-    started = machines.config(
-        count // chosen.num_machines,
-        max_restarts=chosen.max_restarts,
-        monitor_interval=chosen.monitor_interval,
-    )
     variables = worker_environ(settings, environ.read())
     if chosen.num_cpu_threads_per_process is not None:
         variables["OMP_NUM_THREADS"] = str(chosen.num_cpu_threads_per_process)
     if ids and kind.visible_devices_env:
         variables[kind.visible_devices_env] = ",".join(ids)
-    with environ.clear_environment():
+    with _meeting(settings) as endpoint, environ.clear_environment():
         environ.publish(variables)
+        machines = Machines(
+            endpoint=endpoint,
+            num_nodes=chosen.num_machines,
+            node_rank=chosen.machine_rank,
+            backend=chosen.rdzv_backend,
+        )
+        started = machines.config(
+            count // chosen.num_machines,
+            max_restarts=chosen.max_restarts,
+            monitor_interval=chosen.monitor_interval,
+        )
         return run_in_forks(partial(_run, chosen.num_cpu_threads_per_process, work), args, started)
 
 
@@ -184,13 +184,19 @@ def _devices(module: Any) -> int:
     return max(1, module.device_count()) if hasattr(module, "device_count") else 1
 
 
-def _endpoint(settings: Settings) -> str:
+@contextmanager
+def _meeting(settings: Settings) -> Generator[str]:
+    """Where the machines meet, `<address>:<port>`; the first of them listens there already."""
     chosen = settings.launch
-    if chosen.num_machines == 1:
-        return f"127.0.0.1:{chosen.main_process_port or free_port()}"
-    if chosen.main_process_ip is None:
+    address = "127.0.0.1" if chosen.num_machines == 1 else chosen.main_process_ip
+    if address is None:
         raise SettingsError(
             f"launch(config=...): {chosen.num_machines} machines need to know where to meet: set "
             "launch.main_process_ip."
         )
-    return f"{chosen.main_process_ip}:{chosen.main_process_port or DEFAULT_PORT}"
+    port = chosen.main_process_port or (0 if chosen.num_machines == 1 else DEFAULT_PORT)
+    if chosen.machine_rank > 0:
+        yield f"{address}:{port}"
+        return
+    with listening(port, "launch(config=...): main_process_port") as chosen_port:
+        yield f"{address}:{chosen_port}"

@@ -1,0 +1,56 @@
+"""How processes that torch's elastic launcher looks after have failed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+# The frames around a function: a line that names one of these files, and the lines below it.
+_OURS = re.compile(
+    r'  File "[^"]*(?:(?:accel_train/(?:forking|launching)|errors/__init__)\.py|<frozen runpy>)", .*\n'
+    r"(?:    .*\n)*"
+)
+
+
+def failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, str]:
+    """Tell how processes of this machine have failed, by rank, the first to fail first.
+
+    Torch tells of one, which is any of those that it finds dead, and of whole seconds only. All that raised
+    have left a file.
+
+    Args:
+        failures: What torch tells, by rank.
+        folder: Where torch keeps what belongs to the processes.
+    """
+    told = {rank: (float(failure.timestamp), _story(rank, failure)) for rank, failure in failures.items()}
+    first = next(rank - failure.local_rank for rank, failure in failures.items())  # of this machine
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    for file in attempts[-1].glob("*/error.json") if attempts else ():
+        rank = first + int(file.parent.name)
+        with contextlib.suppress(ValueError):  # one that was ended as it wrote
+            error = json.loads(file.read_text(encoding="utf-8"))["message"]
+            told[rank] = file.stat().st_mtime, _story_of_error(rank, error)
+    return {rank: story for rank, (_, story) in sorted(told.items(), key=lambda item: item[1][0])}
+
+
+def _story(rank: int, failure: ProcessFailure) -> str:
+    """What is known about a failed process."""
+    told: Any = failure.message
+    if isinstance(told, dict):
+        return _story_of_error(rank, told)
+    if failure.exitcode < 0:  # it was killed, and could not write down anything
+        return f"Rank {rank} failed: {told}"
+    return f"Rank {rank} failed: it ended with exit code {failure.exitcode}."
+
+
+def _story_of_error(rank: int, error: Any) -> str:
+    """What a process has written down before it ended."""
+    return f"Rank {rank} failed: {error['message']}\n{_OURS.sub('', error['extraInfo']['py_callstack'])}"
