@@ -78,29 +78,6 @@ BRANCHES = {
         "deepspeed": "true",
         "deepspeed.hf_ds_config": "ds.json",
     },
-    "Megatron-LM": {
-        "launch.distributed_type": "MULTI_GPU",
-        "launch.num_processes": "8",
-        "megatron": "true",
-        "megatron.tp_degree": "4",
-        "megatron.pp_degree": "2",
-        "megatron.num_micro_batches": "8",
-    },
-    "FP8 with transformer-engine": {"precision.mixed_precision": "fp8", "fp8.margin": "2"},
-    "FP8 with MS-AMP": {
-        "precision.mixed_precision": "fp8",
-        "fp8.backend": "MSAMP",
-        "fp8.opt_level": "O1",
-    },
-    "FP8 with torchao": {
-        "launch.distributed_type": "MULTI_GPU",
-        "launch.num_processes": "2",
-        "fsdp": "true",
-        "precision.mixed_precision": "fp8",
-        "fp8.enable_fsdp_float8_all_gather": "true",
-        "fp8.backend": "AO",
-        "fp8.pad_inner_dim": "false",
-    },
     "MPI": {
         "launch.distributed_type": "MULTI_CPU",
         "launch.num_machines": "2",
@@ -167,7 +144,8 @@ def test_no_question_is_left_out_of_the_branches(environ):
             return answers.pop(question.path, question.default)
 
         interview(ask, look_around(environ))
-    questions = {option.path for option in OPTIONS if option.question is not None}
+    not_yet = {"megatron", "fp8"}  # nobody can choose them, so their details are not asked for
+    questions = {one.path for one in OPTIONS if one.question is not None and one.section not in not_yet}
     assert questions - asked == set()
 
 

@@ -76,6 +76,11 @@ def test_what_the_library_does_not_have_yet_is_refused_before_anything_starts(li
     assert all(part in problem for part in parts), problem
 
 
+def test_a_wrong_precision_is_not_told_to_become_one_that_is_refused():
+    with pytest.raises(SettingsError, match=r"expected one of 'no', 'fp16', 'bf16'$"):
+        plan("--mixed_precision", "bf17")
+
+
 def test_two_engines_are_told_with_everything_else_that_does_not_fit():
     with pytest.raises(SettingsError) as caught:
         plan("--cpu", "--multi_gpu", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm")

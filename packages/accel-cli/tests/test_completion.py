@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 
@@ -27,6 +28,12 @@ def test_every_command_and_every_flag_of_launch_can_be_completed(script, shell):
     dashes = "" if shell == "fish" else "--"
     flags = [flag for option in OPTIONS for flag in option.flags if flag.startswith("--")]
     assert [flag for flag in flags if dashes + flag[2:] not in text] == []
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_what_the_launcher_refuses_is_not_offered(script, shell):
+    assert "bf16" in script(shell)
+    assert {"fp8", "MEGATRON_LM"}.isdisjoint(re.split(r"[^\w-]+", script(shell)))
 
 
 @pytest.mark.parametrize("shell", SHELLS)

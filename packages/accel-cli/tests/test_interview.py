@@ -106,10 +106,8 @@ def test_machines_of_a_hostfile_are_asked_for():
     )
 
 
-def test_megatron_tpu_mpi_and_fp8_are_asked_for():
-    megatron, _ = answered(SERVER, megatron="true", megatron__tp_degree="4", megatron__pp_degree="2")
-    assert (megatron.megatron.tp_degree, megatron.megatron.sequence_parallelism) == (4, True)
-    tpu, asked = answered(
+def test_tpu_and_mpi_are_asked_for():
+    tpu, _ = answered(
         LAPTOP, launch__distributed_type="XLA", tpu__use_cluster="true", tpu__name="pod", tpu__zone="us",
         tpu__env="A=1, B=2", launch__num_processes="8",
     )  # fmt: skip
@@ -120,9 +118,14 @@ def test_megatron_tpu_mpi_and_fp8_are_asked_for():
         launch__main_process_ip="n1",
     )  # fmt: skip
     assert mpi.mpi.hostfile == "hosts"
-    fp8, asked = answered(SERVER, precision__mixed_precision="fp8", fp8__backend="AO")
-    assert fp8.fp8.backend == "AO"
-    assert "fp8.margin" not in asked
+
+
+def test_what_the_launcher_refuses_is_neither_asked_for_nor_offered():
+    questions = []
+    interview(lambda question: questions.append(question) or question.default, SERVER)
+    assert "megatron" not in [question.path for question in questions]
+    (precision,) = (one for one in questions if one.path == "precision.mixed_precision")
+    assert [choice for choice, _ in precision.choices] == ["no", "fp16", "bf16"]
 
 
 def test_parallelism_is_asked_with_fsdp2():

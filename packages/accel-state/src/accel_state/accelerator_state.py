@@ -12,6 +12,7 @@ from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
 from accel_state.settings.model import Precision
+from accel_state.settings.parsing import offered
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -294,7 +295,7 @@ def _precision(asked: str | None, state: PartialState) -> str:
     wanted = from_environ(environ.read()).precision.mixed_precision if asked is None else str(asked).lower()
     if wanted not in get_args(Precision):
         raise SettingsError(
-            f"mixed_precision={asked!r} is not one of {', '.join(map(repr, get_args(Precision)))}."
+            f"mixed_precision={asked!r} is not one of {', '.join(map(repr, offered(get_args(Precision))))}."
         )
     if wanted == "fp8":
         raise UnsupportedError("mixed_precision='fp8' is not available yet; use 'bf16', 'fp16' or 'no'.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.environ import str_to_bool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
 
 def flag(text: str) -> bool:
@@ -67,6 +67,20 @@ def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], 
     return parse
 
 
+ABSENT = ("fp8", "MEGATRON_LM")
+"""Choices that are read, so that a refusal can tell, but not offered: this version has no such engine."""
+
+
+def offered(choices: Iterable[str]) -> tuple[str, ...]:
+    """Leave out the choices that this version does not have.
+
+    Example:
+        >>> offered(("bf16", "fp8"))
+        ('bf16',)
+    """
+    return tuple(choice for choice in choices if choice not in ABSENT)
+
+
 def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
     """Make the reader of a word, in any case, which returns it as it is written here.
 
@@ -86,7 +100,7 @@ def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
         try:
             return known[text.strip().lower()]
         except KeyError:
-            raise ValueError(f"expected one of {', '.join(map(repr, choices))}") from None
+            raise ValueError(f"expected one of {', '.join(map(repr, offered(choices)))}") from None
 
     return parse
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_state.settings.option import Option, Said
-from accel_state.settings.parsing import flag, maybe, number, one_of, whole
+from accel_state.settings.parsing import flag, maybe, number, offered, one_of, whole
 
 _FAMILIES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 DEVICE_TYPES = ("NO", *(f"MULTI_{family}" for family in _FAMILIES))
@@ -56,7 +56,7 @@ LAUNCH = (
         " --tpu: one per chip.",
         topic=_TOPIC,
         parse=lambda text: one_of(*DISTRIBUTED_TYPES)("XLA" if text.upper() == "TPU" else text),
-        choices=DISTRIBUTED_TYPES,
+        choices=offered(DISTRIBUTED_TYPES),
         flags=("--multi_gpu",),
         const="MULTI_GPU",
         more_flags=(("--tpu", "XLA"),),

@@ -6,7 +6,6 @@ from typing import Any
 
 from accel_state.settings.option import Option, Said
 from accel_state.settings.parsing import flag, number, one_of, whole
-from accel_state.settings.rows.launch import here
 
 _TUNING = "It tunes what runs without it; the reference page lists it."
 _GRANULARITIES = ("full", "selective")
@@ -40,10 +39,7 @@ MEGATRON = (
         variable="ACCELERATE_USE_MEGATRON_LM",
         flags=("--use_megatron_lm",),
         const="true",
-        question="Train with Megatron-LM?",
-        when=lambda said: (
-            here(said) and said("launch.distributed_type") == "MULTI_GPU" and not said("deepspeed")
-        ),
+        unasked="It is not available in this version.",
     ),
     _row(
         "tp_degree",
