@@ -9,7 +9,7 @@ import torch
 
 from accel_state.errors import UnsupportedError
 from accel_state.streams import device_streams
-from accel_trackers.values import check_scalar
+from accel_trackers.values import ARRAYS, check_scalar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -50,6 +50,8 @@ class Reading:
 
     def values(self) -> dict[str, Any]:
         """Return the values with numbers for tensors; wait for what is still on its way."""
+        if not self._copies:
+            return self._given
         numbers = {device: copies.numbers() for device, copies in self._copies.items()}
         return _fill(self._given, numbers)
 
@@ -59,7 +61,7 @@ class Reading:
             name = str(key)
             if isinstance(value, dict):
                 captured[name] = self._capture(value)
-            elif isinstance(value, torch.Tensor | np.ndarray | np.generic):
+            elif isinstance(value, ARRAYS):
                 check_scalar(name, value)
                 captured[name] = self._number(name, value)
             else:

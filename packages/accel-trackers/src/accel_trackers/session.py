@@ -156,7 +156,7 @@ class TrackerSession:
             raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
         if not self._active():
             return
-        options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
+        options = {str(name): dict(more) for name, more in log_kwargs.items()} if log_kwargs else {}
         call = _Call(Reading(values), step, options)
         with self._writing():
             self._waiting.append(call)

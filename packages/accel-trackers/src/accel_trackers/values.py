@@ -17,6 +17,9 @@ from accel_state.errors import UnsupportedError
 
 Number: TypeAlias = int | float
 
+ARRAYS = (torch.Tensor, np.ndarray, np.generic)
+"""Types of what has elements, a shape and a dtype. A tuple: a union is made and searched anew at every call."""
+
 _MOST_ELEMENTS = 32
 """Tensors with more elements are described by shape and dtype in a configuration."""
 
@@ -72,7 +75,7 @@ _CONVERSIONS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (argparse.Namespace, lambda value: to_plain(vars(value))),
     ((list, tuple), lambda value: [to_plain(inner) for inner in value]),
     ((set, frozenset), lambda value: sorted((to_plain(inner) for inner in value), key=str)),
-    ((torch.Tensor, np.ndarray, np.generic), _array),
+    (ARRAYS, _array),
     (type, _class_name),
 )
 """Kinds of values and how they become plain, the first that fits."""
@@ -137,7 +140,7 @@ def to_number(name: str, value: Any) -> Any:
         >>> to_number("loss", torch.tensor([0.5])), to_number("note", "a")
         (0.5, 'a')
     """
-    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+    if not isinstance(value, ARRAYS):
         return value
     check_scalar(name, value)
     return value.detach().item() if isinstance(value, torch.Tensor) else value.item()

@@ -1,0 +1,227 @@
+"""What a call of `Accelerator.log` costs with each tracker, beside the library called directly.
+
+    uv run python tools/benchmarks/trackers.py [--trackers NAME ...] [--rounds N] [--gpu]
+
+Each library runs offline in a process of its own, in a new folder. Ours and the library's own call log the
+same loss, a tensor that the direct call reads with `item()`, learning rate and epoch to the same run, and take
+turns within one process. The ratio is the median over pairs of neighbouring rounds. `none` is
+`Accelerator.log` without trackers. With `--gpu`, a training step on the device that logs its loss takes turns
+with the same step that logs nothing, and with one where the library is called with `item()`.
+
+Claim: at most 1.10 of the direct call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mlflow
+import torch
+
+from accel_train import Accelerator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+CLAIM = 1.10
+CALLS = 40  # of a round
+DEVICE_STEPS = 200
+ROOT = Path(__file__).resolve().parents[2]
+OFFLINE_CASES = runpy.run_path(str(ROOT / "tests-integration/tracking/library_cases.py"))
+
+
+def scalars_one_by_one(write: Callable[..., Any], values: Mapping[str, float], step: int) -> None:
+    for name, value in values.items():
+        write(name, value, step)
+
+
+def direct_dvclive(live: Any, values: Mapping[str, float], step: int) -> None:
+    live.step = step
+    for name, value in values.items():
+        live.log_metric(name, value)
+    live.next_step()
+
+
+def direct_aim(run: Any, values: Mapping[str, float], step: int) -> None:
+    for name, value in values.items():
+        run.track(value, name=name, step=step)
+
+
+def direct_clearml(task: Any, values: Mapping[str, float], step: int) -> None:
+    logger = task.get_logger()
+    for name, value in values.items():
+        logger.report_scalar(title=name, series=name, value=value, iteration=step)
+
+
+# By the tracker's name: what its users write, given the library's own object.
+DIRECT: dict[str, Callable[[Any, dict[str, float], int], object]] = {
+    "aim": direct_aim,
+    "clearml": direct_clearml,
+    "comet_ml": lambda experiment, values, step: experiment.log_metrics(values, step=step),
+    "dvclive": direct_dvclive,
+    "mlflow": lambda _, values, step: mlflow.log_metrics(values, step=step),
+    "swanlab": lambda run, values, step: run.log(values, step=step),
+    "tensorboard": lambda writer, values, step: scalars_one_by_one(writer.add_scalar, values, step),
+    "trackio": lambda run, values, step: run.log(values, step=step),
+    "wandb": lambda run, values, step: run.log(values, step=step),
+}
+
+
+def start(name: str) -> Accelerator:
+    """An accelerator with one tracker that is started offline."""
+    accelerator = Accelerator(log_with=name, project_dir="logs")
+    accelerator.init_trackers("project", init_kwargs={name: OFFLINE_CASES["CASES"][name][2]})
+    return accelerator
+
+
+def alternate(kinds: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, in rounds where who goes first alternates; the first round is thrown away."""
+    seconds: dict[str, list[float]] = {name: [] for name in kinds}
+    for turn in range(rounds + 1):
+        for name in sorted(kinds, reverse=turn % 2 == 1):
+            begin = time.perf_counter()
+            kinds[name]()
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: times[1:] for name, times in seconds.items()}
+
+
+def measure(name: str, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per call of a library, of every round."""
+    accelerator = start(name)
+    library, direct = accelerator.get_tracker(name, unwrap=True), DIRECT[name]
+    loss, step = torch.tensor(0.25), 0
+
+    def ours() -> None:
+        nonlocal step
+        for _ in range(CALLS):
+            step += 1
+            accelerator.log({"loss": loss, "lr": 1e-3, "epoch": 3}, step=step)
+
+    def theirs() -> None:
+        nonlocal step
+        for _ in range(CALLS):
+            step += 1
+            direct(library, {"loss": loss.item(), "lr": 1e-3, "epoch": 3}, step)
+
+    seconds = alternate({"ours": ours, "direct": theirs}, rounds)
+    accelerator.end_training()
+    return {kind: [one / CALLS * 1e6 for one in times] for kind, times in seconds.items()}
+
+
+def measure_none(rounds: int) -> float:
+    """Microseconds per call without trackers, at the fastest."""
+    accelerator = Accelerator()
+    values = {"loss": torch.tensor(0.25), "lr": 1e-3, "epoch": 3}
+
+    def log() -> None:
+        for step in range(CALLS):
+            accelerator.log(values, step=step)
+
+    return min(alternate({"none": log}, rounds)["none"]) / CALLS * 1e6
+
+
+def measure_on_device(name: str, rounds: int) -> dict[str, list[float]]:
+    """Microseconds per training step on the device: nothing logged, ours, and the library's call."""
+    accelerator = start(name)
+    library, direct = accelerator.get_tracker(name, unwrap=True), DIRECT[name]
+    model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-6))
+    inputs = torch.randn(512, 1024, device=accelerator.device)
+    number = 0
+
+    def loop(log: Callable[[torch.Tensor, int], object]) -> Callable[[], None]:
+        def run() -> None:
+            nonlocal number
+            for _ in range(DEVICE_STEPS):
+                number += 1
+                loss = model(inputs).square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                log(loss, number)
+            torch.accelerator.synchronize()
+
+        return run
+
+    loops = {
+        "direct": loop(lambda loss, step: direct(library, {"loss": loss.item()}, step)),
+        "none": loop(lambda _, step: step),
+        "ours": loop(lambda loss, step: accelerator.log({"loss": loss}, step=step)),
+    }
+    seconds = alternate(loops, rounds)
+    accelerator.end_training()
+    return {kind: [one / DEVICE_STEPS * 1e6 for one in times] for kind, times in seconds.items()}
+
+
+def in_process(name: str, rounds: int, *, gpu: bool) -> dict[str, list[float]]:
+    """Measure in a process of its own, offline, in a folder that is removed."""
+    with tempfile.TemporaryDirectory() as folder:
+        offline = {key: value.format(folder=folder) for key, value in OFFLINE_CASES["OFFLINE"].items()}
+        use = "false" if gpu else "true"
+        command = [sys.executable, __file__, "--measure", name, "--rounds", str(rounds)]
+        ended = subprocess.run(
+            [*command, *(["--gpu"] if gpu else [])],
+            check=False,
+            capture_output=True,
+            text=True,
+            cwd=folder,
+            env={**os.environ, **offline, "ACCELERATE_USE_CPU": use},
+        )
+        if ended.returncode:
+            sys.exit(f"{name} ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
+        (answer,) = (line for line in ended.stdout.splitlines() if line.startswith("measured "))
+        return json.loads(answer.removeprefix("measured "))
+
+
+def report(name: str, times: Mapping[str, list[float]], baseline: str) -> float:
+    """Print a line; return the ratio of ours."""
+    ratios: dict[str, float] = {}
+    for kind, values in times.items():
+        pairs = zip(values, times[baseline], strict=True)
+        ratios[kind] = statistics.median(one / other for one, other in pairs)
+        print(
+            f"{name:>12} {kind:>6}: {statistics.median(values):9.1f} us median, {min(values):9.1f} us fastest"
+            + ("" if kind == baseline else f", {ratios[kind]:.3f} of {baseline}"),
+            flush=True,
+        )
+    return ratios["ours"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--trackers", nargs="+", choices=sorted(DIRECT), metavar="NAME")
+    parser.add_argument("--rounds", type=int, default=10, help="pairs to compare")
+    parser.add_argument("--gpu", action="store_true", help="measure training steps on the accelerator")
+    parser.add_argument("--measure", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    rounds = arguments.rounds
+    if arguments.measure:
+        found = (measure_on_device if arguments.gpu else measure)(arguments.measure, rounds)
+        print(f"measured {json.dumps(found)}")
+        return
+    if arguments.gpu:
+        for name in arguments.trackers or ["tensorboard"]:
+            report(name, in_process(name, rounds, gpu=True), "none")
+        return
+    names = arguments.trackers or sorted(DIRECT)
+    ratios = {name: report(name, in_process(name, rounds, gpu=False), "direct") for name in names}
+    print(f"{'none':>12}   ours: {measure_none(rounds):9.2f} us fastest")
+    missed = [name for name, ratio in ratios.items() if ratio > CLAIM]
+    if missed:
+        sys.exit(f"more than the claimed {CLAIM}: {', '.join(missed)}")
+
+
+if __name__ == "__main__":
+    main()
