@@ -13,7 +13,10 @@ from harness.programs import TORCHRUN, Program, run_programs
 EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples"
 COMPLETE = {
     "complete/image_classification": "image-run/digits",
+    "complete/text_classification": "text-run/prose-or-code",
 }
+# The text's was 0.885 to 0.949 with the seeds 0 to 5, each on one process and on two; half are prose.
+LEAST_ACCURACY = {"complete/image_classification": 0.9, "complete/text_classification": 0.85}
 FILES = ["by_feature/tracking", *COMPLETE]
 # Ends after two epochs, as if it had been interrupted, then runs a second time to the end.
 TWICE = """
@@ -66,7 +69,7 @@ def test_a_complete_example_resumes_and_its_run_goes_on(ran, name, size):
     ]
     accuracy = scalars(base / key / COMPLETE[name], "test/accuracy")
     assert len(accuracy) == 3
-    assert accuracy[-1][1] > 0.9
+    assert accuracy[-1][1] > LEAST_ACCURACY[name]
     steps = [step for step, _ in scalars(base / key / COMPLETE[name], "train/loss")]
     assert steps == [*range(1, len(steps) + 1)]
 
