@@ -3,8 +3,8 @@
     uv run python tools/benchmarks/trackers.py [--trackers NAME ...] [--rounds N] [--gpu]
 
 Each library runs offline in a process of its own, in a new folder. Ours and the library's own call log the
-same loss, a tensor that the direct call reads with `item()`, learning rate and epoch to the same run, and take
-turns within one process. The ratio is the median over pairs of neighbouring rounds. `none` is
+same loss, a tensor that the direct call reads with `item()`, learning rate and epoch to the same run, and
+take turns within one process. The ratio is the median over pairs of neighbouring rounds. `none` is
 `Accelerator.log` without trackers. With `--gpu`, a training step on the device that logs its loss takes turns
 with the same step that logs nothing, and with one where the library is called with `item()`.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from accel_state.errors import UnsupportedError
@@ -32,6 +31,7 @@ class Reading:
         UnsupportedError: A tensor or array has several elements, or complex ones.
 
     Example:
+        >>> import numpy as np
         >>> loss = torch.tensor(0.5)
         >>> reading = Reading({"loss": loss, "lr": {"head": np.float32(2)}})
         >>> _ = loss.zero_()

@@ -18,7 +18,7 @@ from accel_state.errors import UnsupportedError
 Number: TypeAlias = int | float
 
 ARRAYS = (torch.Tensor, np.ndarray, np.generic)
-"""Types of what has elements, a shape and a dtype. A tuple: a union is made and searched anew at every call."""
+"""Types of what has elements, a shape and a dtype. A tuple, since a union is made anew at every call."""
 
 _MOST_ELEMENTS = 32
 """Tensors with more elements are described by shape and dtype in a configuration."""
