@@ -65,4 +65,5 @@ def test_training_goes_on_where_it_was_interrupted(tmp_path):
 
 
 def test_every_example_is_run():
-    assert sorted([*SAYS, "checkpoint_and_resume"]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
+    others = ["checkpoint_and_resume", "tracking"]  # the latter in test_tracking.py
+    assert sorted([*SAYS, *others]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))
