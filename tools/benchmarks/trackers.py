@@ -4,7 +4,8 @@
 
 Each library runs offline in a process of its own, in a new folder. Ours and the library's own call log the
 same loss, a tensor that the direct call reads with `item()`, learning rate and epoch to the same run, and
-take turns within one process. The ratio is the median over pairs of neighbouring rounds. `none` is
+take turns within one process, in rounds of at least one call and some 20 ms. The ratio is the median over
+pairs of neighbouring rounds. `none` is
 `Accelerator.log` without trackers. With `--gpu`, a training step on the device that logs its loss takes turns
 with the same step that logs nothing, and with one where the library is called with `item()`.
 
@@ -34,7 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 CLAIM = 1.10
-CALLS = 40  # of a round
+ROUND_SECONDS = 0.02
+MOST_CALLS = 200  # of a round
 DEVICE_STEPS = 200
 ROOT = Path(__file__).resolve().parents[2]
 OFFLINE_CASES = runpy.run_path(str(ROOT / "tests-integration/tracking/library_cases.py"))
@@ -101,21 +103,25 @@ def measure(name: str, rounds: int) -> dict[str, list[float]]:
     library, direct = accelerator.get_tracker(name, unwrap=True), DIRECT[name]
     loss, step = torch.tensor(0.25), 0
 
+    calls = 1
+
     def ours() -> None:
         nonlocal step
-        for _ in range(CALLS):
+        for _ in range(calls):
             step += 1
             accelerator.log({"loss": loss, "lr": 1e-3, "epoch": 3}, step=step)
 
     def theirs() -> None:
         nonlocal step
-        for _ in range(CALLS):
+        for _ in range(calls):
             step += 1
             direct(library, {"loss": loss.item(), "lr": 1e-3, "epoch": 3}, step)
 
-    seconds = alternate({"ours": ours, "direct": theirs}, rounds)
+    kinds = {"ours": ours, "direct": theirs}
+    calls = max(1, min(MOST_CALLS, int(ROUND_SECONDS / min(alternate(kinds, 5)["direct"]))))
+    seconds = alternate(kinds, rounds)
     accelerator.end_training()
-    return {kind: [one / CALLS * 1e6 for one in times] for kind, times in seconds.items()}
+    return {kind: [one / calls * 1e6 for one in times] for kind, times in seconds.items()}
 
 
 def measure_none(rounds: int) -> float:
@@ -124,10 +130,10 @@ def measure_none(rounds: int) -> float:
     values = {"loss": torch.tensor(0.25), "lr": 1e-3, "epoch": 3}
 
     def log() -> None:
-        for step in range(CALLS):
+        for step in range(MOST_CALLS):
             accelerator.log(values, step=step)
 
-    return min(alternate({"none": log}, rounds)["none"]) / CALLS * 1e6
+    return min(alternate({"none": log}, rounds)["none"]) / MOST_CALLS * 1e6
 
 
 def measure_on_device(name: str, rounds: int) -> dict[str, list[float]]:
@@ -202,7 +208,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--trackers", nargs="+", choices=sorted(DIRECT), metavar="NAME")
-    parser.add_argument("--rounds", type=int, default=10, help="pairs to compare")
+    parser.add_argument("--rounds", type=int, default=40, help="pairs to compare")
     parser.add_argument("--gpu", action="store_true", help="measure training steps on the accelerator")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     arguments = parser.parse_args()

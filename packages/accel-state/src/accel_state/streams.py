@@ -164,10 +164,11 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
     Args:
         device: Any device.
     """
-    override = _overrides.get(device.type)
+    kind = device.type
+    override = _overrides.get(kind)
     if override is not None:
         return override(device)
-    return TorchStreams(device) if device.type in _ASYNCHRONOUS else None
+    return TorchStreams(device) if kind in _ASYNCHRONOUS else None
 
 
 def synchronize(device: torch.device) -> None:

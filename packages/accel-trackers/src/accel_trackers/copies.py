@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from accel_state.errors import UnsupportedError
 from accel_state.streams import device_streams
-from accel_trackers.values import ARRAYS, check_scalar
+from accel_trackers.values import ARRAYS, PLAIN, check_scalar
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,31 +18,71 @@ if TYPE_CHECKING:
 _ALIGNMENT = 16
 
 
-class Reading:
-    """Values of one call of `log`, with the tensors among them on their way to the host.
+Waiting: TypeAlias = "dict[torch.device, list[torch.Tensor]]"
+"""Tensors that are read later, by their device."""
 
-    Tensors on a device with streams are copied to pinned memory on their own stream, after everything that
-    computes them and before everything that changes them later. All others are read at once.
+
+def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
+    """Copy the values of one call of `log`, with numbers for tensors and arrays with one element.
+
+    A tensor on a device with streams is not read: it is put into `waiting`, with its place in the copy, for a
+    `Reading`.
 
     Args:
         values: As given to `log`; dictionaries may be nested.
+        waiting: Gets the tensors that are read later.
 
     Raises:
         UnsupportedError: A tensor or array has several elements, or complex ones.
 
     Example:
         >>> import numpy as np
-        >>> loss = torch.tensor(0.5)
-        >>> reading = Reading({"loss": loss, "lr": {"head": np.float32(2)}})
-        >>> _ = loss.zero_()
-        >>> reading.is_ready(), reading.values()
-        (True, {'loss': 0.5, 'lr': {'head': 2.0}})
+        >>> waiting = {}
+        >>> capture({"loss": torch.tensor(0.5), "lr": {"head": np.float32(2)}}, waiting), waiting
+        ({'loss': 0.5, 'lr': {'head': 2.0}}, {})
+    """
+    captured: dict[str, Any] = {}
+    for key, value in values.items():
+        name = key if type(key) is str else str(key)
+        if type(value) in PLAIN:
+            captured[name] = value
+        elif isinstance(value, ARRAYS):
+            check_scalar(name, value)
+            captured[name] = _number(name, value, waiting)
+        elif isinstance(value, dict):
+            captured[name] = capture(value, waiting)
+        else:
+            captured[name] = value
+    return captured
+
+
+def _number(name: str, value: Any, waiting: Waiting) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value.item()
+    device = value.device
+    if device_streams(device) is None:
+        if value.is_meta:
+            raise UnsupportedError(f"log() got {name!r}, a meta tensor, which has no value.")
+        return value.item()
+    tensors = waiting.setdefault(device, [])
+    tensors.append(value.detach())
+    return _Place(device, len(tensors) - 1)
+
+
+class Reading:
+    """Values of one call of `log`, with tensors among them on their way to the host.
+
+    The tensors are copied to pinned memory on their own stream, after everything that computes them and
+    before everything that changes them later.
+
+    Args:
+        captured: What `capture` returned.
+        waiting: The tensors that it left to be read; none if everything was read at once.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._tensors: dict[torch.device, list[torch.Tensor]] = {}
-        self._given = self._capture(values)
-        self._copies = {device: HostCopies(tensors) for device, tensors in self._tensors.items()}
+    def __init__(self, captured: dict[str, Any], waiting: Waiting) -> None:
+        self._captured = captured
+        self._copies = {device: HostCopies(tensors) for device, tensors in waiting.items()}
 
     def is_ready(self) -> bool:
         """Whether `values` does not wait."""
@@ -50,35 +90,8 @@ class Reading:
 
     def values(self) -> dict[str, Any]:
         """Return the values with numbers for tensors; wait for what is still on its way."""
-        if not self._copies:
-            return self._given
         numbers = {device: copies.numbers() for device, copies in self._copies.items()}
-        return _fill(self._given, numbers)
-
-    def _capture(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        captured: dict[str, Any] = {}
-        for key, value in values.items():
-            name = str(key)
-            if isinstance(value, dict):
-                captured[name] = self._capture(value)
-            elif isinstance(value, ARRAYS):
-                check_scalar(name, value)
-                captured[name] = self._number(name, value)
-            else:
-                captured[name] = value
-        return captured
-
-    def _number(self, name: str, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value.item()
-        if value.is_meta:
-            raise UnsupportedError(f"log() got {name!r}, a meta tensor, which has no value.")
-        tensor = value.detach()
-        if device_streams(tensor.device) is None:
-            return tensor.item()
-        waiting = self._tensors.setdefault(tensor.device, [])
-        waiting.append(tensor)
-        return _Place(tensor.device, len(waiting) - 1)
+        return _fill(self._captured, numbers)
 
 
 class _Place:

@@ -40,7 +40,8 @@ def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-        if getattr(args[0], "main_process_only", False) and not runtime.current_topology().is_main:
+        tracker: Any = args[0]
+        if tracker.main_process_only and not runtime.current_topology().is_main:
             return None
         return function(*args, **kwargs)
 

@@ -7,13 +7,13 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
-from accel_trackers.copies import Reading
+from accel_trackers.copies import Reading, Waiting, capture
 from accel_trackers.general import GeneralTracker, InertTracker
 from accel_trackers.registry import filter_trackers, tracker_class
 from accel_trackers.termination import TerminationHook
@@ -21,7 +21,6 @@ from accel_trackers.values import to_plain
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Generator
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +28,8 @@ OnTrackerError = Literal["raise", "warn"]
 
 FLUSH_SECONDS = 10.0
 """At least so often everything that was logged is handed to the libraries and flushed by them."""
+
+_NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_WAITING = 256
 """So many calls of `log` may wait for the device; the next waits for the oldest."""
@@ -85,12 +86,10 @@ class TrackerSession:
         self._start_arguments: tuple[str, Any, Mapping[str, Any]] | None = None
         self._failures: dict[str, int] = {}
         self._failure: BaseException | None = None
-        self._lock = threading.RLock()
-        self._writer: int | None = None
-        self._is_terminating = False
+        self._active: list[GeneralTracker] = []
         self._is_flushed = True
         self._ended = threading.Event()
-        self._termination = TerminationHook(self._terminate)
+        self._writing = TerminationHook(self.write)
 
     def start(
         self,
@@ -118,14 +117,15 @@ class TrackerSession:
         options = {str(name): dict(more) for name, more in (init_kwargs or {}).items()}
         self._start_arguments = (project_name, plain, options)
         self._stage = "running"
-        with self._writing():
+        with self._writing:
             self.trackers = [self._start_one(one, project_name, options) for one in self.log_with]
+            self._active = _without_inert(self.trackers)
             if config is not None:
-                for tracker in self._active():
+                for tracker in self._active:
                     self._call(tracker, "store_init_configuration", to_plain(plain))
-        if self._active():
+        if self._active:
             self._ended = threading.Event()
-            self._termination.install()
+            self._writing.install()
             atexit.register(self.write)
             threading.Thread(target=self._flush_regularly, args=(self._ended,), daemon=True).start()
 
@@ -151,17 +151,23 @@ class TrackerSession:
         """
         if not self.log_with:
             return
-        self._check_running("log()")
-        if not isinstance(values, Mapping):
+        if self._stage != "running":
+            raise self._not_running("log()")
+        if not isinstance(values, (dict, Mapping)):
             raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
-        if not self._active():
+        if not self._active:
             return
-        options = {str(name): dict(more) for name, more in log_kwargs.items()} if log_kwargs else {}
-        call = _Call(Reading(values), step, options)
-        with self._writing():
-            self._waiting.append(call)
-            self._write_waiting(wait=False)
-        self._raise_failure()
+        options = {str(name): dict(more) for name, more in log_kwargs.items()} if log_kwargs else _NO_OPTIONS
+        tensors: Waiting = {}
+        captured = capture(values, tensors)
+        with self._writing:
+            if tensors or self._waiting:
+                self._waiting.append(_Call(Reading(captured, tensors), step, options))
+                self._write_waiting(wait=False)
+            else:
+                self._hand_over(captured, step, options)
+        if self._failure is not None:
+            self._raise_failure()
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
         """Find a tracker.
@@ -188,11 +194,11 @@ class TrackerSession:
 
     def write(self) -> None:
         """Wait for every value that was logged, hand it to the trackers, and let them flush."""
-        with self._writing():
+        with self._writing:
             self._write_waiting(wait=True)
             if not self._is_flushed:
                 self._is_flushed = True
-                for tracker in self._active():
+                for tracker in self._active:
                     self._call(tracker, "flush")
 
     def finish(self) -> None:
@@ -207,14 +213,13 @@ class TrackerSession:
         self._ended.set()
         atexit.unregister(self.write)
         errors: list[Exception] = []
-        with self._writing():
-            active = self._active()
-            for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in active)):
+        with self._writing:
+            for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in self._active)):
                 try:
                     step()
                 except Exception as error:  # noqa: BLE001 - the others are finished all the same
                     errors.append(error)
-        self._termination.remove()
+        self._writing.remove()
         for name, count in self._failures.items():
             logger.warning("The tracker %r failed %d times in all.", name, count)
         if errors:
@@ -223,7 +228,7 @@ class TrackerSession:
 
     def run_ids(self) -> dict[str, str]:
         """Return the ids by which the runs of this process are found again, by the tracker's name."""
-        ids = {tracker.name: tracker.run_id for tracker in self._active()}
+        ids = {tracker.name: tracker.run_id for tracker in self._active}
         return {name: run_id for name, run_id in ids.items() if run_id is not None}
 
     def resume(self, run_ids: Mapping[str, str]) -> None:
@@ -238,7 +243,7 @@ class TrackerSession:
         if self._stage != "running" or self._start_arguments is None:
             return
         project_name, config, options = self._start_arguments
-        with self._writing():
+        with self._writing:
             self._write_waiting(wait=True)
             for index, tracker in enumerate(self.trackers):
                 run_id = run_ids.get(tracker.name)
@@ -248,6 +253,7 @@ class TrackerSession:
                 if tracker_class(tracker.name).resume_arguments(str(run_id)):
                     self._call(tracker, "finish")
                     self.trackers[index] = opened = self._start_one(tracker.name, project_name, options)
+                    self._active = _without_inert(self.trackers)
                     self._call(opened, "store_init_configuration", to_plain(config))
 
     def _start_one(
@@ -258,7 +264,7 @@ class TrackerSession:
         if kind.main_process_only and not runtime.current_topology().is_main:
             return InertTracker(kind.name)
 
-        def start() -> GeneralTracker:
+        try:
             tracker = chosen
             if not isinstance(tracker, GeneralTracker):
                 made: Any = tracker_class(tracker)
@@ -267,21 +273,18 @@ class TrackerSession:
                 going_on = {} if known is None else made.resume_arguments(known)
                 tracker = made(project_name, *where, **{**going_on, **options.get(made.name, {})})
             tracker.start()
-            return tracker
+        except Exception as error:  # noqa: BLE001 - raised, or said in one line
+            self._failed(kind.name, "start", error)
+            return InertTracker(kind.name)
+        return tracker
 
-        return self._guarded(kind.name, "start", start) or InertTracker(kind.name)
-
-    def _active(self) -> list[GeneralTracker]:
-        return [tracker for tracker in self.trackers if not isinstance(tracker, InertTracker)]
-
-    def _check_running(self, what: str) -> None:
+    def _not_running(self, what: str) -> TrackerError:
         if self._stage == "new":
-            raise TrackerError(f"{what} was called before init_trackers(); call that first, on every rank.")
-        if self._stage == "finished":
-            raise TrackerError(
-                f"{what} was called after end_training(), when the trackers are finished; call it "
-                "earlier, or init_trackers() again."
-            )
+            return TrackerError(f"{what} was called before init_trackers(); call that first, on every rank.")
+        return TrackerError(
+            f"{what} was called after end_training(), when the trackers are finished; call it earlier, or "
+            "init_trackers() again."
+        )
 
     def _write_waiting(self, *, wait: bool) -> None:
         """Hand over the calls whose values are there, in order; all of them if told to wait."""
@@ -290,54 +293,39 @@ class TrackerSession:
             if not (wait or is_full or self._waiting[0].reading.is_ready()):
                 return
             call = self._waiting.popleft()
-            values = call.reading.values()
-            self._is_flushed = False
-            for tracker in self._active():
-                options = call.options.get(tracker.name, {})
-                self._call(tracker, "log", dict(values), step=call.step, **options)
+            self._hand_over(call.reading.values(), call.step, call.options)
 
-    def _call(self, tracker: GeneralTracker, method: str, *args: Any, **kwargs: Any) -> None:
-        self._guarded(tracker.name, method, lambda: getattr(tracker, method)(*args, **kwargs))
-
-    def _guarded(self, name: str, method: str, function: Callable[[], Any]) -> Any:
-        """Call a tracker; with `on_error="warn"`, say the first error of each and return `None`."""
-        try:
-            return function()
-        except Exception as error:
-            if not self._warns:
-                error.add_note(
-                    f"The tracker {name!r} failed in {method}(); with on_tracker_error='warn' the training "
-                    "goes on."
-                )
-                raise
-            self._failures[name] = self._failures.get(name, 0) + 1
-            if self._failures[name] == 1:
-                logger.warning(
-                    "The tracker %r failed in %s(), and the training goes on: %r", name, method, error
-                )
-            return None
-
-    @contextmanager
-    def _writing(self) -> Generator[None]:
-        """Write alone; a SIGTERM that arrives in between takes its course afterwards."""
-        with self._lock:
-            outer, self._writer = self._writer, threading.get_ident()
+    def _hand_over(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+        """Let every tracker log values, each a dictionary of its own."""
+        self._is_flushed = False
+        active = self._active
+        for tracker in active:
+            own = values if len(active) == 1 else dict(values)
             try:
-                yield
-            finally:
-                self._writer = outer
-        if self._is_terminating and outer is None:
-            self._is_terminating = False
-            if self._terminate():
-                self._termination.resume()
+                if options:
+                    tracker.log(own, step=step, **options.get(tracker.name, {}))
+                else:
+                    tracker.log(own, step=step)
+            except Exception as error:  # noqa: BLE001 - as above
+                self._failed(tracker.name, "log", error)
 
-    def _terminate(self) -> bool:
-        """Write everything when SIGTERM has arrived; later, if this thread is writing right now."""
-        if self._writer == threading.get_ident():
-            self._is_terminating = True
-            return False
-        self.write()
-        return True
+    def _call(self, tracker: GeneralTracker, method: str, *args: Any) -> None:
+        try:
+            getattr(tracker, method)(*args)
+        except Exception as error:  # noqa: BLE001 - as above
+            self._failed(tracker.name, method, error)
+
+    def _failed(self, name: str, method: str, error: Exception) -> None:
+        """Raise what a tracker raised; with `on_error="warn"`, say the first error of each."""
+        if not self._warns:
+            error.add_note(
+                f"The tracker {name!r} failed in {method}(); with on_tracker_error='warn' the training "
+                "goes on."
+            )
+            raise error
+        self._failures[name] = self._failures.get(name, 0) + 1
+        if self._failures[name] == 1:
+            logger.warning("The tracker %r failed in %s(), and the training goes on: %r", name, method, error)
 
     def _flush_regularly(self, ended: threading.Event) -> None:
         while not ended.wait(FLUSH_SECONDS):
@@ -350,3 +338,7 @@ class TrackerSession:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+def _without_inert(trackers: list[GeneralTracker]) -> list[GeneralTracker]:
+    return [tracker for tracker in trackers if not isinstance(tracker, InertTracker)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-import math
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, TypeAlias, TypeGuard
@@ -19,6 +18,9 @@ Number: TypeAlias = int | float
 
 ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 """Types of what has elements, a shape and a dtype. A tuple, since a union is made anew at every call."""
+
+PLAIN = frozenset({bool, int, float, str})
+"""Types of values that are logged as they are: what `type(value) in PLAIN` says needs no further look."""
 
 _MOST_ELEMENTS = 32
 """Tensors with more elements are described by shape and dtype in a configuration."""
@@ -113,10 +115,11 @@ def join_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= join_keys(value, f"{prefix}{key}.")
+        name = f"{prefix}{key}" if prefix else str(key)
+        if type(value) not in PLAIN and isinstance(value, Mapping):
+            flat |= join_keys(value, f"{name}.")
         else:
-            flat[f"{prefix}{key}"] = value
+            flat[name] = value
     return flat
 
 
@@ -146,6 +149,22 @@ def to_number(name: str, value: Any) -> Any:
     return value.detach().item() if isinstance(value, torch.Tensor) else value.item()
 
 
+def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert tensors and numpy scalars with one element to numbers; leave everything else.
+
+    Args:
+        values: By name.
+
+    Raises:
+        UnsupportedError: A tensor or array has several elements, or complex ones.
+
+    Example:
+        >>> with_numbers({"loss": np.float32(0.5), "note": "a"})
+        {'loss': 0.5, 'note': 'a'}
+    """
+    return {name: value if type(value) in PLAIN else to_number(name, value) for name, value in values.items()}
+
+
 def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> None:
     """Check that a tensor or array is one real number.
 
@@ -156,8 +175,11 @@ def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.gene
     Raises:
         UnsupportedError: It is not.
     """
-    is_complex = value.is_complex() if isinstance(value, torch.Tensor) else np.iscomplexobj(value)
-    if math.prod(value.shape) != 1 or is_complex:
+    if isinstance(value, torch.Tensor):
+        count, is_complex = value.numel(), value.is_complex()
+    else:
+        count, is_complex = value.size, np.iscomplexobj(value)
+    if count != 1 or is_complex:
         raise UnsupportedError(
             f"log() got {name!r} of shape {tuple(value.shape)} and dtype {value.dtype}, and logs one real "
             "number per name: reduce it, or use log_histograms() or log_images() of a tracker."
@@ -181,7 +203,7 @@ def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], d
     numbers: dict[str, Number] = {}
     texts: dict[str, str] = {}
     for name, given in join_keys(values).items():
-        value = to_number(name, given)
+        value = given if type(given) in PLAIN else to_number(name, given)
         if is_number(value):
             numbers[name] = value
         elif isinstance(value, str):

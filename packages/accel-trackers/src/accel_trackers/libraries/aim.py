@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import GeneralTracker, on_main_process
 from accel_trackers.images import to_images, to_numbers
-from accel_trackers.values import join_keys, to_number, to_plain
+from accel_trackers.values import join_keys, to_plain, with_numbers
 from accel_trackers.vendor import import_vendor
 
 if TYPE_CHECKING:
@@ -70,8 +70,7 @@ class AimTracker(GeneralTracker):
             step: At which step.
             **kwargs: More arguments of `run.track`, such as `context`.
         """
-        for name, given in join_keys(values).items():
-            value = to_number(name, given)
+        for name, value in with_numbers(join_keys(values)).items():
             tracked = self._aim.Text(value) if isinstance(value, str) else value
             self.writer.track(tracked, name=name, step=step, **kwargs)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_trackers.general import GeneralTracker, on_main_process
+from accel_trackers.general import on_main_process
 from accel_trackers.images import to_images, to_numbers
+from accel_trackers.libraries.project_run import ProjectRunTracker
 from accel_trackers.values import split, to_flat
 from accel_trackers.vendor import import_vendor
 
@@ -14,47 +15,27 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-class CometMLTracker(GeneralTracker):
-    """Log to an experiment of Comet.
-
-    Args:
-        run_name: Name of the project.
-        **kwargs: More arguments of `comet_ml.start`.
-
-    Raises:
-        MissingDependencyError: comet_ml is not installed.
-    """
+class CometMLTracker(ProjectRunTracker):
+    """Log to an experiment of Comet; `kwargs` are more arguments of `comet_ml.start`."""
 
     name = "comet_ml"
-    requires_logging_directory = False
-
-    @on_main_process
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        comet_ml = import_vendor(self.name)
-        self._pil = import_vendor(self.name, "PIL.Image")
-        self.writer: Any = comet_ml.start(**{"project_name": run_name, **kwargs})
+    opens_with = ("start", "project_name")
+    resumes_with = ("experiment_key", {"mode": "get_or_create"})
 
     @property
-    def tracker(self) -> Any:
+    def writer(self) -> Any:
         """The experiment."""
-        return self.writer
+        return self.run
 
     @property
     def run_id(self) -> str | None:
         """The experiment's key."""
-        return self.writer.get_key()
-
-    @classmethod
-    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of `comet_ml.start`."""
-        return {"experiment_key": run_id, "mode": "get_or_create"}
+        return self.run.get_key()
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store hyperparameters as parameters, flattened."""
-        self.writer.log_parameters(to_flat(values))
+        self.run.log_parameters(to_flat(values))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -65,12 +46,13 @@ class CometMLTracker(GeneralTracker):
             step: At which step.
             **kwargs: More arguments of `log_metrics`.
         """
-        self._set_step(step)
         numbers, texts = split(self.name, values)
         if numbers:
-            self.writer.log_metrics(numbers, step=step, **kwargs)
+            self.run.log_metrics(numbers, step=step, **kwargs)
+        elif texts:
+            self._set_step(step)
         for name, text in texts.items():
-            self.writer.log_other(name, text)
+            self.run.log_other(name, text)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -81,11 +63,12 @@ class CometMLTracker(GeneralTracker):
             step: At which step.
             **kwargs: `dataformats`, the axes of arrays, and more arguments of `log_image`.
         """
+        fromarray = import_vendor(self.name, "PIL.Image").fromarray
         dataformats = kwargs.pop("dataformats", None)
         for name, value in values.items():
             for image in to_images(name, value, dataformats):
-                picture = self._pil.fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image)
-                self.writer.log_image(picture, name=name, step=step, **kwargs)
+                picture = fromarray(image.squeeze(-1) if image.shape[-1] == 1 else image)
+                self.run.log_image(picture, name=name, step=step, **kwargs)
 
     @on_main_process
     def log_table(
@@ -103,30 +86,30 @@ class CometMLTracker(GeneralTracker):
         name = name if step is None else f"step_{step}_{name}"
         rows = dataframe if dataframe is not None else [list(row) for row in data or ()]
         headers: Any = columns if columns is not None else dataframe is not None
-        self.writer.log_table(name, tabular_data=rows, headers=headers, **kwargs)
+        self.run.log_table(name, tabular_data=rows, headers=headers, **kwargs)
 
     @on_main_process
     def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log distributions of values; `kwargs` go to `log_histogram_3d`."""
         for name, value in values.items():
-            self.writer.log_histogram_3d(to_numbers(value), name=name, step=step, **kwargs)
+            self.run.log_histogram_3d(to_numbers(value), name=name, step=step, **kwargs)
 
     @on_main_process
     def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Log texts; `kwargs` go to `log_text` of Comet."""
         for name, text in values.items():
-            self.writer.log_text(text, step=step, metadata={"name": name}, **kwargs)
+            self.run.log_text(text, step=step, metadata={"name": name}, **kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file as an asset; `kwargs` go to `log_asset`."""
-        self.writer.log_asset(str(local_path), file_name=artifact_path, **kwargs)
+        self.run.log_asset(str(local_path), file_name=artifact_path, **kwargs)
 
     @on_main_process
     def finish(self) -> None:
         """End the experiment: what was logged is sent, or the offline archive written."""
-        self.writer.end()
+        self.run.end()
 
     def _set_step(self, step: int | None) -> None:
         if step is not None:
-            self.writer.set_step(step)
+            self.run.set_step(step)

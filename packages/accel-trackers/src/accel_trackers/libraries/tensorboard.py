@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import GeneralTracker, on_main_process
 from accel_trackers.images import to_images
-from accel_trackers.values import split, to_flat
+from accel_trackers.values import PLAIN, split, to_flat
 from accel_trackers.vendor import import_vendor
 
 if TYPE_CHECKING:
@@ -70,8 +70,13 @@ class TensorBoardTracker(GeneralTracker):
             step: At which step.
             **kwargs: More arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
-        groups = {name: value for name, value in values.items() if isinstance(value, Mapping)}
-        numbers, texts = split(self.name, {n: value for n, value in values.items() if n not in groups})
+        groups = {
+            name: value
+            for name, value in values.items()
+            if type(value) not in PLAIN and isinstance(value, Mapping)
+        }
+        ungrouped = {n: value for n, value in values.items() if n not in groups} if groups else values
+        numbers, texts = split(self.name, ungrouped)
         for name, group in groups.items():
             self.writer.add_scalars(name, split(self.name, group)[0], global_step=step, **kwargs)
         for name, number in numbers.items():

@@ -5,66 +5,24 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_trackers.general import GeneralTracker, on_main_process
+from accel_trackers.general import on_main_process
 from accel_trackers.images import to_images, to_numbers
-from accel_trackers.values import to_number, to_plain
-from accel_trackers.vendor import import_vendor
+from accel_trackers.libraries.project_run import ProjectRunTracker
+from accel_trackers.values import to_plain
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 
-class WandBTracker(GeneralTracker):
-    """Log to a run of Weights & Biases.
-
-    Args:
-        run_name: Name of the project.
-        **kwargs: More arguments of `wandb.init`.
-
-    Raises:
-        MissingDependencyError: wandb is not installed.
-    """
+class WandBTracker(ProjectRunTracker):
+    """Log to a run of Weights & Biases; `kwargs` are more arguments of `wandb.init`."""
 
     name = "wandb"
-    requires_logging_directory = False
-
-    @on_main_process
-    def __init__(self, run_name: str, **kwargs: Any) -> None:
-        super().__init__()
-        self.run_name = run_name
-        self._wandb = import_vendor(self.name)
-        self.run: Any = self._wandb.init(**{"project": run_name, **kwargs})
-
-    @property
-    def tracker(self) -> Any:
-        """The run."""
-        return self.run
-
-    @property
-    def run_id(self) -> str | None:
-        """The run's id."""
-        return self.run.id
-
-    @classmethod
-    def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of `wandb.init`."""
-        return {"id": run_id, "resume": "allow"}
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters in the run's config."""
+        """Store hyperparameters in the run's config; those of a run that goes on may have changed."""
         self.run.config.update(to_plain(values), allow_val_change=True)
-
-    @on_main_process
-    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts and objects of wandb.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: More arguments of `run.log`.
-        """
-        self.run.log({name: to_number(name, value) for name, value in values.items()}, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -78,7 +36,7 @@ class WandBTracker(GeneralTracker):
         """
         dataformats = kwargs.pop("dataformats", None)
         images = {
-            name: [self._wandb.Image(image, **kwargs) for image in to_images(name, value, dataformats)]
+            name: [self._library.Image(image, **kwargs) for image in to_images(name, value, dataformats)]
             for name, value in values.items()
         }
         self.run.log(images, step=step)
@@ -95,14 +53,14 @@ class WandBTracker(GeneralTracker):
     ) -> None:
         """Log a table; `kwargs` go to `run.log`."""
         rows = None if data is None else [list(row) for row in data]
-        table = self._wandb.Table(columns=columns, data=rows, dataframe=dataframe)
+        table = self._library.Table(columns=columns, data=rows, dataframe=dataframe)
         self.run.log({table_name: table}, step=step, **kwargs)
 
     @on_main_process
     def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log distributions of values; `kwargs` go to `wandb.Histogram`."""
         histograms = {
-            name: self._wandb.Histogram(to_numbers(value), **kwargs) for name, value in values.items()
+            name: self._library.Histogram(to_numbers(value), **kwargs) for name, value in values.items()
         }
         self.run.log(histograms, step=step)
 
@@ -115,11 +73,6 @@ class WandBTracker(GeneralTracker):
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
         """Store a file; `kwargs` go to `wandb.Artifact`."""
         name = artifact_path or Path(local_path).name
-        artifact = self._wandb.Artifact(**{"name": name, "type": "file", **kwargs})
+        artifact = self._library.Artifact(**{"name": name, "type": "file", **kwargs})
         artifact.add_file(str(local_path))
         self.run.log_artifact(artifact)
-
-    @on_main_process
-    def finish(self) -> None:
-        """End the run."""
-        self.run.finish()
