@@ -19,7 +19,10 @@ import textwrap
 import tomllib
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
@@ -68,6 +71,26 @@ class _CallableModule(ModuleType):
 sys.modules[__name__].__class__ = _CallableModule
 """
 
+MAIN = """
+if __name__ == "__main__":
+    from accel_cli.main import main
+
+    sys.exit(main([{command}*sys.argv[1:]]))
+"""
+
+COMMANDS = {
+    "accel.commands.accelerate_cli": "",
+    "accel.commands.config": "config",
+    "accel.commands.env": "env",
+    "accel.commands.estimate": "estimate-memory",
+    "accel.commands.launch": "launch",
+    "accel.commands.merge": "merge-weights",
+    "accel.commands.test": "test",
+    "accel.commands.to_fsdp2": "to-fsdp2",
+    "accel.commands.tpu": "tpu-config",
+}
+"""The modules that `python -m` runs, and what follows `accel` then."""
+
 Api = dict[str, dict[str, str]]
 Parameters = tuple[str, ...]
 
@@ -84,6 +107,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = {
         API: api_text(api),
         **{table_path(module, tables): table_text(module, tables) for module in tables},
+        **programs(tables),
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
@@ -180,8 +204,30 @@ def api_text(api: Api) -> str:
 def table_path(module: str, api: Api) -> Path:
     """The file of an export table; a module that has submodules is a package."""
     path = SUITE / "src" / Path(*module.split("."))
-    is_package = any(other.startswith(f"{module}.") for other in api)
-    return path / "__init__.py" if is_package else path.with_suffix(".py")
+    return path / "__init__.py" if is_package(module, api) else path.with_suffix(".py")
+
+
+def is_package(module: str, api: Api) -> bool:
+    """Whether a module has submodules."""
+    return any(other.startswith(f"{module}.") for other in api)
+
+
+def programs(api: Api) -> dict[Path, str]:
+    """The files that `python -m` runs of the commands' modules that are packages, with their text."""
+    return {
+        table_path(module, api).with_name("__main__.py"): "\n".join(
+            (
+                f'"""`python -m {module}` is `accel {command}`. Written by tools/gen_exports.py."""',
+                "",
+                "# fmt: off",
+                "import sys",
+                main_text(module).removesuffix("\n"),
+                "",
+            )
+        )
+        for module, command in COMMANDS.items()
+        if is_package(module, api)
+    }
 
 
 def table_text(module: str, api: Api) -> str:
@@ -194,6 +240,7 @@ def table_text(module: str, api: Api) -> str:
     children = sorted(other for other in api if other.rpartition(".")[0] == module)
     children = [child for child in children if child.rpartition(".")[2] not in api[module]]
     is_callable = own in api.get(parent, {})
+    is_program = module in COMMANDS and not is_package(module, api)
     lines = [
         f'"""{ABOUT.get(module, "Names under the path by which users of Accelerate import them.")}',
         "",
@@ -203,7 +250,8 @@ def table_text(module: str, api: Api) -> str:
         "# fmt: off",
         "from __future__ import annotations",
         "",
-        *(["import sys", "from types import ModuleType"] if is_callable else []),
+        *(["import sys"] if is_callable or is_program else []),
+        *(["from types import ModuleType"] if is_callable else []),
         f"from typing import TYPE_CHECKING{', Any' if is_callable else ''}",
         "",
         "from accel_state._lazy import attach",
@@ -213,9 +261,9 @@ def table_text(module: str, api: Api) -> str:
             f"    from {module} import {child.rpartition('.')[2]} as {child.rpartition('.')[2]}"
             for child in children
         ),
-        *(packed(f"    from {where} import (", names, ")") for where, names in sources),
+        *(packed(f"    from {where} import (", public(names), ")") for where, names in sources),
         "",
-        packed("__all__ = [", [f'"{name}"' for name in api[module]], "]"),
+        packed("__all__ = [", [f'"{name}"' for name in public(api[module])], "]"),
         "",
         *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
         "_EXPORTS = {",
@@ -227,8 +275,19 @@ def table_text(module: str, api: Api) -> str:
         "}",
         "__getattr__, __dir__ = attach(__name__, _EXPORTS)",
         *([CALLABLE_MODULE.format(name=own).removesuffix("\n")] if is_callable else []),
+        *([main_text(module).removesuffix("\n")] if is_program else []),
     ]
     return "\n".join(lines) + "\n"
+
+
+def public(names: Iterable[str]) -> list[str]:
+    """The names without those that programs in use import although they are private."""
+    return [name for name in names if not name.startswith("_")]
+
+
+def main_text(module: str) -> str:
+    """What a module does when `python -m` runs it."""
+    return MAIN.format(command=f'"{COMMANDS[module]}", ' if COMMANDS[module] else "")
 
 
 def packed(before: str, items: list[str], after: str) -> str:

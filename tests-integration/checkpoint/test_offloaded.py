@@ -12,6 +12,7 @@ from accel_bigmodel import cpu_offload, disk_offload, init_empty_weights, load_c
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 from accel_train import Accelerator
+from accel_train.checkpoint.offloaded import get_state_dict_offloaded_model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -69,5 +70,6 @@ def test_an_offloaded_model_is_saved_also_into_the_folder_of_its_weights(
     target = tmp_path / where
     accelerator.save_model(model, target, max_shard_size=size)
     assert torch.equal(model(inputs), expected)  # what it is mapped from is what it was
+    torch.testing.assert_close(get_state_dict_offloaded_model(model), dict(original.state_dict()))
     again = load_checkpoint_and_dispatch(Net(), target)
     assert torch.equal(again(inputs), expected)

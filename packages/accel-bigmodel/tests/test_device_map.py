@@ -29,6 +29,7 @@ from accel_bigmodel.device_map.budget import smallest_bound
 from accel_bigmodel.device_map.plan import fill, units_of
 from accel_bigmodel.host_memory import cgroup_headroom
 from accel_bigmodel.layers import Layers, read_layers
+from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_size_with_ties
 from accel_ops.weights.read import device_of
 from accel_state.errors import SettingsError
 from accel_state.labels import CustomDtype
@@ -260,6 +261,15 @@ def test_sizes_follow_the_types_that_weights_will_have():
     assert compute_module_sizes(model, dtype="fp8")["linear1"] == 16
     with pytest.raises(ValueError, match="'flat16' is no torch dtype"):
         compute_module_sizes(model, dtype="flat16")
+
+
+def test_buffers_and_modules_with_tied_weights_have_their_bytes():
+    model = Small()
+    assert compute_module_total_buffer_size(model) == 40
+    sizes = {"": 30, "head": 12, "body": 7, "body.a": 5, "body.b": 1}
+    modules = [("body", model), ("head", model.linear1)]
+    assert get_module_size_with_ties(["body.a", "body.b"], 12, sizes, modules) == (13, ["body"], [model])
+    assert get_module_size_with_ties([], 12, sizes, modules) == (12, [], [])
 
 
 def test_the_largest_layers_are_named():

@@ -26,7 +26,7 @@ from accel_ops.weights.read import device_of, find_checkpoint_files, load, load_
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.shards import shard_checkpoint, split_state_dict
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int, dtype_byte_size
-from accel_ops.weights.tensors import named_module_tensors
+from accel_ops.weights.tensors import get_non_persistent_buffers, named_module_tensors
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
 from accel_ops.weights.write import save, save_state_dict, save_state_parts
 from accel_state.errors import CheckpointError, SettingsError
@@ -157,6 +157,9 @@ def test_module_tensors_come_by_name_parameters_first():
     names = [name for name, _ in named_module_tensors(model, recurse=True, remove_non_persistent=True)]
     assert names == [*list(model.state_dict())[:2], "1.weight", "1.bias", *list(model.state_dict())[2:5]]
     assert "0.cache" in dict(named_module_tensors(model, recurse=True))
+    assert get_non_persistent_buffers(model, recurse=True, fqns=True) == {"0.cache"}
+    assert get_non_persistent_buffers(model, recurse=True) == {"cache"}
+    assert get_non_persistent_buffers(model) == set()
     assert dict(named_module_tensors(model)) == {}
 
 

@@ -68,6 +68,56 @@ def compute_module_sizes(
     return sizes
 
 
+def compute_module_total_buffer_size(
+    model: nn.Module,
+    dtype: ElementType | None = None,
+    special_dtypes: Mapping[str, ElementType] | None = None,
+) -> int:
+    """Sum the bytes of a model's buffers.
+
+    Args:
+        model: The model, on any device, the meta device too.
+        dtype: As for `compute_module_sizes`.
+        special_dtypes: As for `compute_module_sizes`.
+
+    Example:
+        >>> from torch import nn
+        >>> compute_module_total_buffer_size(nn.BatchNorm1d(3))
+        32
+    """
+    return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
+
+
+def get_module_size_with_ties(
+    tied_params: Iterable[str],
+    module_size: int,
+    module_sizes: Mapping[str, int],
+    modules_to_treat: Sequence[tuple[str, nn.Module]],
+) -> tuple[int, list[str], list[nn.Module]]:
+    """Sum the bytes of a module and of the modules that hold weights tied to its own.
+
+    Args:
+        tied_params: Names of the tied weights that lie outside the module.
+        module_size: Bytes of the module itself.
+        module_sizes: Bytes by name, from `compute_module_sizes`.
+        modules_to_treat: The named modules in which the tied weights lie.
+
+    Returns:
+        The bytes, each tied weight counted once; the names of the modules that hold them; these modules.
+    """
+    named = dict(modules_to_treat)
+    total, names = module_size, list[str]()
+    for weight in tied_params:
+        name = next((name for name in named if weight == name or weight.startswith(f"{name}.")), None)
+        if name is None:
+            continue
+        if name not in names:
+            names.append(name)
+            total += module_sizes[name]
+        total -= module_sizes[weight]
+    return total, names, [named[name] for name in names]
+
+
 def byte_count(
     dtype: ElementType | None, special_dtypes: Mapping[str, ElementType] | None
 ) -> ByteCount | None:

@@ -47,7 +47,10 @@ class Command:
 
     def run(self, words: Sequence[str]) -> int:
         """Read the words after the subcommand, and run it."""
-        options = words if self.parser is None else self.make_parser().read(words)
+        return self.call(words if self.parser is None else self.make_parser().read(words))
+
+    def call(self, options: Any) -> int:
+        """Run it with what the parser has read."""
         return _find(self.target)(options)
 
 

@@ -28,6 +28,12 @@ STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Version, Version], bool]] = {
 MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
 
+# The versions since which these ways to shard a model work.
+BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
+BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
+BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
+BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
+
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare a version with another.

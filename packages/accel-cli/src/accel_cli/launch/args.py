@@ -155,16 +155,17 @@ def help_text() -> str:
         if option.flags:
             sections.setdefault(option.topic, []).append(_entry(_spelled(option), _details(option)))
     body = [line for title, entries in sections.items() for line in ("", f"{title}:", *entries)]
-    return "\n".join((USAGE, "", *_INTRODUCTION, *body, ""))
+    return "\n".join((USAGE, "", *HELP, *body, ""))
 
 
-_INTRODUCTION = textwrap.wrap(
+HELP = textwrap.wrap(
     "Run a Python script in one process, with the semantics of `python script`, or in several. A setting is"
     " taken from its flag, else from its environment variable, else from the config file, else from its"
     " default. Flags may be spelled with dashes, too; a switch of a config file is turned off with"
     " `--no_` before its name. What follows the script is the script's.",
     width=100,
 )
+"""What the command does, in lines."""
 
 
 def _spelled(option: Option) -> str:

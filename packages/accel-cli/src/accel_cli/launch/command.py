@@ -27,7 +27,9 @@ from accel_state.settings import Given, Problems, given_by_environ, weigh
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from accel_cli.launch.args import Arguments
     from accel_cli.launch.job import Job
+    from accel_cli.launch.plan import LaunchPlan
     from accel_state.settings import Settings
 
 
@@ -47,6 +49,26 @@ def run(arguments: Sequence[str]) -> int:
     if line.script is None:
         sys.stdout.write(help_text())
         return 0
+    plan, notes = plan_of_line(line)
+    if line.explain:
+        show(*explain(plan, RUNNERS[plan.runner](plan), read(), notes))
+        return 0
+    return become(job_of(plan, notes))
+
+
+def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
+    """Decide what to run, by a command line, the environment and the config file.
+
+    Args:
+        line: The command line; it names a script.
+
+    Returns:
+        The plan, and what was translated from an older config file.
+
+    Raises:
+        SettingsError: Things do not add up.
+    """
+    assert line.script is not None  # noqa: S101 - for ourselves
     environ = read()
     problems, outside, file = Problems(), dict[str, Given](), ConfigFile()
     with problems:
@@ -56,16 +78,25 @@ def run(arguments: Sequence[str]) -> int:
     problems.tell()
     merged = weigh(line.given, outside, given_by_slurm(environ), file.given)
     machine = look_around(merged.settings, environ)
-    plan = make_plan(merged, line.script, line.script_arguments, environ, machine)
+    return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
+
+
+def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
+    """Take the last look before a plan is run, and tell the notes.
+
+    Args:
+        plan: What to run.
+        notes: What to tell before it runs.
+
+    Raises:
+        SettingsError: There is no such script, or a port or file cannot be used.
+    """
     job = RUNNERS[plan.runner](plan)
-    if line.explain:
-        show(*explain(plan, job, environ, file.notes))
-        return 0
     if plan.runner == "simple":
         require_script(plan)
-    for note in file.notes:
+    for note in notes:
         sys.stderr.write(f"accel launch: note: {note}\n")
-    return become(job)
+    return job
 
 
 def look_around(settings: Settings, environ: Mapping[str, str]) -> Machine:

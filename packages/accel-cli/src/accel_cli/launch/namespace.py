@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch import run_deepspeed, run_sagemaker, run_simple, run_torchrun
+from accel_cli.launch.args import FLAGS
 from accel_cli.launch.command import look_around
 from accel_cli.launch.plan import LaunchPlan, make_plan
 from accel_state.environ import read
@@ -21,7 +22,7 @@ from accel_state.settings.merge import parse
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 TORCH_LAUNCH_PARAMS = [
     "nnodes",
@@ -143,6 +144,11 @@ def prepare_sagemager_args_inputs(
     return run_sagemaker.estimator_arguments(plan), inputs
 
 
+def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
+    """The arguments of a script as SageMaker takes them: `accel_cli.launch.run_sagemaker.hyperparameters`."""
+    return run_sagemaker.hyperparameters(nargs)
+
+
 def plan_of(
     args: Namespace, said: Mapping[str, Any] | None = None, file: Mapping[str, Given] | None = None
 ) -> LaunchPlan:
@@ -178,22 +184,26 @@ def given_by_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
     """
     found: dict[str, Given] = {}
     problems = Problems()
-    for option in OPTIONS:
-        consts = dict.fromkeys(option.flags, option.const) | dict(option.more_flags)
-        for flag, const in consts.items():
-            name = _ATTRIBUTES.get(flag, flag.lstrip("-"))
-            value = flags.get(name)
-            if value in (None, False, "", [], ()):
-                continue
-            texts = [const] if const is not None else value if isinstance(value, list) else [value]
-            for text in texts:
-                with problems:
-                    given = parse(option, as_text(text), Layer.ARGUMENT, f"args.{name}")
-                    if given is not None:
-                        found[option.path] = joined(found.get(option.path), given)
+    for name, flag in FLAGS.items():
+        attribute = attribute_of(name)
+        value = flags.get(attribute)
+        if flag.option is None or value in (None, False, "", [], ()):
+            continue
+        texts = [flag.const] if flag.const is not None else value if isinstance(value, list) else [value]
+        for text in texts:
+            with problems:
+                given = parse(flag.option, as_text(text), Layer.ARGUMENT, f"args.{attribute}")
+                if given is not None:
+                    found[flag.option.path] = joined(found.get(flag.option.path), given)
     problems.tell()
     return found
 
 
-# What parsers call these.
-_ATTRIBUTES = {"--tpu_cluster": "tpu_use_cluster", "--no_tpu_cluster": ""}
+def attribute_of(flag: str) -> str:
+    """What parsers call a flag of `accel launch`.
+
+    Example:
+        >>> attribute_of("--num_processes"), attribute_of("--tpu_cluster")
+        ('num_processes', 'tpu_use_cluster')
+    """
+    return "tpu_use_cluster" if flag == "--tpu_cluster" else flag.lstrip("-")

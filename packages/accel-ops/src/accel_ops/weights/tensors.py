@@ -61,6 +61,18 @@ def non_persistent_buffers(module: nn.Module, *, recurse: bool = False) -> set[s
     }
 
 
+def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
+    """Name the buffers that `module.state_dict()` leaves out.
+
+    Args:
+        module: The module.
+        recurse: Whether submodules are visited.
+        fqns: Whether names then have their dotted prefix.
+    """
+    names = non_persistent_buffers(module, recurse=recurse)
+    return names if fqns else {name.rpartition(".")[2] for name in names}
+
+
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """Give the module's own table of direct parameters, to be read and written.
 

@@ -24,8 +24,8 @@ __all__ = [
 
 _EXPORTS = {
     **dict.fromkeys((
-        "prepare_deepspeed_cmd_env", "prepare_multi_gpu_env", "prepare_sagemager_args_inputs",
-        "prepare_simple_launcher_cmd_env", "prepare_tpu",
+        "_convert_nargs_to_dict", "prepare_deepspeed_cmd_env", "prepare_multi_gpu_env",
+        "prepare_sagemager_args_inputs", "prepare_simple_launcher_cmd_env", "prepare_tpu",
     ), "accel_cli.launch.namespace"),
     **dict.fromkeys(("PrepareForLaunch",), "accel_train.launchers"),
 }

@@ -19,26 +19,34 @@ if TYPE_CHECKING:
     from accel_bigmodel.loading import load_checkpoint_in_model
     from accel_bigmodel.offload import load_offloaded_weights
     from accel_bigmodel.placement import set_module_tensor_to_device
-    from accel_bigmodel.sizes import calculate_maximum_sizes, compute_module_sizes, get_max_layer_size
+    from accel_bigmodel.sizes import (
+        calculate_maximum_sizes, compute_module_sizes, compute_module_total_buffer_size, get_max_layer_size,
+        get_module_size_with_ties,
+    )
     from accel_ops.names import is_peft_model
     from accel_ops.weights.names import SAFE_WEIGHTS_NAME, WEIGHTS_INDEX_NAME, WEIGHTS_NAME
     from accel_ops.weights.read import load_state_dict
     from accel_ops.weights.sizes import convert_file_size_to_int, dtype_byte_size
-    from accel_ops.weights.tensors import id_tensor_storage, named_module_tensors
+    from accel_ops.weights.tensors import (
+        get_non_persistent_buffers, id_tensor_storage, named_module_tensors,
+    )
     from accel_ops.weights.tied import (
         check_tied_parameters_in_config, find_tied_parameters, retie_parameters,
     )
     from accel_plugins.precision.contexts import get_grad_scaler, get_mixed_precision_context_manager
+    from accel_train.checkpoint.offloaded import get_state_dict_offloaded_model
 
 __all__ = [
     "SAFE_WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "align_module_device",
     "calculate_maximum_sizes", "check_device_map", "check_tied_parameters_in_config",
     "check_tied_parameters_on_same_device", "clean_device_map", "compute_module_sizes",
-    "convert_file_size_to_int", "dtype_byte_size", "find_tied_parameters", "get_balanced_memory",
-    "get_grad_scaler", "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager",
-    "has_offloaded_params", "id_tensor_storage", "infer_auto_device_map", "is_peft_model",
-    "load_checkpoint_in_model", "load_offloaded_weights", "load_state_dict", "named_module_tensors",
-    "retie_parameters", "set_module_tensor_to_device",
+    "compute_module_total_buffer_size", "convert_file_size_to_int", "dtype_byte_size",
+    "find_tied_parameters", "get_balanced_memory", "get_grad_scaler", "get_max_layer_size",
+    "get_max_memory", "get_mixed_precision_context_manager", "get_module_size_with_ties",
+    "get_non_persistent_buffers", "get_state_dict_offloaded_model", "has_offloaded_params",
+    "id_tensor_storage", "infer_auto_device_map", "is_peft_model", "load_checkpoint_in_model",
+    "load_offloaded_weights", "load_state_dict", "named_module_tensors", "retie_parameters",
+    "set_module_tensor_to_device",
 ]
 
 _EXPORTS = {
@@ -53,18 +61,22 @@ _EXPORTS = {
     **dict.fromkeys(("load_offloaded_weights",), "accel_bigmodel.offload"),
     **dict.fromkeys(("set_module_tensor_to_device",), "accel_bigmodel.placement"),
     **dict.fromkeys((
-        "calculate_maximum_sizes", "compute_module_sizes", "get_max_layer_size",
+        "calculate_maximum_sizes", "compute_module_sizes", "compute_module_total_buffer_size",
+        "get_max_layer_size", "get_module_size_with_ties",
     ), "accel_bigmodel.sizes"),
     **dict.fromkeys(("is_peft_model",), "accel_ops.names"),
     **dict.fromkeys(("SAFE_WEIGHTS_NAME", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME"), "accel_ops.weights.names"),
     **dict.fromkeys(("load_state_dict",), "accel_ops.weights.read"),
     **dict.fromkeys(("convert_file_size_to_int", "dtype_byte_size"), "accel_ops.weights.sizes"),
-    **dict.fromkeys(("id_tensor_storage", "named_module_tensors"), "accel_ops.weights.tensors"),
+    **dict.fromkeys((
+        "get_non_persistent_buffers", "id_tensor_storage", "named_module_tensors",
+    ), "accel_ops.weights.tensors"),
     **dict.fromkeys((
         "check_tied_parameters_in_config", "find_tied_parameters", "retie_parameters",
     ), "accel_ops.weights.tied"),
     **dict.fromkeys((
         "get_grad_scaler", "get_mixed_precision_context_manager",
     ), "accel_plugins.precision.contexts"),
+    **dict.fromkeys(("get_state_dict_offloaded_model",), "accel_train.checkpoint.offloaded"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)

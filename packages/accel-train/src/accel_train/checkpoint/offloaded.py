@@ -15,6 +15,18 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
+    """Return the state dict of a model, offloaded weights included; those on the disk are mapped.
+
+    Args:
+        model: With the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
+
+    Raises:
+        CheckpointError: A tensor is on the meta device, and no hook keeps its values.
+    """
+    return with_offloaded_weights(model.state_dict(), model)
+
+
 def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Put offloaded weights in the places of meta tensors; those on the disk are mapped.
 

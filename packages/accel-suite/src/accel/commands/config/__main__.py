@@ -1,0 +1,9 @@
+"""`python -m accel.commands.config` is `accel config`. Written by tools/gen_exports.py."""
+
+# fmt: off
+import sys
+
+if __name__ == "__main__":
+    from accel_cli.main import main
+
+    sys.exit(main(["config", *sys.argv[1:]]))
