@@ -13,7 +13,6 @@ import io
 import json
 import os
 import random
-import re
 import resource
 import shutil
 import signal
@@ -37,8 +36,10 @@ from accel_ops.weights.read import find_checkpoint_files, load_state_dict
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.write import save_state_dict
 from accel_plugins import dcp
+from accel_quant import BnbQuantizationConfig, load_and_quantize_model
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train.checkpoint.manifest import FileRecord, Manifest
+from mutations import mutate
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -46,22 +47,6 @@ if TYPE_CHECKING:
 HANG_SECONDS = 60
 MEMORY = 6 << 30  # of addresses; torch alone has three
 BATCH = 25
-NUMBERS = ("0", "1", "-1", "-0", "1.5", "65", "2147483648", "9223372036854775807", "18446744073709551616")
-WORDS = (
-    "null",
-    "true",
-    "[]",
-    "{}",
-    '""',
-    '"x"',
-    "[[[[]]]]",
-    "NaN",
-    "1e999",
-    '"\\ud800"',
-    "9" * 5000,
-    "[" * 20000,
-)
-NAMES = ("../x", "/etc/passwd", "", "a/../../b", "__metadata__", "weight_map", "F4", "nul\\u0000", ".")
 STATE = {
     "layer.weight": torch.arange(48, dtype=torch.float32).view(6, 8),
     "layer.bias": torch.arange(6, dtype=torch.bfloat16),
@@ -117,6 +102,37 @@ def pickle_of(raw: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
         return stream.getvalue()
 
     return records[name], close
+
+
+def quantized_net(*where: object) -> torch.nn.Module:
+    """A model with one 4-bit layer; from a file, or quantised here."""
+    settings = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_use_double_quant=True, skip_modules=["1"])
+    with torch.device("meta" if where else "cpu"):
+        net = torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.Linear(96, 4))
+    return load_and_quantize_model(net, settings, *where)  # pyright: ignore[reportArgumentType] - one path
+
+
+def quant_state_of(raw: bytes) -> tuple[bytes, Callable[[bytes], bytes]]:
+    """The JSON in the statistics of a 4-bit weight."""
+    tensors = safetensors.torch.load(raw)
+    name = next(name for name in tensors if "quant_state" in name)
+    content = bytes(tensors[name].tolist())
+
+    def close(part: bytes) -> bytes:
+        changed = torch.tensor(list(part), dtype=torch.uint8)
+        return safetensors.torch.save({**tensors, name: changed})
+
+    return content, close
+
+
+def read_quantized(path: Path) -> None:
+    """What was accepted runs, and has the tensors of the file."""
+    model = quantized_net(path)
+    model(torch.ones(2, 64, dtype=torch.float16))
+    found, true = model.state_dict(), safetensors.torch.load(path.read_bytes())
+    for name, value in true.items():
+        if name in found and "quant_state" not in name:
+            assert torch.equal(found[name].to(value.dtype).nan_to_num(), value.nan_to_num()), name
 
 
 def read_safetensors(path: Path) -> None:
@@ -216,6 +232,14 @@ KINDS = {
         ),
         read=read_manifest,
     ),
+    "quantised": Kind(
+        file="model.safetensors",
+        make=lambda folder: safetensors.torch.save_file(
+            quantized_net().state_dict(), folder / "model.safetensors"
+        ),
+        read=read_quantized,
+        opened=quant_state_of,
+    ),
     "dcp": Kind(
         file=".metadata",
         make=lambda folder: importlib.import_module("torch.distributed.checkpoint").save(
@@ -239,62 +263,6 @@ KINDS = {
         read=lambda path: read_hosts(str(path)),
     ),
 }
-
-
-def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Change bytes once or a few times."""
-    for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        data = rng.choice((_bit, _cut, _insert, _delete, _swap, _number, _number, _word, _word))(data, rng)
-    return data
-
-
-def _span(data: bytes, rng: random.Random) -> tuple[int, int]:
-    begin = rng.randrange(len(data) + 1)
-    return begin, min(len(data), begin + rng.choice((1, 2, 8, 40, 300)))
-
-
-def _bit(data: bytes, rng: random.Random) -> bytes:
-    at = rng.randrange(len(data) or 1)
-    return data[:at] + bytes([data[at] ^ 1 << rng.randrange(8)]) + data[at + 1 :] if data else b"\0"
-
-
-def _cut(data: bytes, rng: random.Random) -> bytes:
-    return data[: rng.randrange(len(data) + 1)]
-
-
-def _insert(data: bytes, rng: random.Random) -> bytes:
-    at = rng.randrange(len(data) + 1)
-    return data[:at] + rng.randbytes(rng.choice((1, 3, 64))) + data[at:]
-
-
-def _delete(data: bytes, rng: random.Random) -> bytes:
-    begin, end = _span(data, rng)
-    return data[:begin] + data[end:]
-
-
-def _swap(data: bytes, rng: random.Random) -> bytes:
-    a, b = sorted((_span(data, rng), _span(data, rng)))
-    if a[1] > b[0]:
-        return data
-    return data[: a[0]] + data[b[0] : b[1]] + data[a[1] : b[0]] + data[a[0] : a[1]] + data[b[1] :]
-
-
-def _number(data: bytes, rng: random.Random) -> bytes:
-    found = [match.span() for match in re.finditer(rb"\d+", data)]
-    return _replaced(data, found, rng.choice(NUMBERS + WORDS[:8]), rng)
-
-
-def _word(data: bytes, rng: random.Random) -> bytes:
-    found = [match.span() for match in re.finditer(rb'"[^"]*"|\[[^][]*\]|\w+', data)]
-    own = [data[slice(*span)].decode("latin-1") for span in found]
-    return _replaced(data, found, rng.choice([*WORDS, *(f'"{name}"' for name in NAMES), *own]), rng)
-
-
-def _replaced(data: bytes, spans: list[tuple[int, int]], by: str, rng: random.Random) -> bytes:
-    if not spans:
-        return data
-    begin, end = rng.choice(spans)
-    return data[:begin] + by.encode("latin-1") + data[end:]
 
 
 def bytes_of(kind: Kind, original: bytes, rng: random.Random) -> bytes:

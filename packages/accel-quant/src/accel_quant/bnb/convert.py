@@ -11,6 +11,7 @@ from torch import nn
 from accel_ops.weights.tensors import child_table
 from accel_ops.weights.tied import find_tied_parameters
 from accel_quant.bnb.exact import keep_exact
+from accel_quant.bnb.saved import STATE_8BIT, check_4bit, check_8bit
 from accel_state.available import is_bnb_available, require
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
 
     from accel_quant.bnb.config import BnbQuantizationConfig
 
-STATE_4BIT = ".quant_state.bitsandbytes__"
-STATE_8BIT = "SCB"
 WEIGHT_FORMAT = "weight_format"
 
 _PIECE = 1 << 20
@@ -139,7 +138,13 @@ class Quantizer:
         return made
 
     def restore(
-        self, weight: Tensor, statistics: Mapping[str, Tensor], device: torch.device, layer: nn.Module
+        self,
+        weight: Tensor,
+        statistics: Mapping[str, Tensor],
+        device: torch.device,
+        layer: nn.Linear,
+        *,
+        where: str,
     ) -> nn.Parameter:
         """Make a weight of its saved, quantised state.
 
@@ -148,7 +153,15 @@ class Quantizer:
             statistics: What was saved beside it: `SCB` for 8 bits, the parts of the quantisation state for 4.
             device: Where it goes.
             layer: The layer that gets it.
+            where: The file and the weight, for the message.
+
+        Raises:
+            CheckpointError: The state does not fit the layer.
         """
+        check = check_8bit if self.config.load_in_8bit else check_4bit
+        check(where, weight, statistics, (layer.out_features, layer.in_features))
+        weight = weight.contiguous()
+        statistics = {name: part.contiguous() for name, part in statistics.items()}
         if self.config.load_in_8bit:
             data = weight.to(device)
             return self.bnb.nn.Int8Params(

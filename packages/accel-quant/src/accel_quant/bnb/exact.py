@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_quant.bnb.saved import check_4bit
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -101,6 +103,10 @@ def _load_scales(layer: Any, state_dict: StateDict, prefix: str, *_: object) -> 
     state = _state_of(layer)
     if not parts or state is None:
         return
+    where = f"The state dict's quantised weight {prefix.removesuffix('.')!r}"
+    weight = state_dict.get(prefix.removesuffix("."), layer.weight)
+    check_4bit(where, weight, parts, (layer.out_features, layer.in_features))
+    parts = {name: part.contiguous() for name, part in parts.items()}
     if _is_packed(state):
         _unpack(layer)
     layer.quant_state = layer.weight.quant_state = type(state).from_dict(parts, device=layer.weight.device)

@@ -18,7 +18,6 @@ from accel_bigmodel.sources import open_checkpoint
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tied import find_tied_parameters, retie_parameters
 from accel_quant.bnb.convert import (
-    STATE_8BIT,
     WEIGHT_FORMAT,
     Quantizer,
     bitsandbytes,
@@ -27,6 +26,7 @@ from accel_quant.bnb.convert import (
 )
 from accel_quant.bnb.device_map import quantized_device_map
 from accel_quant.bnb.offload import register_slots
+from accel_quant.bnb.saved import STATE_8BIT, check_shape
 from accel_state.errors import CheckpointError, SettingsError
 
 if TYPE_CHECKING:
@@ -153,22 +153,30 @@ class _Loader:
     ) -> None:
         """Take the model's own weights, or a checkpoint's; note those on the disk."""
         if checkpoint is None:
-            self.take(_own_weights(self.model, replaced))
+            self.take(_own_weights(self.model, replaced), "the model")
         else:
             replaced.clear()
             for source in open_checkpoint(checkpoint):
-                self.take(_tensors(source))
+                self.take(_tensors(source), repr(str(source.path)))
             self.check(tied)
         if self.index and self.folder is not None:
             save_offload_index(self.index, self.folder)
 
-    def take(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Place tensors; the parts of a saved quantised weight wait for each other within a file."""
+    def take(self, tensors: Iterator[tuple[str, Tensor]], origin: str) -> None:
+        """Place tensors; the parts of a saved quantised weight wait for each other.
+
+        Args:
+            tensors: With their names.
+            origin: Where they come from, for messages.
+        """
         sites = sites_of(self.model)
         for name, value in tensors:
             layer = self._layer_of(name)
             if layer is not None and name == f"{layer}.weight":
                 if value.is_floating_point():
+                    owner: Any = self.model.get_submodule(layer)
+                    shape = owner.out_features, owner.in_features
+                    check_shape(f"{origin}: the weight {name!r}", value, shape)
                     self._put(layer, self._quantized(layer, value))
                     self._tidy(value.nbytes)
                 else:
@@ -183,8 +191,11 @@ class _Loader:
         for layer in [layer for layer in self._waiting if layer in self._statistics]:
             packed, statistics = self._waiting.pop(layer), self._statistics.pop(layer)
             owner = self.model.get_submodule(layer)
-            device = self._device(f"{layer}.weight")
-            self._put(layer, self.quantizer.restore(packed, statistics, device, owner))
+            name = f"{layer}.weight"
+            where = f"{origin}: the quantised weight {name!r}"
+            self._put(
+                layer, self.quantizer.restore(packed, statistics, self._device(name), owner, where=where)
+            )
 
     def check(self, tied: Sequence[Sequence[str]]) -> None:
         """Refuse a checkpoint that left a tensor without a value."""
