@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from accel_state.testing import late_device
+from accel_train.checkpoint import staging as staging_module
 from accel_train.checkpoint.encode import write_object
 from accel_train.checkpoint.staging import HostStaging, copied_tree
 
@@ -108,15 +109,25 @@ def test_memory_that_is_not_needed_any_more_is_released():
     assert 0 < staging.nbytes < most
 
 
-def test_memory_that_cannot_be_pinned_is_said_and_does(caplog):
-    def fail(nbytes):
-        raise RuntimeError("no memory to pin\nmore")
-
+def test_memory_that_cannot_be_pinned_is_said_and_does(caplog, monkeypatch):
+    monkeypatch.setattr(staging_module, "_BLOCK", 1 << 12)
     with late_device() as device:
-        device.pinned, device.copy_ = fail, lambda target, source: target.copy_(source)
-        copy = staged(HostStaging(), {"a": torch.ones(5)})
-    assert copy["a"].tolist() == [1] * 5
-    assert "could not be pinned (no memory to pin): copies are slower" in caplog.text
+        pinned, allocations = device.pinned, []
+
+        def run_out(nbytes):
+            allocations.append(nbytes)
+            if len(allocations) > 1:
+                raise RuntimeError("no memory to pin\nmore")
+            return pinned(nbytes)
+
+        device.pinned = run_out
+        state = {"a": device.empty(1 << 12).fill_(1), "b": device.empty(20).view(torch.float32).fill_(2)}
+        expected, staging = saved(state), HostStaging()
+        for _ in range(2):
+            copy = staged(staging, state)
+            assert saved(copy) == expected
+    assert len(allocations) == 2
+    assert caplog.text.count("could not be pinned (no memory to pin): copies are slower") == 1
 
 
 def test_a_copy_that_was_asked_for_once_is_made_once():

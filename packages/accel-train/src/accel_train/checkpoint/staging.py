@@ -68,27 +68,37 @@ class HostStaging:
         if device not in self._streams:
             self._streams[device] = device_streams(device)
         streams = self._streams[device]
-        pool = self._pools.setdefault(device, _Pool())
-        target = pool.take(storage.nbytes(), torch.empty if streams is None else streams.pinned)
+        pool = self._pools.setdefault(device, _Pool(streams))
+        target, is_pinned = pool.take(storage.nbytes())
         source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
-        if streams is None:
-            target.copy_(source)
-        else:
+        if streams is not None and is_pinned:
             streams.copy_(target, source)
+        else:  # pageable memory is filled when this returns
+            target.copy_(source)
         begin = target.storage_offset()
         # A storage of exactly these bytes: `torch.save` writes the whole storage behind a tensor.
         return target.untyped_storage()[begin : begin + storage.nbytes()]
 
 
 class _Pool:
-    """Blocks of host memory for the storages of one device."""
+    """Blocks of host memory for the storages of one device.
 
-    def __init__(self) -> None:
+    Args:
+        streams: The device's streams, for which memory is pinned; None for pageable memory.
+    """
+
+    def __init__(self, streams: DeviceStreams | None) -> None:
         self.blocks: list[Tensor] = []
         self.used: list[int] = []  # bytes at the beginning of each block
+        self._pinned: list[bool] = []
+        self._streams = streams
 
-    def take(self, nbytes: int, allocate: Callable[..., Tensor]) -> Tensor:
-        """Take uint8 memory of shape `(nbytes,)`, aligned for every element type."""
+    def take(self, nbytes: int) -> tuple[Tensor, bool]:
+        """Take uint8 memory of shape `(nbytes,)`, aligned for every element type.
+
+        Returns:
+            The memory, and whether it is pinned.
+        """
         needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         sizes = zip(self.blocks, self.used, strict=True)
         index = next((i for i, (one, used) in enumerate(sizes) if one.numel() - used >= needed), None)
@@ -96,16 +106,20 @@ class _Pool:
             index = len(self.blocks)
             # torch's pinned memory comes in powers of two: what is left of a block serves other storages.
             size = max(_BLOCK, 1 << (needed - 1).bit_length())
-            self.blocks.append(_allocated(size, allocate))
+            pinned = None if self._streams is None else _pinned(size, self._streams)
+            self.blocks.append(torch.empty(size, dtype=torch.uint8) if pinned is None else pinned)
             self.used.append(0)
+            self._pinned.append(pinned is not None)
         begin = self.used[index]
         self.used[index] += needed
-        return self.blocks[index][begin : begin + nbytes]
+        return self.blocks[index][begin : begin + nbytes], self._pinned[index]
 
     def trim(self) -> None:
         """Release the blocks of which nothing is used."""
-        kept = [(block, used) for block, used in zip(self.blocks, self.used, strict=True) if used]
-        self.blocks, self.used = [block for block, _ in kept], [used for _, used in kept]
+        kept = [index for index, used in enumerate(self.used) if used]
+        self.blocks, self.used, self._pinned = (
+            [rows[index] for index in kept] for rows in (self.blocks, self.used, self._pinned)
+        )
 
 
 def on_host(tree: Any) -> Any:
@@ -174,11 +188,10 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
             yield from _tensors_in(value, seen)
 
 
-def _allocated(nbytes: int, allocate: Callable[..., Tensor]) -> Tensor:
-    if allocate is torch.empty:
-        return torch.empty(nbytes, dtype=torch.uint8)
+def _pinned(nbytes: int, streams: DeviceStreams) -> Tensor | None:
+    """Allocate pinned memory; return None, and say so, if there is none."""
     try:
-        return allocate(nbytes)
+        return streams.pinned(nbytes)
     except RuntimeError as error:
         logger.warning("Host memory could not be pinned (%s): copies are slower.", str(error).splitlines()[0])
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return None
