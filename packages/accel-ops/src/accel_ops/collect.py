@@ -12,6 +12,7 @@ from accel_ops import checked, exchange
 from accel_ops.packing import (
     Flat,
     below_autograd,
+    cache,
     copy_all,
     cut_all,
     flatten,
@@ -28,6 +29,7 @@ from accel_state.runtime import current_or_single
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from accel_ops.packing import Plan
     from accel_ops.plan import Bucket
     from accel_state.backends.base import Collectives, ReduceOp
 
@@ -235,11 +237,21 @@ def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device:
     if rows is None or not at_once:
         collectives.broadcast(buffer.content, source)
     elif not sends:
-        members = cut_all(buckets, sections(buckets, rows[source], HEADER_BYTES))
+        members = _members_in(flat.plan, rows, source)
     if not sends:
         leaves = [flat.leaves[index] for bucket in buckets for index in bucket.members]
         with below_autograd():
             copy_all(leaves, members)
+
+
+def _members_in(owner: Plan, rows: Tensor, source: int) -> list[Tensor]:
+    """Return the packed leaves in the chunk of a rank; they are cut once if `rows` is used again."""
+    kept: tuple[Tensor, list[Tensor]] | None = owner.extras.get(("rows", source))
+    if kept is None or kept[0] is not rows:
+        members = cut_all(owner.packed, sections(owner.packed, rows[source], HEADER_BYTES))
+        kept = rows, members
+        cache(owner, ("rows", source), kept, 0)
+    return kept[1]
 
 
 def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device: torch.device) -> None:

@@ -50,7 +50,7 @@ class Collectives(Protocol):
 
         Returns:
             A tensor of shape `(world_size, chunk_bytes)` with the chunk of each rank at the beginning of its
-            row, and anything behind. The next call overwrites it.
+            row, and anything behind. The next call overwrites it, and may return it again.
         """
         ...
 

@@ -63,7 +63,7 @@ class TorchCollectives:
         device: The device of this process.
     """
 
-    __slots__ = ("_carried", "_device", "_rows", "chunk_bytes", "rank", "world_size")
+    __slots__ = ("_carried", "_device", "_rows", "_sent", "chunk_bytes", "rank", "world_size")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -72,25 +72,27 @@ class TorchCollectives:
         self.world_size: int = dist.get_world_size()
         direct = self.world_size <= _CHUNK_RANKS and _is_gloo()
         self.chunk_bytes: int = _CHUNK_BYTES if direct else 0
-        self._rows = torch.empty(0, dtype=torch.uint8)
+        self._rows = self._sent = torch.empty(0, dtype=torch.uint8)
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Send some bytes to every rank, each rank as many as it likes."""
         room, ranks, own = self.chunk_bytes, self.world_size, self.rank
         if not len(self._rows):
             with torch.inference_mode(mode=False):  # else later calls outside of it could not write here
-                self._rows = torch.empty(ranks * room, dtype=torch.uint8)
+                self._rows = torch.empty(ranks, room, dtype=torch.uint8)
+                self._sent = torch.empty(ranks * room, dtype=torch.uint8)
         nbytes = len(chunk)
         sizes = [nbytes] * ranks
         sizes[own] = room  # gloo wants as much from a rank to itself as it has room for
-        sent = torch.empty(sum(sizes), dtype=torch.uint8)
+        sent = self._sent[: sum(sizes)]
         sent[: (own + 1) * nbytes].view(own + 1, nbytes).copy_(chunk)
         sent[own * nbytes + room :].view(ranks - own - 1, nbytes).copy_(chunk)
         with collective_scope("exchange"):
             deferred = meanwhile is not None
-            work = dist.all_to_all_single(self._rows, sent, [room] * ranks, sizes, async_op=deferred)
+            rows = self._rows.view(-1)
+            work = dist.all_to_all_single(rows, sent, [room] * ranks, sizes, async_op=deferred)
             _finish(work, meanwhile)
-        return self._rows.view(ranks, room)
+        return self._rows
 
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
