@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,13 +40,14 @@ class HostStaging:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory that are kept."""
-        return sum(block.numel() for pool in self._pools.values() for block in pool.blocks)
+        return sum(block.memory.numel() for pool in self._pools.values() for block in pool.blocks)
 
     def reset(self) -> None:
         """Let the next copies use the same memory."""
         self._streams.clear()
         for pool in self._pools.values():
-            pool.used = [0 for _ in pool.blocks]
+            for block in pool.blocks:
+                block.used = 0
 
     def copy(self, tree: Any) -> Any:
         """Copy a tree. Copies from a device are under way: synchronise before reading them.
@@ -80,6 +82,15 @@ class HostStaging:
         return target.untyped_storage()[begin : begin + storage.nbytes()]
 
 
+@dataclass(slots=True)
+class _Block:
+    """Host memory, of which the first `used` bytes are taken."""
+
+    memory: Tensor
+    is_pinned: bool
+    used: int = 0
+
+
 class _Pool:
     """Blocks of host memory for the storages of one device.
 
@@ -88,9 +99,7 @@ class _Pool:
     """
 
     def __init__(self, streams: DeviceStreams | None) -> None:
-        self.blocks: list[Tensor] = []
-        self.used: list[int] = []  # bytes at the beginning of each block
-        self._pinned: list[bool] = []
+        self.blocks: list[_Block] = []
         self._streams = streams
 
     def take(self, nbytes: int) -> tuple[Tensor, bool]:
@@ -100,26 +109,22 @@ class _Pool:
             The memory, and whether it is pinned.
         """
         needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-        sizes = zip(self.blocks, self.used, strict=True)
-        index = next((i for i, (one, used) in enumerate(sizes) if one.numel() - used >= needed), None)
-        if index is None:
-            index = len(self.blocks)
+        free = (block for block in self.blocks if block.memory.numel() - block.used >= needed)
+        block = next(free, None)
+        if block is None:
             # torch's pinned memory comes in powers of two: what is left of a block serves other storages.
             size = max(_BLOCK, 1 << (needed - 1).bit_length())
             pinned = None if self._streams is None else _pinned(size, self._streams)
-            self.blocks.append(torch.empty(size, dtype=torch.uint8) if pinned is None else pinned)
-            self.used.append(0)
-            self._pinned.append(pinned is not None)
-        begin = self.used[index]
-        self.used[index] += needed
-        return self.blocks[index][begin : begin + nbytes], self._pinned[index]
+            memory = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned
+            block = _Block(memory, pinned is not None)
+            self.blocks.append(block)
+        begin = block.used
+        block.used += needed
+        return block.memory[begin : begin + nbytes], block.is_pinned
 
     def trim(self) -> None:
         """Release the blocks of which nothing is used."""
-        kept = [index for index, used in enumerate(self.used) if used]
-        self.blocks, self.used, self._pinned = (
-            [rows[index] for index in kept] for rows in (self.blocks, self.used, self._pinned)
-        )
+        self.blocks = [block for block in self.blocks if block.used]
 
 
 def on_host(tree: Any) -> Any:
