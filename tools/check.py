@@ -27,7 +27,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from heed_signals import heed_signals
+from handle_signals import handle_signals
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
     names = [step.name for step in STEPS]
     if unknown := sorted(set(arguments.only or ()) - set(names)):
         parser.error(f"no step is called {', '.join(unknown)}; there are {', '.join(names)}")
-    heed_signals()
+    handle_signals()
     FLAKY_REPORT.unlink(missing_ok=True)
     started = time.monotonic()
     commit = clean_commit()

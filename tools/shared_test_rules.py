@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from heed_signals import heed_signals
+from handle_signals import handle_signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
 
 
-heed_signals()
+handle_signals()
 
 STATES = {
     "accel_state.gradient_state": "GradientState",

@@ -9,8 +9,8 @@ import pexpect
 import pytest
 import yaml
 
+from accel_cli.config.host_info import probe_host
 from accel_cli.config.interview import interview
-from accel_cli.config.machine import look_around
 from accel_state.settings import OPTIONS, to_content
 
 UP, DOWN, CLEAR, ENTER = "\x1b[A", "\x1b[B", "\x15", "\r"
@@ -143,7 +143,7 @@ def test_no_question_is_left_out_of_the_branches(environ):
             asked.add(question.path)
             return answers.pop(question.path, question.default)
 
-        interview(ask, look_around(environ))
+        interview(ask, probe_host(environ))
     not_yet = {"megatron", "fp8"}  # nobody can choose them, so their details are not asked for
     questions = {one.path for one in OPTIONS if one.question is not None and one.section not in not_yet}
     assert questions - asked == set()
@@ -158,7 +158,7 @@ def test_every_branch_is_asked_on_a_terminal_and_written(branch, environ, tmp_pa
         script.append((question, answer))
         return answer
 
-    settings = interview(ask, look_around(environ))
+    settings = interview(ask, probe_host(environ))
     assert answers == {}
     path = tmp_path / "run.yaml"
     terminal = start(environ, "--config_file", str(path))

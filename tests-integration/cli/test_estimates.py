@@ -18,10 +18,10 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from accel import Accelerator
 from accel.utils import DeepSpeedPlugin
-from accel_cli.commands.check.meter import Meter
+from accel_cli.commands.check.memory_tracker import Meter
 from accel_cli.commands.estimate.inputs import passes_of_batch
 from accel_cli.commands.estimate.memory import Buckets, Job, estimate
-from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.commands.estimate.weights import sizes_of, weights_in
 from accel_cli.main import main
@@ -78,7 +78,7 @@ def described(request, tmp_path):
 
 def test_a_configuration_alone_tells_the_bytes_of_the_model(described):
     path, make = described
-    skeleton, model = skeleton_of(str(path)), make()
+    skeleton, model = meta_model(str(path)), make()
     weights = sum(one.numel() for one in model.parameters())
     buffers = sum(one.nbytes for one in model.buffers())
     assert all(one.is_meta for one in skeleton.parameters())
@@ -89,7 +89,7 @@ def test_a_configuration_alone_tells_the_bytes_of_the_model(described):
 
 def test_the_estimate_of_a_model_of_transformers_is_within_a_tenth_of_what_is_measured(described):
     path, make = described
-    skeleton = skeleton_of(str(path))
+    skeleton = meta_model(str(path))
     passes = passes_of_batch(4, 64)
     job = Job(sizes=sizes_of(skeleton), moments=moments_of(skeleton.train(), passes), at_once=False)
 

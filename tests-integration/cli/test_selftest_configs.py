@@ -12,7 +12,7 @@ import yaml
 from accel_cli.commands.selftest import checks
 from accel_state.environ import patch_environment
 from accel_state.settings.environ import to_environ
-from accel_state.settings.file import given_by_file
+from accel_state.settings.file import parse_file
 from accel_state.settings.merge import combine
 from accel_train.accelerator import Accelerator
 from harness import distributed
@@ -27,7 +27,7 @@ def check(config: str, folder: Path, accumulation: int) -> list[str]:
     content = yaml.safe_load(path.read_text())
     if "deepspeed_config" in content:
         content["deepspeed_config"]["gradient_accumulation_steps"] = accumulation
-    settings = combine(given_by_file(content, str(path))).settings
+    settings = combine(parse_file(content, str(path))).settings
     environ = to_environ(settings) | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(accumulation)}
     engine = deepspeed_process() if "deepspeed_config" in content else nullcontext()
     with engine, warnings.catch_warnings(), patch_environment(**environ):

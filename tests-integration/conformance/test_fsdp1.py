@@ -72,7 +72,7 @@ def test_two_ranks_conform(tmp_path):
 @distributed(world_size=2)
 def test_options_conform(plugin, tmp_path):
     run(
-        ["training_equals_one_process", "micro_batches_equal_one_batch", "what_is_saved_is_loaded"],
+        ["training_equals_one_process", "micro_batches_equal_one_batch", "saved_state_is_loaded"],
         tmp_path,
         **plugin,
     )
@@ -83,7 +83,7 @@ def test_four_ranks_of_two_hosts_conform_under_hybrid_sharding(tmp_path):
     with patch_environment(LOCAL_RANK=dist.get_rank() % 2, LOCAL_WORLD_SIZE=2):
         PartialState._reset_state()
         run(
-            ["training_equals_one_process", "what_is_saved_is_loaded"],
+            ["training_equals_one_process", "saved_state_is_loaded"],
             tmp_path,
             sharding_strategy="HYBRID_SHARD",
         )
@@ -92,7 +92,7 @@ def test_four_ranks_of_two_hosts_conform_under_hybrid_sharding(tmp_path):
 @distributed(world_size=2)
 def test_optimizers_go_on_with_flat_parameters(tmp_path):
     run(
-        ["training_equals_one_process", "micro_batches_equal_one_batch", "what_is_saved_is_loaded"],
+        ["training_equals_one_process", "micro_batches_equal_one_batch", "saved_state_is_loaded"],
         tmp_path,
         use_orig_params=False,
         **BLOCKS,

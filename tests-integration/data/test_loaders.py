@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from accel_ops.collect import gather
 from accel_state.gradient_state import GradientState
 from accel_state.partial_state import PartialState
-from accel_train.data.post import MainProcessReadError
 from accel_train.data.prepare import prepare_data_loader
+from accel_train.data.scatter import MainProcessReadError
 from accel_train.data.skip import skip_first_batches
 from harness import distributed
 

@@ -19,7 +19,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.environ import patch_environment
 from accel_state.gradient_state import GradientState
 from accel_state.settings.environ import to_environ
-from accel_state.settings.file import given_by_file
+from accel_state.settings.file import parse_file
 from accel_state.settings.merge import combine
 from harness import distributed
 
@@ -44,7 +44,7 @@ def loss_of(said: str) -> float:
 def run(config: str, *arguments: str) -> str:
     """Run the script on this rank, in the environment that the launcher would make of a file."""
     path = FOLDER / "configs" / f"{config}.yaml"
-    settings = combine(given_by_file(yaml.safe_load(path.read_text()), str(path))).settings
+    settings = combine(parse_file(yaml.safe_load(path.read_text()), str(path))).settings
     AcceleratorState._reset_state()
     GradientState._reset_state()
     said, before = io.StringIO(), sys.argv

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel_state.hang_monitor import HangMonitor
-from accel_train.checkpoint.agreement import StoreAgreement
+from accel_train.checkpoint.store_gather import StoreAgreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable

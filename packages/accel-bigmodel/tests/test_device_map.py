@@ -169,7 +169,7 @@ def test_a_clean_map_says_the_same_with_fewest_entries(model, memory):
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=9), st.integers(2, 4))
 def test_the_smallest_bound_is_that_of_brute_force(sizes, devices):
     layers = Layers(
-        names=[str(i) for i in range(len(sizes))], sizes=sizes, wholes=sizes, buffers=[0] * len(sizes)
+        names=[str(i) for i in range(len(sizes))], sizes=sizes, totals=sizes, buffers=[0] * len(sizes)
     )
 
     def brute(start, parts):
@@ -197,7 +197,7 @@ def test_a_balanced_map_has_the_smallest_largest_share(sizes, devices):
 def test_filling_with_activations_agrees_with_a_plain_count(rows, capacity):
     sizes, actives = [size for size, _ in rows], [active for _, active in rows]
     names = [f"m{i}" for i in range(len(rows))]
-    layers = Layers(names=names, sizes=sizes, wholes=sizes, buffers=[0] * len(rows))
+    layers = Layers(names=names, sizes=sizes, totals=sizes, buffers=[0] * len(rows))
     units = units_of(layers, Workload(activations=dict(zip(names, actives, strict=True))))
     (end,) = fill(units, [capacity])
     assert sum(sizes[:end]) + max(actives[:end], default=0) <= capacity or end == 0
@@ -422,6 +422,6 @@ def test_an_explanation_counts_what_each_forward_moves(toy):
     assert shares["disk"].moved == toy.head.weight.nbytes  # tied: stored at 0, yet it moves
     assert shares["disk"].nbytes == 0
     assert found.moved == blocks + toy.head.weight.nbytes
-    assert sum(row.share for row in found.rows) == pytest.approx(1)
+    assert sum(row.fraction for row in found.rows) == pytest.approx(1)
     assert "moved per forward" in str(found)
     assert explain({"": "cpu"}, toy).moved == 0

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.commands.check.command import look, player_environ
-from accel_cli.commands.check.record import Event, File, Order, Record, differences, ranks_to_try
+from accel_cli.commands.check.command import find_problems, worker_environ_of_check
+from accel_cli.commands.check.trace import Event, File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Moment, Sizes
 from accel_cli.main import main
 from accel_state.settings import Given, Layer, combine
@@ -66,18 +66,18 @@ def test_records_and_orders_survive_being_written():
 
 def test_a_rank_that_needs_too_much_is_named():
     merged = combine()
-    found = look([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**7)
+    found = find_problems([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**7)
     assert found.estimates[0].strategy == "DDP"
     assert found.estimates[0].device == 24 * 10**6
     assert "rank 0 needs" in found.problems[0]
-    assert look([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**9).problems == ()
+    assert find_problems([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**9).problems == ()
 
 
 def test_another_number_of_processes_in_the_config_is_told():
     merged = combine(
         {"launch.num_processes": Given(value=4, layer=Layer.FILE, origin="key num_processes of c.yaml")}
     )
-    assert look([Record(rank=0)], merged, 8, None).problems == (
+    assert find_problems([Record(rank=0)], merged, 8, None).problems == (
         "key num_processes of c.yaml is 4, but --world is 8.",
     )
 
@@ -85,7 +85,7 @@ def test_another_number_of_processes_in_the_config_is_told():
 def test_a_player_is_on_the_cpu_and_knows_its_place():
     order = Order(script="a.py", arguments=(), rank=9, world=16, local_world=8, batches=2, output="o")
     merged = combine({"precision.mixed_precision": Given(value="bf16", layer=Layer.FILE, origin="")})
-    environ = {**player_environ(merged, {"HOME": "/root"}), **order.place}
+    environ = {**worker_environ_of_check(merged, {"HOME": "/root"}), **order.environment}
     wanted = {
         "HOME": "/root", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",
         "ACCELERATE_USE_CPU": "true", "ACCELERATE_MIXED_PRECISION": "bf16",

@@ -6,9 +6,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_common import _chunk_with_empty
 
-from accel_cli.commands.check.observer import Observer
 from accel_cli.commands.check.parts import ELEMENTWISE, on_parts
-from accel_cli.commands.check.stand_ins import Chunks
+from accel_cli.commands.check.patches import Chunks
+from accel_cli.commands.check.recorder import CollectiveRecorder
 from accel_cli.commands.check.values import MadeUpValues
 from accel_cli.commands.estimate.trace import Ledger
 
@@ -46,10 +46,10 @@ def test_nothing_has_gone_wrong():
 
 
 def test_what_a_dataset_takes_from_a_tensor_that_was_made_before_is_answered_too():
-    observer = Observer()
-    with observer.watching():
+    recorder = CollectiveRecorder()
+    with recorder.watching():
         labels = torch.arange(10)
-        with observer.outside():
+        with recorder.outside():
             assert int(labels[3].item()) == 1
             assert torch.tensor(7).item() == 7, "this one has a value"
 
@@ -79,17 +79,17 @@ def test_the_chunks_of_fsdp_are_those_of_torch(length, parts):
 
 
 def test_what_is_moved_to_the_host_and_what_comes_of_it_is_not_on_the_device():
-    observer = Observer()
-    with observer.watching():
+    recorder = CollectiveRecorder()
+    with recorder.watching():
         model = nn.Linear(1, 1)
-        observer.ledger = Ledger(model)
-        with observer.ledger:
+        recorder.ledger = Ledger(model)
+        with recorder.ledger:
             x = torch.zeros(1000)
-            there = observer.moved(x, to_host=True)
+            there = recorder.moved(x, to_host=True)
             twice = torch.cat([there, there])
-            assert max(one.activations for one in observer.ledger.moments) == 4000
-            assert observer.host == 12_000
-            back = observer.moved(twice, to_host=False)
-            assert observer.moved(back, to_host=False) is back
-            assert max(one.activations for one in observer.ledger.moments) == 12_000
-    assert observer.host == 12_000
+            assert max(one.activations for one in recorder.ledger.moments) == 4000
+            assert recorder.host == 12_000
+            back = recorder.moved(twice, to_host=False)
+            assert recorder.moved(back, to_host=False) is back
+            assert max(one.activations for one in recorder.ledger.moments) == 12_000
+    assert recorder.host == 12_000

@@ -10,14 +10,14 @@ from accel_cli.launch.args import FLAGS, help_text, read_arguments
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_state.errors import AccelError, SettingsError
-from accel_state.settings import OPTIONS, combine, from_environ, given_by_environ, given_by_file, weigh
+from accel_state.settings import OPTIONS, combine, from_environ, parse_environ, parse_file, weigh
 from accel_state.settings.file import to_content
 from accel_state.settings.options import BY_KEY, BY_VARIABLE
 
 
 def plan(*line, environ=None, file=None, gpus=4):
     read = read_arguments([*line, "train.py"])
-    merged = weigh(read.given, given_by_environ(environ or {}), given_by_file(file or {}, "run.yaml"))
+    merged = weigh(read.given, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8))
 
 
@@ -115,7 +115,7 @@ def test_every_setting_is_in_the_parser_the_file_the_environment_the_questions_a
         assert option.variable is None or f"[{option.variable}" in text
     if option.key and option.name:
         value = VALUES[option.path]
-        merged = combine(given_by_file(nested(option.key, value), "run.yaml"))
+        merged = combine(parse_file(nested(option.key, value), "run.yaml"))
         content = to_content(merged.settings)
         engine = option.section in {"fsdp", "deepspeed", "megatron"}
         assert engine or read_back(content, option.key) is not None

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.config_file import CONFIG_LIMIT, read, read_config
 from accel_state.errors import SettingsError
 
@@ -89,4 +89,4 @@ def test_deep_json_ends_in_a_sentence(tmp_path):
     with pytest.raises(SettingsError, match=r"c\.json' is no config file in JSON: it is nested too deeply"):
         read(tmp_path / "c.json")
     with pytest.raises(SettingsError, match=r"config\.json' is no configuration: it is nested too deeply"):
-        skeleton_of(str(tmp_path))
+        meta_model(str(tmp_path))

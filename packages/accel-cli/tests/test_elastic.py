@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from accel_cli.launch import elastic, signals
-from accel_cli.launch.last_words import stood_file, words_of_error
+from accel_cli.launch.worker_errors import stood_file, worker_error
 
 NOBODY = 2**22 + 1  # more than there are process ids
 
@@ -141,7 +141,7 @@ def interrupted(folder):
             error.parent.mkdir(parents=True)
             if kind:
                 trace = f"Traceback of attempt {attempt}\n"
-                error.write_text(json.dumps(words_of_error(kind, "", trace, rank, 0)))
+                error.write_text(json.dumps(worker_error(kind, "", trace, rank, 0)))
             if rank < 4:
                 stack = (
                     'Stack:\n  File "a.py", line 2 in f\n  File "a.py", line 3 in <module>\nStack:\n  File'

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.commands.estimate.weights import sizes_of
 from accel_state.errors import SettingsError
 
@@ -93,7 +93,7 @@ def own_code() -> dict[str, str]:
 
 def test_a_model_in_the_cache_needs_no_hub(cache: Path) -> None:
     put(cache, "someone/tiny-llama", {"config.json": json.dumps(LLAMA)})
-    model = skeleton_of("someone/tiny-llama")
+    model = meta_model("someone/tiny-llama")
     assert type(model).__name__ == "LlamaForCausalLM"
     assert sizes_of(model).parameters == LLAMA_ELEMENTS
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -102,7 +102,7 @@ def test_a_model_in_the_cache_needs_no_hub(cache: Path) -> None:
 @pytest.mark.usefixtures("cache")
 def test_a_model_that_is_nowhere_is_told() -> None:
     with pytest.raises(SettingsError, match=r"'someone/absent': neither a file here nor in the hub's cache"):
-        skeleton_of("someone/absent")
+        meta_model("someone/absent")
 
 
 @pytest.mark.parametrize("place", ["folder", "cache"])
@@ -114,9 +114,9 @@ def test_code_of_a_model_runs_only_when_it_is_trusted(cache: Path, tmp_path: Pat
     else:
         put(cache, name, own_code())
     with pytest.raises(SettingsError, match=r"code of its own; --trust_remote_code"):
-        skeleton_of(name)
+        meta_model(name)
     assert not (tmp_path / "modules").exists()
-    model = skeleton_of(name, trust_remote_code=True)
+    model = meta_model(name, trust_remote_code=True)
     assert type(model).__name__ == "TinyModel"
     assert sizes_of(model).parameters == 12 * 12 + 12
 
@@ -131,17 +131,17 @@ def test_a_configuration_of_timm_says_more_than_the_architecture(cache: Path, tm
     }
     put(cache, "someone/vit", {"config.json": json.dumps(content)})
     expected = timm.create_model("vit_tiny_patch16_224", num_classes=7, img_size=64)
-    found = sizes_of(skeleton_of("someone/vit")).parameters
+    found = sizes_of(meta_model("someone/vit")).parameters
     assert found == sum(parameter.numel() for parameter in expected.parameters())
     write(tmp_path / "odd", {"config.json": json.dumps(content | {"architecture": "vit_of_nobody"})})
     with pytest.raises(SettingsError, match="timm does not know it"):
-        skeleton_of(str(tmp_path / "odd"))
+        meta_model(str(tmp_path / "odd"))
     for number, odd in enumerate(
         ({"architecture": 5}, {"model_args": "x"}, {"model_args": {"img_size": 0}}, {})
     ):
         write(tmp_path / f"odd{number}", {"config.json": json.dumps({"pretrained_cfg": None, **odd})})
         with pytest.raises(SettingsError, match="timm does not know it"):
-            skeleton_of(str(tmp_path / f"odd{number}"))
+            meta_model(str(tmp_path / f"odd{number}"))
 
 
 class Gate(BaseHTTPRequestHandler):
@@ -177,4 +177,4 @@ def test_a_model_behind_a_gate_is_told(gate: str, monkeypatch: pytest.MonkeyPatc
         constants, "HUGGINGFACE_CO_URL_TEMPLATE", gate + "/{repo_id}/resolve/{revision}/{filename}"
     )
     with pytest.raises(SettingsError, match=r"'someone/gated'.*(403|[Gg]ated|restricted)"):
-        skeleton_of("someone/gated")
+        meta_model("someone/gated")

@@ -6,20 +6,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.config import basic, command
-from accel_cli.config.command import commands, misfits, summary
+from accel_cli.config.command import commands, find_conflicts, summary
 from accel_cli.config.defaults import suggestion
+from accel_cli.config.host_info import HostInfo, probe_host
 from accel_cli.config.interview import interview, question_about
-from accel_cli.config.machine import Surroundings, look_around
 from accel_cli.config_file import read_config
 from accel_cli.config_writing import text_of, write
 from accel_cli.main import main
 from accel_cli.output import as_text
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Settings, combine, given_by_file, to_content
+from accel_state.settings import OPTIONS, Settings, combine, parse_file, to_content
 from accel_state.settings.model import value_at
 
-LAPTOP = Surroundings(cores=8)
-SERVER = Surroundings(gpus=8, cores=64, bf16=True, address="10.0.0.5")
+LAPTOP = HostInfo(cores=8)
+SERVER = HostInfo(gpus=8, cores=64, bf16=True, address="10.0.0.5")
 
 
 def answered(found, **answers):
@@ -63,7 +63,7 @@ def test_several_machines_are_asked_where_they_meet():
 
 
 def test_a_slurm_job_is_recognised():
-    found = look_around(
+    found = probe_host(
         {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[3-6]", "CUDA_VISIBLE_DEVICES": ""}
     )
     assert (found.machines, found.first_machine, found.gpus) == (4, "gpu3", 0)
@@ -133,9 +133,9 @@ def test_parallelism_is_asked_with_fsdp2():
         SERVER, fsdp="true", parallelism="true", parallelism__tp_size="2", parallelism__dp_shard_size="4"
     )
     assert (settings.parallelism.tp_size, settings.parallelism.dp_shard_size) == (2, 4)
-    assert misfits(settings, SERVER) == []
+    assert find_conflicts(settings, SERVER) == []
     wrong, _ = answered(SERVER, fsdp="true", parallelism="true", parallelism__tp_size="3")
-    assert "cannot be divided" in misfits(wrong, SERVER)[0]
+    assert "cannot be divided" in find_conflicts(wrong, SERVER)[0]
 
 
 def test_sagemaker_is_asked_for():
@@ -144,7 +144,7 @@ def test_sagemaker_is_asked_for():
     assert "launch.num_processes" not in asked
 
 
-@given(st.data(), st.sampled_from([LAPTOP, SERVER, Surroundings(gpus=1, cores=4, machines=2)]))
+@given(st.data(), st.sampled_from([LAPTOP, SERVER, HostInfo(gpus=1, cores=4, machines=2)]))
 def test_any_answers_make_a_file_that_is_read_back(data, found):
     """Answers that are offered, or suggested."""
 
@@ -156,9 +156,9 @@ def test_any_answers_make_a_file_that_is_read_back(data, found):
         return question.default or "1"
 
     settings = interview(ask, found)
-    again = combine(given_by_file(yaml.safe_load(yaml.safe_dump(to_content(settings))), "run.yaml")).settings
+    again = combine(parse_file(yaml.safe_load(yaml.safe_dump(to_content(settings))), "run.yaml")).settings
     assert to_content(again) == to_content(settings)
-    misfits(settings, found)
+    find_conflicts(settings, found)
     assert commands(settings, None)
     assert all(as_text(table) for table in summary(settings))
 

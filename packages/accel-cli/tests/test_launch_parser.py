@@ -11,7 +11,7 @@ import pytest
 from accel_cli import command_functions
 from accel_cli.command_functions import env_command, merge_command
 from accel_cli.launch.args import FLAGS, read_arguments
-from accel_cli.launch.namespace import attribute_of, given_by_namespace
+from accel_cli.launch.namespace import attribute_of, parse_namespace
 from accel_cli.launch.parser import _validate_launch_command, launch_command, launch_command_parser
 from accel_state.errors import SettingsError
 
@@ -35,7 +35,7 @@ def test_a_flag_means_what_it_means_to_the_command(line):
     except SettingsError:
         pytest.skip("the value is none for this flag")
     args = launch_command_parser().parse_args([*line, "train.py"])
-    found = given_by_namespace(vars(args))
+    found = parse_namespace(vars(args))
     assert {path: given.value for path, given in found.items()} == {
         path: given.value for path, given in meant.items()
     }

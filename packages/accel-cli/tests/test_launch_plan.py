@@ -14,7 +14,7 @@ from accel_cli.launch.plan import make_plan
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
-from accel_state.settings import combine, from_environ, given_by_environ, given_by_file
+from accel_state.settings import combine, from_environ, parse_environ, parse_file
 
 WORKER = ("--module", "accel_cli.launch.worker")
 NO_GPU = Machine(gpus=0, cores=8)
@@ -23,7 +23,7 @@ FOUR_GPUS = Machine(gpus=4, cores=8)
 
 def plan(*line, environ=None, file=None, machine=NO_GPU):
     read = read_arguments([*line, "train.py", "--lr", "1"])
-    merged = combine(read.given, given_by_environ(environ or {}), given_by_file(file or {}, "run.yaml"))
+    merged = combine(read.given, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, machine)
 
 
@@ -132,7 +132,7 @@ def test_processes_are_divided_evenly_among_machines_or_refused(processes, machi
             plan(*line)
     else:
         made = plan(*line)
-        assert made.processes_here * made.launch.num_machines == processes
+        assert made.local_processes * made.launch.num_machines == processes
 
 
 @given(st.integers(2, 32), st.integers(1, 64))
@@ -219,9 +219,9 @@ def test_every_machine_knows_the_address_under_which_the_others_reach_it():
     line = ["--num_processes", "2", "--num_machines", "2", "--rdzv_backend", "c10d",
             "--main_process_ip", "127.0.0.1", "--main_process_port", "29400"]  # fmt: skip
     made = plan(*line, "--machine_rank", "1")
-    assert run_torchrun.own_address(made.launch) == "127.0.0.1", "the interface of the route to there"
-    assert run_torchrun.own_address(replace(made.launch, machine_rank=0, main_process_ip="gpu1")) == "gpu1"
-    assert run_torchrun.own_address(replace(made.launch, main_process_ip="no.such.host.invalid")) is None
+    assert run_torchrun.local_address(made.launch) == "127.0.0.1", "the interface of the route to there"
+    assert run_torchrun.local_address(replace(made.launch, machine_rank=0, main_process_ip="gpu1")) == "gpu1"
+    assert run_torchrun.local_address(replace(made.launch, main_process_ip="no.such.host.invalid")) is None
     assert "--local_addr=10.0.0.7" in run_torchrun.torchrun_arguments(made, 29400, "10.0.0.7")
     assert not any("local_addr" in one for one in run_torchrun.torchrun_arguments(made, 29400))
 
@@ -231,22 +231,22 @@ def test_a_script_that_is_not_there_starts_nothing():
         run_torchrun.job(plan("--num_processes", "2"))
 
 
-def given_port(asked, free, **kwargs):
+def requested_port(asked, free, **kwargs):
     launch = replace(plan("--num_processes", "2").launch, main_process_port=asked, **kwargs)
-    return run_torchrun.given_port(launch, is_in_use=lambda port: not free)
+    return run_torchrun.requested_port(launch, is_in_use=lambda port: not free)
 
 
 def test_a_port_that_was_asked_for_must_be_free_on_the_first_machine():
-    assert given_port(29400, free=True) == 29400
-    assert given_port(29400, free=False, num_machines=2, machine_rank=1) == 29400
+    assert requested_port(29400, free=True) == 29400
+    assert requested_port(29400, free=False, num_machines=2, machine_rank=1) == 29400
     with pytest.raises(SettingsError, match=r"29400.*taken.*none"):
-        given_port(29400, free=False)
+        requested_port(29400, free=False)
 
 
 @pytest.mark.parametrize("line", [[], ["--main_process_port", "0"], ["--rdzv_backend", "c10d"]])
 def test_without_a_wish_the_port_is_chosen_as_it_is_bound(line):
     made = plan("--num_processes", "2", *line)
-    assert run_torchrun.given_port(made.launch) is None
+    assert run_torchrun.requested_port(made.launch) is None
     options, _ = torchrun(made, None)
     assert options["rdzv_backend"] == "c10d"
     assert options["rdzv_endpoint"] == "127.0.0.1:0"

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from accel_cli import env_report
-from accel_cli.secrets_kept import REDACTED, without_secrets
+from accel_cli.redact import REDACTED, redact
 
 HUB = "hf_" + "a1B2" * 8
 AMAZON = "AKIA" + "ABCD1234" * 2
@@ -27,7 +27,7 @@ AMAZON = "AKIA" + "ABCD1234" * 2
     ],
 )
 def test_a_secret_is_not_shown_whether_its_name_or_its_form_tells(name, value):
-    shown = json.dumps(without_secrets(name, value))
+    shown = json.dumps(redact(name, value))
     assert REDACTED in shown
     assert [secret for secret in ("plain", HUB, AMAZON) if secret in shown] == []
 
@@ -45,7 +45,7 @@ def test_a_secret_is_not_shown_whether_its_name_or_its_form_tells(name, value):
     ],
 )
 def test_what_is_no_secret_is_shown_as_it_is(name, value):
-    assert without_secrets(name, value) == value
+    assert redact(name, value) == value
 
 
 def test_the_report_shows_the_variables_that_matter_without_their_secrets(monkeypatch, tmp_path):

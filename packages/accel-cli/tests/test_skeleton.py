@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.commands.estimate.weights import sizes_of, weights_in
 from accel_cli.main import main
 from accel_ops.weights.write import save_state_dict
@@ -26,7 +26,7 @@ def folder(tmp_path):
 
 def test_weight_files_alone_tell_sizes_and_blocks(folder):
     assert len(list(folder.glob("*.safetensors"))) > 1
-    model = skeleton_of(str(folder))
+    model = meta_model(str(folder))
     sizes = sizes_of(model)
     assert (sizes.parameters, sizes.blocks, sizes.buffers) == (40 + 3 * 20, (20, 20, 20), 80)
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -49,7 +49,7 @@ def test_what_describes_no_model_is_told(name, content, parts, tmp_path):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(SettingsError) as caught:
-        skeleton_of(name if "/" in name else str(tmp_path / name))
+        meta_model(name if "/" in name else str(tmp_path / name))
     assert [part for part in parts if part not in str(caught.value)] == []
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from accel_cli.launch.as_main import ERROR_FILE
+from accel_cli.launch.script_runner import ERROR_FILE
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_aloud_shows_the_traceback_where_it_happens(work):
     first, *_, last = done.stderr.splitlines()
     assert first == "accel launch: rank 0 failed with ZeroDivisionError: division by zero"
     assert last == "ZeroDivisionError: division by zero"
-    assert "as_main.py" not in done.stderr
+    assert "script_runner.py" not in done.stderr
     assert noted is None
 
 

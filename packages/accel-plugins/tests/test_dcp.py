@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accel_plugins.dcp import ShardWriter, entries, read_all, read_index, read_into, write_index
-from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder, note_file, shard_file
+from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder, local_metadata_file, shard_file
 from accel_plugins.dcp.local import load_local, save_local
 from accel_plugins.dcp.names import parameter_names, plain_name
 from accel_plugins.dcp.tensors import TensorShards, named_state, numbered_state
@@ -60,8 +60,8 @@ def save(folder: Path, world_size: int, make: Callable[[DeviceMesh], Mapping[str
             writer = ShardWriter(make(mesh), rank)
             with (folder / shard_file(rank)).open("wb") as file:
                 writer.write_shards(writer.local_values(), file)
-            with (folder / note_file(rank)).open("wb") as file:
-                writer.write_note([], file)
+            with (folder / local_metadata_file(rank)).open("wb") as file:
+                writer.write_local_metadata([], file)
     write_index(folder, range(world_size))
 
 
@@ -250,7 +250,7 @@ def test_an_optimizer_goes_on_from_what_its_tensors_were():
     (model, optimizer), (fresh, other), shards = trained(), trained(), TensorShards()
     state = shards.optimizer_tensors(optimizer, [model])
     assert {*state["state"]} == {"weight", "bias"}
-    room = shards.room_for(optimizer, [model])
+    room = shards.state_allocator(optimizer, [model])
     assert room("weight", torch.Size([2, 3]), torch.float64).dtype is torch.float64
     for one in other.state.values():
         one["exp_avg"].zero_()

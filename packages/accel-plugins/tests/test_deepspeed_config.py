@@ -14,13 +14,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_plugins.deepspeed.autofill import Facts, batch_size_of, complete, hidden_size_of
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.fill import Known, fill, leaves, put, refuse_misspelt
 from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig, read_config
 from accel_plugins.deepspeed.leaf_modules import find_classes
 from accel_plugins.deepspeed.library import load_library
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
-from accel_plugins.deepspeed.values import Facts, batch_size_of, complete, hidden_size_of
 from accel_state.available import is_deepspeed_available
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError

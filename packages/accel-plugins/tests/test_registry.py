@@ -109,8 +109,8 @@ def test_a_bundle_gives_everything_back_in_the_callers_order(permutation: list[i
 
 
 def test_placement_is_allowed_unless_the_caller_said_no():
-    assert Bundle().may_place(3)
-    assert [Bundle(placements=[True, False]).may_place(i) for i in (0, 1)] == [True, False]
+    assert Bundle().may_move(3)
+    assert [Bundle(placements=[True, False]).may_move(i) for i in (0, 1)] == [True, False]
 
 
 @pytest.mark.parametrize(("num", "index"), [(2, 2), (1, -1), (0, 0)])

@@ -208,6 +208,6 @@ def test_what_cannot_work_is_said(net, tmp_path, caplog, monkeypatch):
     with caplog.at_level(logging.WARNING):
         load_and_quantize_model(net, settings("nf4", skip_modules=["layers", "head"]))
     assert "No linear layer was quantised" in caplog.text
-    monkeypatch.setattr("accel_state.available._is_there", lambda library: False)
+    monkeypatch.setattr("accel_state.available._is_installed", lambda library: False)
     with pytest.raises(MissingDependencyError, match="accel-quant"):
         load_and_quantize_model(Net(), settings("nf4"))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @pytest.fixture(autouse=True)
 def nothing_remembered():
     yield
-    available._is_there.cache_clear()
+    available._is_installed.cache_clear()
     versions.installed_version.cache_clear()
 
 
@@ -85,7 +85,7 @@ def test_a_version_that_is_too_old_is_not_available(tmp_path, monkeypatch):
 
 
 def test_what_is_missing_is_named_with_the_command_that_brings_it(monkeypatch):
-    monkeypatch.setattr(available, "_is_there", lambda library: False)
+    monkeypatch.setattr(available, "_is_installed", lambda library: False)
     with pytest.raises(
         MissingDependencyError, match=r"Prefetching needs torchdata.*0\.8\.0.*torchdata>=0\.8\.0"
     ):

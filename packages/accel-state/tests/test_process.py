@@ -10,16 +10,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.process import goes_first, only_if, share_bounds, share_of
+from accel_state.process import goes_first, only_if, shard_bounds, shard_inputs
 
 SHARES = st.integers(1, 7)
 
 
-def brute_force(items: list[int], num_shares: int, *, apply_padding: bool) -> list[list[int]]:
+def brute_force(items: list[int], num_shards: int, *, apply_padding: bool) -> list[list[int]]:
     """Deal the items out one by one to see how many each gets, then cut."""
-    counts = [0] * num_shares
+    counts = [0] * num_shards
     for index in range(len(items)):
-        counts[index % num_shares] += 1
+        counts[index % num_shards] += 1
     rest = list(items)
     shares = [[rest.pop(0) for _ in range(count)] for count in counts]
     longest = max(counts)
@@ -28,24 +28,24 @@ def brute_force(items: list[int], num_shares: int, *, apply_padding: bool) -> li
     return shares
 
 
-@given(items=st.lists(st.integers(), max_size=20), num_shares=SHARES, apply_padding=st.booleans())
-def test_shares_of_every_container_agree_with_dealing_items_out(items, num_shares, apply_padding):
-    expected = brute_force(items, num_shares, apply_padding=apply_padding)
-    for index in range(num_shares):
+@given(items=st.lists(st.integers(), max_size=20), num_shards=SHARES, apply_padding=st.booleans())
+def test_shares_of_every_container_agree_with_dealing_items_out(items, num_shards, apply_padding):
+    expected = brute_force(items, num_shards, apply_padding=apply_padding)
+    for index in range(num_shards):
         options = {"apply_padding": apply_padding}
-        assert share_of(items, num_shares, index, **options) == expected[index]
-        assert share_of(tuple(items), num_shares, index, **options) == tuple(expected[index])
-        array = share_of(np.array(items, dtype=object), num_shares, index, **options)
+        assert shard_inputs(items, num_shards, index, **options) == expected[index]
+        assert shard_inputs(tuple(items), num_shards, index, **options) == tuple(expected[index])
+        array = shard_inputs(np.array(items, dtype=object), num_shards, index, **options)
         assert array.tolist() == expected[index]
         rows = torch.arange(2 * len(items)).view(-1, 2)
-        share = share_of(rows, num_shares, index, **options)
+        share = shard_inputs(rows, num_shards, index, **options)
         assert share.shape[1:] == (2,)
         assert share.shape[0] == len(expected[index])
 
 
-@given(length=st.integers(0, 50), num_shares=SHARES)
-def test_shares_without_padding_are_the_whole_in_order(length, num_shares):
-    bounds = [share_bounds(length, num_shares, index) for index in range(num_shares)]
+@given(length=st.integers(0, 50), num_shards=SHARES)
+def test_shares_without_padding_are_the_whole_in_order(length, num_shards):
+    bounds = [shard_bounds(length, num_shards, index) for index in range(num_shards)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == length
     assert all(before[1] == after[0] for before, after in itertools.pairwise(bounds))
@@ -55,7 +55,7 @@ def test_shares_without_padding_are_the_whole_in_order(length, num_shares):
 
 def test_the_values_of_a_dict_are_split_alike_and_the_dict_is_left_alone():
     inputs = {"a": [1, 2, 3], "b": torch.tensor([4, 5, 6])}
-    first, second = (share_of(inputs, 2, index) for index in range(2))
+    first, second = (shard_inputs(inputs, 2, index) for index in range(2))
     assert (first["a"], first["b"].tolist()) == ([1, 2], [4, 5])
     assert (second["a"], second["b"].tolist()) == ([3], [6])
     assert inputs["a"] == [1, 2, 3]
@@ -63,13 +63,13 @@ def test_the_values_of_a_dict_are_split_alike_and_the_dict_is_left_alone():
 
 def test_the_values_of_a_dict_must_be_equally_long():
     with pytest.raises(ValueError, match=r"\{'a': 2, 'b': 3\}"):
-        share_of({"a": [1, 2], "b": [1, 2, 3]}, 2, 0)
+        shard_inputs({"a": [1, 2], "b": [1, 2, 3]}, 2, 0)
 
 
 @pytest.mark.parametrize("inputs", ["text", 5, {1, 2}, None])
 def test_what_cannot_be_split_is_named(inputs):
     with pytest.raises(TypeError, match=type(inputs).__name__):
-        share_of(inputs, 2, 0)
+        shard_inputs(inputs, 2, 0)
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def dataset(monkeypatch):
 
 
 def test_a_dataset_is_split_by_selecting_rows(dataset):
-    shares = [share_of(dataset(range(5)), 2, index, apply_padding=True).rows for index in range(2)]
+    shares = [shard_inputs(dataset(range(5)), 2, index, apply_padding=True).rows for index in range(2)]
     assert shares == [[0, 1, 2], [3, 4, 4]]
 
 

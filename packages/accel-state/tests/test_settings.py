@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from accel_state import settings as exported
 from accel_state.errors import SettingsError
 from accel_state.settings.engines import DeepSpeedSettings, Fp8Settings, FsdpSettings
-from accel_state.settings.environ import from_environ, given_by_environ, to_environ, worker_environ
-from accel_state.settings.file import default_config_file, given_by_file, to_content
+from accel_state.settings.environ import from_environ, parse_environ, to_environ, worker_environ
+from accel_state.settings.file import default_config_file, parse_file, to_content
+from accel_state.settings.legacy import translate
 from accel_state.settings.merge import Given, Layer, combine
 from accel_state.settings.model import (
     BY_CONTENT,
@@ -25,7 +26,6 @@ from accel_state.settings.model import (
     TrainingSettings,
     value_at,
 )
-from accel_state.settings.older import translate
 from accel_state.settings.options import BY_KEY, BY_PATH, OPTIONS
 from accel_state.settings.rows.launch import ENGINE_TYPES
 
@@ -125,12 +125,12 @@ def test_a_question_depends_on_settings_that_exist_and_come_before_it(option):
     before = [other.path for other in OPTIONS[: OPTIONS.index(option)]]
     asked = []
 
-    def said(path):
+    def answers(path):
         asked.append(path)
         return value_at(Settings(), path)
 
     if option.when is not None:
-        option.when(said)
+        option.when(answers)
     assert set(asked) <= {*(other.path for other in OPTIONS)}
     assert [path for path in asked if path not in before] == LATE.get(option.path, [])
 
@@ -177,13 +177,13 @@ def test_choices_are_read_in_any_case():
 
 
 def test_an_engine_is_on_with_its_switch_only():
-    said = {
+    answers = {
         "FSDP_VERSION": "2",
         "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer, Block",
         "FSDP_OFFLOAD_PARAMS": "true",
     }
-    assert from_environ(said) == from_environ({**said, "ACCELERATE_USE_FSDP": "false"}) == Settings()
-    assert from_environ({**said, "ACCELERATE_USE_FSDP": "true"}).fsdp == FsdpSettings(
+    assert from_environ(answers) == from_environ({**answers, "ACCELERATE_USE_FSDP": "false"}) == Settings()
+    assert from_environ({**answers, "ACCELERATE_USE_FSDP": "true"}).fsdp == FsdpSettings(
         fsdp_version=2, transformer_cls_names_to_wrap=("BertLayer", "Block"), cpu_offload=True
     )
 
@@ -194,9 +194,9 @@ def test_two_engines_at_once_are_refused_by_name():
 
 
 def test_of_two_engines_the_stronger_source_decides():
-    file = given_by_file({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "run.yaml")
+    file = parse_file({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "run.yaml")
     assert combine(file).settings.fsdp == FsdpSettings(fsdp_version=2)
-    both = combine(file, given_by_environ({"ACCELERATE_USE_DEEPSPEED": "true"})).settings
+    both = combine(file, parse_environ({"ACCELERATE_USE_DEEPSPEED": "true"})).settings
     assert (both.fsdp, both.deepspeed) == (None, DeepSpeedSettings())
     plain = {"launch.distributed_type": Given(value="MULTI_GPU", layer=Layer.ARGUMENT, origin="--multi_gpu")}
     assert combine(file, plain).settings.fsdp is None
@@ -206,7 +206,7 @@ def test_of_two_engines_the_stronger_source_decides():
 
 @given(settings_of([option.path for option in OPTIONS if option.key]))
 def test_what_is_written_as_a_file_is_read_back(settings):
-    read = combine(given_by_file(yaml_like(to_content(settings)), "run.yaml")).settings
+    read = combine(parse_file(yaml_like(to_content(settings)), "run.yaml")).settings
     kind = next((kind for kind, name in ENGINE_TYPES.items() if value_at(settings, name)), None)
     sizes = settings.parallelism and replace(settings.parallelism, dp_replicate_size=1)
     expected = replace(settings, launch=replace(settings.launch, distributed_type=kind))
@@ -227,19 +227,19 @@ def test_argument_beats_environment_beats_file_beats_default_in_whatever_order_t
     ]
     merged = combine(*sources)
     winner = min(speaking, default=Layer.DEFAULT)
-    assert merged.who(path).layer == winner
+    assert merged.source_of(path).layer == winner
     assert merged.settings.training.gradient_accumulation_steps == (int(winner) + 2 if speaking else 1)
 
 
 def test_the_origin_of_a_value_is_told_in_words():
     merged = combine(
-        given_by_file({"mixed_precision": "fp16", "debug": True}, "run.yaml"),
-        given_by_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}),
+        parse_file({"mixed_precision": "fp16", "debug": True}, "run.yaml"),
+        parse_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}),
     )
     assert merged.settings.precision.mixed_precision == "bf16"
-    assert merged.who("precision.mixed_precision").origin == "variable ACCELERATE_MIXED_PRECISION"
-    assert merged.who("process.debug").origin == "key debug of run.yaml"
-    assert merged.who("process.use_cpu").origin == "default"
+    assert merged.source_of("precision.mixed_precision").origin == "variable ACCELERATE_MIXED_PRECISION"
+    assert merged.source_of("process.debug").origin == "key debug of run.yaml"
+    assert merged.source_of("process.use_cpu").origin == "default"
 
 
 DOCUMENTED_FILE = {
@@ -267,7 +267,7 @@ DOCUMENTED_FILE = {
 
 
 def test_a_documented_config_file_is_read_as_it_is():
-    settings = combine(given_by_file(DOCUMENTED_FILE, "default_config.yaml")).settings
+    settings = combine(parse_file(DOCUMENTED_FILE, "default_config.yaml")).settings
     assert settings == Settings(
         precision=PrecisionSettings(mixed_precision="bf16"),
         dynamo=DynamoSettings(backend="INDUCTOR", use_fullgraph=True),
@@ -287,9 +287,9 @@ def test_the_recipe_of_fp8_is_read_in_the_spellings_of_files():
         amax_compute_algo="max", amax_history_len=512, backend="TE", fp8_format="E4M3", interval=1, margin=0,
         override_linear_precision=(False, False, True), use_autocast_during_eval=False,
     )  # fmt: skip
-    assert combine(given_by_file({"fp8_config": recipe}, "run.yaml")).settings.fp8 == expected
+    assert combine(parse_file({"fp8_config": recipe}, "run.yaml")).settings.fp8 == expected
     written = {"amax_compute_algo": "MAX", "fp8_amax_history_len": "512", "backend": "te"}
-    short = combine(given_by_file({"fp8_config": written}, "run.yaml")).settings.fp8
+    short = combine(parse_file({"fp8_config": written}, "run.yaml")).settings.fp8
     assert short == Fp8Settings(amax_compute_algo="max", amax_history_len=512, backend="TE")
 
 
@@ -305,27 +305,25 @@ def test_other_launchers_hand_over_a_setting_in_parts():
 def test_auto_leaves_a_number_to_deepspeed_or_the_script():
     table = {"gradient_accumulation_steps": "auto", "gradient_clipping": "auto", "zero_stage": 3}
     content = {"distributed_type": "DEEPSPEED", "deepspeed_config": table}
-    settings = combine(given_by_file(content, "run.yaml")).settings
+    settings = combine(parse_file(content, "run.yaml")).settings
     assert settings == Settings(
         deepspeed=DeepSpeedSettings(zero_stage=3), launch=LaunchSettings(distributed_type="DEEPSPEED")
     )
 
 
 def test_a_bare_no_in_yaml_is_a_word_where_a_word_is_expected():
-    merged = combine(given_by_file({"mixed_precision": False, "distributed_type": False}, "run.yaml"))
+    merged = combine(parse_file({"mixed_precision": False, "distributed_type": False}, "run.yaml"))
     assert merged.settings.precision.mixed_precision == "no"
     assert merged.settings.launch.distributed_type == "NO"
 
 
 @pytest.mark.parametrize("nothing", [None, ""])
 def test_an_empty_key_is_not_given(nothing):
-    assert (
-        given_by_file({"num_processes": nothing, "dynamo_config": None, "gpu_ids": nothing}, "run.yaml") == {}
-    )
+    assert parse_file({"num_processes": nothing, "dynamo_config": None, "gpu_ids": nothing}, "run.yaml") == {}
 
 
 def test_minus_one_process_leaves_the_number_to_be_found_out():
-    assert given_by_file({"num_processes": -1}, "run.yaml") == {}
+    assert parse_file({"num_processes": -1}, "run.yaml") == {}
 
 
 @pytest.mark.parametrize(
@@ -344,15 +342,15 @@ def test_minus_one_process_leaves_the_number_to_be_found_out():
 )
 def test_a_bad_key_or_value_names_its_file_key_and_the_way_out(content, parts):
     with pytest.raises(SettingsError) as caught:
-        given_by_file(content, "run.yaml")
+        parse_file(content, "run.yaml")
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
 def test_all_keys_that_cannot_be_used_are_told_at_once():
     with pytest.raises(SettingsError) as caught:
-        given_by_file({"num_proceses": 2, "num_machines": 0, "debug": True}, "run.yaml")
-    said = str(caught.value).splitlines()
-    assert [line[:24] for line in said] == [
+        parse_file({"num_proceses": 2, "num_machines": 0, "debug": True}, "run.yaml")
+    answers = str(caught.value).splitlines()
+    assert [line[:24] for line in answers] == [
         "several settings cannot ",
         "- key num_proceses of ru",
         "- key num_machines of ru",
@@ -390,7 +388,7 @@ def test_an_older_format_is_translated_and_says_so(old, new, note):
     translation = translate({**old, "num_machines": 1})
     assert translation.content == {**new, "num_machines": 1}
     assert any(note in one for one in translation.notes)
-    assert given_by_file(old, "run.yaml").keys() == given_by_file(new, "run.yaml").keys()
+    assert parse_file(old, "run.yaml").keys() == parse_file(new, "run.yaml").keys()
 
 
 def test_the_present_format_needs_no_translation():
@@ -410,7 +408,7 @@ def test_the_present_format_needs_no_translation():
 )
 def test_any_content_of_a_file_is_read_or_refused_with_a_sentence(content):
     with contextlib.suppress(SettingsError):
-        combine(given_by_file(content, "run.yaml"))
+        combine(parse_file(content, "run.yaml"))
 
 
 def test_the_default_config_file_is_found_in_the_documented_places(tmp_path):

@@ -10,7 +10,7 @@ from accel_state.errors import DistributedOperationException
 from accel_state.hang_monitor import HangMonitor
 from accel_state.rank_status import RankStatus
 from accel_train.checkpoint import stragglers
-from accel_train.checkpoint.agreement import StoreAgreement
+from accel_train.checkpoint.store_gather import StoreAgreement
 from accel_train.checkpoint.stragglers import StragglerMonitor
 
 
@@ -99,14 +99,14 @@ def test_rank_0_is_the_last_to_go() -> None:
 def test_a_rank_that_waits_for_rank_0_asks_for_no_other() -> None:
     store = EmptyStore()
     monitor = HangMonitor(store, rank=700, world_size=1000, limit=100.0)
-    lookout = StragglerMonitor("save", monitor, rank=700, world_size=1000, judges_places=True)
+    lookout = StragglerMonitor("save", monitor, rank=700, world_size=1000, compare_locations=True)
     lookout.poll([0])
     assert set(store.asked) == {"accel/hang_monitor/0"}
 
 
 def test_that_rank_0_has_ended_is_said_with_where_it_and_this_rank_were() -> None:
     monitor = monitor_of(HashStore(), 5, 8, exited=True, collective=3)
-    lookout = StragglerMonitor("save_state()", monitor, rank=5, world_size=8, judges_places=True)
+    lookout = StragglerMonitor("save_state()", monitor, rank=5, world_size=8, compare_locations=True)
     message = r"save_state\(\) must be called on every rank, but rank 0 has ended: .*rank 0 has left after 3"
     with pytest.raises(DistributedOperationException, match=message):
         lookout.poll([0])
@@ -114,7 +114,7 @@ def test_that_rank_0_has_ended_is_said_with_where_it_and_this_rank_were() -> Non
 
 def test_a_rank_in_another_collective_is_given_some_time(monkeypatch) -> None:
     monitor = monitor_of(HashStore(), 1, 2, inside=True, collective=4)
-    lookout = StragglerMonitor("save", monitor, rank=1, world_size=2, judges_places=True)
+    lookout = StragglerMonitor("save", monitor, rank=1, world_size=2, compare_locations=True)
     lookout.poll([0])
     monkeypatch.setattr(stragglers, "STUCK_S", 0.01)
     time.sleep(0.02)

@@ -147,8 +147,8 @@ def test_a_numbered_name_tells_its_number(iteration):
 
 def test_leftovers_tell_their_owner(tmp_path):
     target = tmp_path / "checkpoint_3"
-    assert layout.leftover_of(layout.staging_beside(target, "0a").name) == "checkpoint_3"
-    assert layout.leftover_of(layout.doomed(target, "0a").name) == "checkpoint_3"
-    assert layout.leftover_of(layout.staging_inside(target, "0a").name) == ""
-    assert layout.leftover_of(layout.COMMIT_NAME) is None
-    assert layout.leftover_of(target.name) is None
+    assert layout.target_of_trash(layout.staging_path(target, "0a").name) == "checkpoint_3"
+    assert layout.target_of_trash(layout.trash_path(target, "0a").name) == "checkpoint_3"
+    assert layout.target_of_trash(layout.staging_inside(target, "0a").name) == ""
+    assert layout.target_of_trash(layout.COMMIT_NAME) is None
+    assert layout.target_of_trash(target.name) is None

@@ -220,8 +220,8 @@ def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeyp
     if not numbered:
         run.accelerator.save_state(target)
     target.parent.mkdir(exist_ok=True)
-    process = other_process(HOLD, layout.lock_beside(target) if numbered else layout.lock_inside(target))
-    theirs = layout.staging_beside(target, "0a") if numbered else layout.staging_inside(target, "0a")
+    process = other_process(HOLD, layout.lock_path(target) if numbered else layout.lock_inside(target))
+    theirs = layout.staging_path(target, "0a") if numbered else layout.staging_inside(target, "0a")
     theirs.mkdir()
     try:
         with pytest.raises(

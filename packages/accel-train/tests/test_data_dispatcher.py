@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from accel_train.data.batch_spec import BatchSpec
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable_shard import Delivery
-from accel_train.data.message import Next, Slot, read, take_apart
-from accel_train.data.post import MainProcessReadError, Receiver, Sender
-from accel_train.data.rounds import Division
-from accel_train.data.rows import count_rows, join_rows, take_rows
-from accel_train.data.template import Template
+from accel_train.data.message import Next, Slot, flatten_batch, read
+from accel_train.data.row_split import Division
+from accel_train.data.rows import count_rows, join_rows, select_rows
+from accel_train.data.scatter import MainProcessReadError, Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -139,16 +139,20 @@ def test_rows_are_divided_in_order_and_each_comes_once(
         rows = [len(part.batch["ids"]) for part in parts if part is not None]
         if even:
             assert len(rows) == world
-        if len({len(batch["ids"]) for batch in turn}) > 1 or len(turn) < division.batches_per_round or split:
+        if (
+            len({len(batch["ids"]) for batch in turn}) > 1
+            or len(turn) < division.batches_per_step_all_ranks
+            or split
+        ):
             assert max(rows) - min(rows) <= (0 if even else 1)
         for part in parts:
             if part is not None:
                 assert part.batch["names"] == [str(number) for number in part.batch["ids"].tolist()]
-                assert part.real_in_round == sum(len(batch["ids"]) for batch in turn)
+                assert part.real_in_step == sum(len(batch["ids"]) for batch in turn)
                 seen += part.batch["ids"].tolist()[: part.real]
         expected += sum(len(batch["ids"]) for batch in turn)
     assert seen == list(range(expected))
-    whole = len(lengths) - len(lengths) % division.batches_per_round
+    whole = len(lengths) - len(lengths) % division.batches_per_step_all_ranks
     assert expected == sum(lengths[:whole] if drop else lengths)
 
 
@@ -209,29 +213,29 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
-    parcel = take_apart(Delivery(batch, 2, 7))
+    parcel = flatten_batch(Delivery(batch, 2, 7))
     buffer = torch.empty(parcel.nbytes + 5, dtype=torch.uint8)
     Slot(buffer).write(parcel, Next.SAME, 99, is_last=True)
-    letter = read(buffer, Template(parcel.template.layout))
+    letter = read(buffer, BatchSpec(parcel.template.layout))
     assert letter.delivery is not None
     assert same(letter.delivery.batch, batch)
-    assert (letter.delivery.real, letter.delivery.real_in_round) == (2, 7)
+    assert (letter.delivery.real, letter.delivery.real_in_step) == (2, 7)
     assert (letter.following, letter.following_bytes, letter.is_last) == (Next.SAME, 99, True)
 
 
 @pytest.mark.parametrize("other", BATCHES)
 @pytest.mark.parametrize("batch", BATCHES)
 def test_a_template_takes_only_batches_of_its_structure(batch: Any, other: Any) -> None:
-    template = Template.of(batch)
+    template = BatchSpec.of(batch)
     assert template.take(batch) is not None
     fits = template.take(other) is not None
-    assert fits == (Template.of(other).layout == template.layout)
+    assert fits == (BatchSpec.of(other).layout == template.layout)
 
 
 def test_a_slot_is_written_again_in_other_shapes() -> None:
     slot, template = Slot(torch.empty(4096, dtype=torch.uint8)), None
     for rows in (3, 3, 5, 1, 0):
-        parcel = take_apart(Delivery({"ids": torch.arange(rows), "text": "x" * rows}), template)
+        parcel = flatten_batch(Delivery({"ids": torch.arange(rows), "text": "x" * rows}), template)
         assert template in {None, parcel.template}
         template = parcel.template
         slot.write(parcel, Next.SAME, 1, is_last=False)
@@ -241,7 +245,7 @@ def test_a_slot_is_written_again_in_other_shapes() -> None:
 
 
 def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone() -> None:
-    parcel = take_apart(Delivery([torch.ones(2), torch.ones(2)]))
+    parcel = flatten_batch(Delivery([torch.ones(2), torch.ones(2)]))
     buffer = torch.empty(parcel.nbytes, dtype=torch.uint8)
     Slot(buffer).write(parcel, Next.END, 0, is_last=True)
     letter = read(buffer, parcel.template)
@@ -329,7 +333,9 @@ def test_rows_are_counted_cut_and_joined() -> None:
     batch = {"ids": torch.arange(3), "names": ("a", "b", "c"), "scale": torch.tensor(2.0), "kind": "x"}
     assert count_rows(batch) == 3
     assert count_rows({"kind": "x"}) is None
-    assert same(take_rows(batch, slice(1, 3), 3), {**batch, "ids": torch.tensor([1, 2]), "names": ("b", "c")})
+    assert same(
+        select_rows(batch, slice(1, 3), 3), {**batch, "ids": torch.tensor([1, 2]), "names": ("b", "c")}
+    )
     joined = {**batch, "ids": torch.tensor([0, 1, 2, 0, 1, 2]), "names": ("a", "b", "c") * 2}
     assert same(join_rows([batch, batch]), joined)
     with pytest.raises(ValueError, match="size"):

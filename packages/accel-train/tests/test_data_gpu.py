@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from accel_train.data import placing
+from accel_train.data import device_transfer
 from accel_train.data.prepare import prepare_data_loader
 
 if TYPE_CHECKING:
@@ -31,13 +31,13 @@ def data() -> TensorDataset:
 @pytest.fixture
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every copy begins late: who does not wait for it reads something else."""
-    send = placing.send_to_device
+    send = device_transfer.send_to_device
 
     def send_late(*arguments: Any, **options: Any) -> Any:
         torch.cuda._sleep(CYCLES)
         return send(*arguments, **options)
 
-    monkeypatch.setattr(placing, "send_to_device", send_late)
+    monkeypatch.setattr(device_transfer, "send_to_device", send_late)
 
 
 @pytest.mark.usefixtures("late_copies")
@@ -99,5 +99,5 @@ def test_marked_samples_of_a_stream_are_copied_ahead_too() -> None:
 
 def test_without_non_blocking_batches_are_there_when_they_are_yielded() -> None:
     loader = prepare_data_loader(DataLoader(data(), batch_size=8), "cuda", put_on_device=True)
-    assert isinstance(placing.placing(loader.device, ahead=False), placing.Plain)
+    assert isinstance(device_transfer.placing(loader.device, prefetching=False), device_transfer.Plain)
     assert [numbers.tolist()[0] for _, numbers in loader] == [0, 8, 16, 24, 32]

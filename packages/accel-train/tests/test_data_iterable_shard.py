@@ -133,7 +133,7 @@ def test_the_samples_that_are_not_marked_as_padding_are_every_sample_once(case: 
         for begin in range(0, len(samples), shard.plan.rows):
             batch = collate(samples[begin : begin + shard.plan.rows])
             if isinstance(batch, Delivery):
-                assert batch.real_in_round == case["total"] % shard.plan.stride
+                assert batch.real_in_step == case["total"] % shard.plan.stride
                 seen += batch.batch[: batch.real]
             else:
                 seen += batch

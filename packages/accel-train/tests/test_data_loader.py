@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from accel_plugins.deepspeed.sequence import SequencePart
 from accel_state.gradient_state import GradientState
+from accel_train.data.data_parallel_rank import shard_of_ranks
 from accel_train.data.loader import DataLoaderShard
-from accel_train.data.mesh import shard_of_ranks
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.data.skip import skip_first_batches
 

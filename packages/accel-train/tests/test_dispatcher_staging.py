@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from accel_state.testing import late_device
+from accel_train.data.device_transfer import CopyStream
 from accel_train.data.iterable_shard import Delivery
-from accel_train.data.placing import SideStream
-from accel_train.data.post import Receiver, Sender
+from accel_train.data.scatter import Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,9 +81,9 @@ def test_every_round_arrives_before_its_buffer_is_written_again(turns: list[Any]
     receiver = Receiver(LateCollectives(1, mail))
     received: list[Any] = []
     with late_device(schedule) as device:
-        side = SideStream(device)
+        side = CopyStream(device)
         for item, is_last in receiver.pairs():
-            batch = side.land(side.launch(item.batch))
+            batch = side.land(side.start_copy(item.batch))
             received.append(({"rows": batch["rows"] + 0, "name": batch["name"]}, is_last))
             del batch
     assert not mail

@@ -98,7 +98,7 @@ def lomo(monkeypatch):
     Lomo.__module__ = "lomo_optim.lomo"
     module.Lomo = Lomo
     monkeypatch.setitem(sys.modules, "lomo_optim", module)
-    monkeypatch.setattr(available, "_is_there", lambda library: True)
+    monkeypatch.setattr(available, "_is_installed", lambda library: True)
     return module
 
 

@@ -115,7 +115,7 @@ def test_it_advances_once_per_update_if_told_so(four_processes, caplog):
 
 def test_the_default_clock_is_explained_once_where_it_matters(four_processes, caplog, monkeypatch):
     # Other tests have heard it.
-    monkeypatch.setattr("accel_train.scheduler.logger._said", set())
+    monkeypatch.setattr("accel_train.scheduler.logger._logged", set())
     for _ in range(2):
         make()
     (record,) = caplog.records

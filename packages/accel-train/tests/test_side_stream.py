@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accel_ops.tree import walk
 from accel_state.streams import device_streams
 from accel_state.testing import late_device
-from accel_train.data.placing import SideStream
+from accel_train.data.device_transfer import CopyStream
 from accel_train.data.prepare import prepare_data_loader
 
 CPU = torch.device("cpu")
@@ -105,11 +105,11 @@ def test_any_batches_are_read_when_they_are_there_and_freed_when_they_may(
 ) -> None:
     expected = [contents(row) for row in rows]
     with late_device(schedule) as device:
-        side = SideStream(device)
+        side = CopyStream(device)
         held: list[Any] = []
-        flights = [side.launch(row) for row in rows[:1]]
+        flights = [side.start_copy(row) for row in rows[:1]]
         for number, row in enumerate(expected):
-            flights += [side.launch(upcoming) for upcoming in rows[number + 1 : number + 2]]
+            flights += [side.start_copy(upcoming) for upcoming in rows[number + 1 : number + 2]]
             batch = side.land(flights.pop(0))
             assert contents(batch) == row
             held.append((number, batch))
@@ -160,9 +160,9 @@ def test_a_loop_that_is_left_early_leaves_nothing_behind(schedule: Any) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_memory_of_an_object_that_moves_itself_is_kept_while_it_is_used(kind: Any, schedule: Any) -> None:
     with late_device(schedule) as device:
-        side = SideStream(device)
+        side = CopyStream(device)
         for number in range(3):
-            graph = side.land(side.launch(kind(torch.full((4,), float(number)))))
+            graph = side.land(side.start_copy(kind(torch.full((4,), float(number)))))
             assert (graph.nodes + 0).tolist() == [number] * 4
             del graph
 
@@ -170,8 +170,8 @@ def test_the_memory_of_an_object_that_moves_itself_is_kept_while_it_is_used(kind
 def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
     with late_device() as device:
-        side = SideStream(device)
-        found = side.land(side.launch(packed))
+        side = CopyStream(device)
+        found = side.land(side.start_copy(packed))
         assert isinstance(found, PackedSequence)
         assert torch.equal(found.data + 0, packed.data)
         assert found.batch_sizes.tolist() == packed.batch_sizes.tolist()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.dispatch import dispatch_model as dispatch_model
     from accel_bigmodel.empty import init_empty_weights as init_empty_weights
     from accel_bigmodel.empty import init_on_device as init_on_device
-    from accel_bigmodel.explanation import DeviceShare as DeviceShare
+    from accel_bigmodel.explanation import DeviceUsage as DeviceUsage
     from accel_bigmodel.explanation import Explanation as Explanation
     from accel_bigmodel.explanation import explain as explain
     from accel_bigmodel.hooks.align import AlignDevicesHook as AlignDevicesHook
@@ -69,7 +69,7 @@ __all__ = [
     "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING",
     "AlignDevicesHook",
     "CpuOffload",
-    "DeviceShare",
+    "DeviceUsage",
     "Explanation",
     "FileReport",
     "LayerwiseCastingHook",
@@ -122,7 +122,7 @@ __getattr__, __dir__ = attach(
     {
         "AlignDevicesHook": "accel_bigmodel.hooks.align",
         "CpuOffload": "accel_bigmodel.hooks.offload",
-        "DeviceShare": "accel_bigmodel.explanation",
+        "DeviceUsage": "accel_bigmodel.explanation",
         "Explanation": "accel_bigmodel.explanation",
         "FileReport": "accel_bigmodel.report",
         "LayerwiseCastingHook": "accel_bigmodel.hooks.layerwise",

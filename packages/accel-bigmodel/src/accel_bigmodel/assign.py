@@ -123,7 +123,7 @@ def plan_load(
         plan.append((source, steps))
     served = {name for group in tied if seen.intersection(group) for name in group}
     missing = [name for name in wanted if name not in seen and name not in served]
-    _complain(misshaped, missing, unexpected, assignment)
+    _warn_mismatches(misshaped, missing, unexpected, assignment)
     _check_limit(plan, assignment)
     return plan
 
@@ -293,10 +293,10 @@ def _spilled(value: Tensor, name: str, folder: str) -> Tensor:
     return load_offloaded_weight(Path(folder) / f"{name}.dat", entry)
 
 
-def _complain(
+def _warn_mismatches(
     misshaped: list[str], missing: list[str], unexpected: list[str], assignment: Assignment
 ) -> None:
-    told = [
+    lines = [
         f"{what}: {_some(names)}"
         for what, names in (
             ("of another shape", misshaped),
@@ -305,10 +305,10 @@ def _complain(
         )
         if names
     ]
-    if misshaped or (told and assignment.strict):
-        raise CheckpointError(f"the checkpoint does not fit the model. {'; '.join(told)}")
-    if told:
-        _log.warning("The checkpoint does not fit the model wholly. %s.", "; ".join(told))
+    if misshaped or (lines and assignment.strict):
+        raise CheckpointError(f"the checkpoint does not fit the model. {'; '.join(lines)}")
+    if lines:
+        _log.warning("The checkpoint does not fit the model wholly. %s.", "; ".join(lines))
 
 
 def _check_limit(plan: Plan, assignment: Assignment) -> None:

@@ -195,19 +195,21 @@ class StreamedBlocks:
                 names.setdefault(found.key, []).append(name)
                 if block not in users.setdefault(found.key, []):
                     users[found.key].append(block)
-        own: dict[str, _Unit] = {block: _Unit() for block in blocks}
+        units: dict[str, _Unit] = {block: _Unit() for block in blocks}
         shared: dict[str, list[_Unit]] = {block: [] for block in blocks}
         for key, tensor in stored.items():
-            unit = own[users[key][0]] if len(users[key]) == 1 else _Unit()
+            unit = units[users[key][0]] if len(users[key]) == 1 else _Unit()
             unit.add(names[key], tensor)
             if len(users[key]) > 1:
                 for block in users[key]:
                     shared[block].append(unit)
-        return {block: [*([own[block]] if own[block].tensors else []), *shared[block]] for block in blocks}
+        return {
+            block: [*([units[block]] if units[block].tensors else []), *shared[block]] for block in blocks
+        }
 
     def _pin(self, weights: OffloadedWeightsLoader) -> None:
         """Keep blocks that are in memory anyway in pinned memory instead, as far as the budget goes."""
-        room = int(available_host_memory() * _PINNED_SHARE)
+        budget = int(available_host_memory() * _PINNED_SHARE)
         smallest = min(_PINNED_CHUNK, _power_of_two(sum(unit.nbytes for unit in self._all)))
         chunk, used = None, 0
         for unit in self._all:
@@ -216,9 +218,9 @@ class StreamedBlocks:
                 continue
             if chunk is None or used + unit.nbytes > chunk.numel():
                 size = max(smallest, _power_of_two(unit.nbytes))
-                if size > room:
+                if size > budget:
                     continue
-                chunk, used, room = self._streams.pinned(size), 0, room - size
+                chunk, used, budget = self._streams.pinned(size), 0, budget - size
             unit.pinned = chunk[used : used + unit.nbytes]
             used += unit.nbytes
             for index, (names, stored, begin) in enumerate(unit.tensors):

@@ -91,7 +91,7 @@ class MappedBlocks:
             self._holds[block] = self._holds.get(block, 0) + 1
             pending = self._pending.pop(block, None)
             try:
-                self._make_room(block)
+                self._evict_until_fits(block)
                 cast = self._load(block) if pending is None else pending.result()
             except BaseException:
                 self.release(block)
@@ -116,7 +116,7 @@ class MappedBlocks:
             used = sum(self._sizes[held][1] for held in {*self._holds, *self._pending})
             if self._limit is not None and used + self._sizes[block][1] > self._limit:
                 return
-            self._make_room(block)
+            self._evict_until_fits(block)
             self._pending[block] = self._reader.submit(self._load, block)
 
     def _load(self, block: str) -> dict[str, Tensor]:
@@ -124,19 +124,19 @@ class MappedBlocks:
             file.read_ahead(names)
         return {name: self._weights[name] for name in self._cast[block]}
 
-    def _make_room(self, block: str) -> None:
+    def _evict_until_fits(self, block: str) -> None:
         """Evict blocks that are not in use, those first that were used longest ago."""
         if self._limit is None:
             return
         self._resident.pop(block, None)
-        room = self._limit - self._sizes[block][1]
+        free = self._limit - self._sizes[block][1]
         for old in list(self._resident):
-            if sum(self._resident.values()) <= room:
+            if sum(self._resident.values()) <= free:
                 break
             if old not in self._holds:
                 self._evict(old)
         taken = sum(self._resident.values())
-        if taken > room:
+        if taken > free:
             raise SettingsError(
                 f"the memory limit of {self._limit} bytes has no room for block {block!r} beside "
                 f"{', '.join(map(repr, self._resident))}, which run at the same time: raise the limit"

@@ -38,20 +38,20 @@ def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
             "broadcast_from_rank0=True needs a process group: start with `accel launch` or torchrun"
         )
     opened: list[Source] = []
-    told: list[Any] = [None]
+    lines: list[Any] = [None]
     if distributed.get_rank() == 0:
         try:
             opened = open_checkpoint(checkpoint)
-            told = [[(str(source.path), source.tensors) for source in opened]]
+            lines = [[(str(source.path), source.tensors) for source in opened]]
         except (OSError, ValueError) as error:
-            told = [error]
-    distributed.broadcast_object_list(told, src=0)
-    if isinstance(told[0], Exception):
-        raise told[0]
-    reading = opened or [None] * len(told[0])
+            lines = [error]
+    distributed.broadcast_object_list(lines, src=0)
+    if isinstance(lines[0], Exception):
+        raise lines[0]
+    reading = opened or [None] * len(lines[0])
     return [
         BroadcastSource(Path(path), tensors, source)
-        for (path, tensors), source in zip(told[0], reading, strict=True)
+        for (path, tensors), source in zip(lines[0], reading, strict=True)
     ]
 
 

@@ -13,7 +13,7 @@ from accel_bigmodel.device_map.flat import flatten_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
 from accel_bigmodel.hooks.base import add_hook_to_module, hook_of
-from accel_bigmodel.hooks.keep import keep_placement_of_replaced_modules
+from accel_bigmodel.hooks.keep import hook_replaced_modules
 from accel_bigmodel.hooks.layerwise import attach_layerwise_casting_hooks
 from accel_bigmodel.hooks.offload import CpuOffload, UserCpuOffloadHook, default_device
 from accel_bigmodel.offload import OffloadedWeightsLoader, offload_state_dict
@@ -98,7 +98,7 @@ def dispatch_model(
     devices = list(dict.fromkeys(device_map.values()))
     if len(devices) == 1 and devices[0] != "disk" and not force_hooks:
         _require_values(model, device_map)
-        _move_whole(model, torch.device(devices[0]))
+        _move_model(model, torch.device(devices[0]))
         _hook_encoder(model)
         vars(model)["hf_device_map"] = dict(device_map)
         return model
@@ -135,12 +135,12 @@ def dispatch_model(
     )
     if weights is not None:
         entries = [name for name, is_offloaded in offload.items() if is_offloaded]
-        whole = frozenset(preload_module_classes or ())
-        make_blocks(model, entries, weights, main, whole=whole, memory_limit=memory_limit)
+        preload_whole = frozenset(preload_module_classes or ())
+        make_blocks(model, entries, weights, main, preload_whole=preload_whole, memory_limit=memory_limit)
     _retie(model, tied, device_map)
     _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
-    keep_placement_of_replaced_modules(model)
+    hook_replaced_modules(model)
     vars(model)["hf_device_map"] = asked
     return model
 
@@ -244,8 +244,8 @@ def _offloaded(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
     )
-    make_blocks(model, [""], weights, torch.device(device), whole=frozenset(preload or ()))
-    keep_placement_of_replaced_modules(model)
+    make_blocks(model, [""], weights, torch.device(device), preload_whole=frozenset(preload or ()))
+    hook_replaced_modules(model)
     return model
 
 
@@ -263,7 +263,7 @@ def _hook_encoder(model: nn.Module) -> None:
         add_hook_to_module(encoder, AlignDevicesHook(io_same_device=True, only=()))
 
 
-def _move_whole(model: nn.Module, device: torch.device) -> None:
+def _move_model(model: nn.Module, device: torch.device) -> None:
     if all(site.table[site.leaf].device == device for site in sites_of(model).values()):
         return
     tied = find_tied_parameters(model)
@@ -283,16 +283,16 @@ def _attach(
     one = len({torch.device(device) for device in execution.values()}) == 1
     if one and not force_hooks:
         # All runs on one device: what stays there needs a place, not hooks.
-        _settle(model, execution, offload, options["tied_params_map"])
-        kept = {name: away for name, away in offload.items() if away}
-        execution = {name: execution[name] for name in ("", *kept)}
-        offload = kept
+        _prepare_targets(model, execution, offload, options["tied_params_map"])
+        offloaded_names = {name: is_off_device for name, is_off_device in offload.items() if is_off_device}
+        execution = {name: execution[name] for name in ("", *offloaded_names)}
+        offload = offloaded_names
     attach_align_device_hook_on_blocks(
         model, execution_device=execution, offload=offload, weights_map=weights, **options
     )
 
 
-def _settle(
+def _prepare_targets(
     model: nn.Module, execution: Mapping[str, Device], offload: Mapping[str, bool], tied: TiedMap
 ) -> None:
     for name, device in execution.items():

@@ -118,7 +118,7 @@ class _Mover:
         self._moved: dict[int, tuple[weakref.ref[Tensor], nn.Parameter]] = {}
 
     def parameter(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:  # noqa: ARG002 - the hook's signature
-        if parameter is None or parameter.device == self.device or self._elsewhere():
+        if parameter is None or parameter.device == self.device or self._on_other_thread():
             return None
         original, moved = self._moved.get(id(parameter), (None, None))
         if moved is None or original is None or original() is not parameter:
@@ -127,9 +127,9 @@ class _Mover:
         return moved
 
     def buffer(self, module: nn.Module, name: str, buffer: Tensor | None) -> Tensor | None:  # noqa: ARG002 - the hook's signature
-        return None if buffer is None or self._elsewhere() else buffer.to(self.device)
+        return None if buffer is None or self._on_other_thread() else buffer.to(self.device)
 
-    def _elsewhere(self) -> bool:
+    def _on_other_thread(self) -> bool:
         return threading.get_ident() != self._thread
 
 

@@ -23,21 +23,21 @@ _STORAGE = ("cpu", "disk")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceShare:
+class DeviceUsage:
     """One row: what a device holds.
 
     Attributes:
         device: An index or a name.
         entries: The entries of the map that it has, in order.
         nbytes: Bytes of their tensors, a tied tensor once.
-        share: Their part of the model.
+        fraction: Their part of the model.
         moved: Bytes that come to the main device for each forward, since the device only stores them.
     """
 
     device: int | str | torch.device
     entries: tuple[str, ...]
     nbytes: int
-    share: float
+    fraction: float
     moved: int
 
 
@@ -51,7 +51,7 @@ class Explanation:
         total: Bytes of the model.
     """
 
-    rows: tuple[DeviceShare, ...]
+    rows: tuple[DeviceUsage, ...]
     main: int | str | torch.device
     total: int
 
@@ -70,7 +70,7 @@ class Explanation:
         ]
         return "\n".join(line.rstrip() for line in lines)
 
-    def _cells(self, row: DeviceShare) -> tuple[str, ...]:
+    def _cells(self, row: DeviceUsage) -> tuple[str, ...]:
         first, last = row.entries[0] or "the model", row.entries[-1]
         span = first if len(row.entries) == 1 else f"{first} … {last}"
         moved = convert_bytes(row.moved) if row.moved else "-"
@@ -78,7 +78,7 @@ class Explanation:
             str(row.device),
             str(len(row.entries)),
             convert_bytes(row.nbytes),
-            f"{100 * row.share:.0f} %",
+            f"{100 * row.fraction:.0f} %",
             moved,
             span,
         )
@@ -129,11 +129,11 @@ def explain(
             held[device] += size
     total = sum(held.values())
     rows = tuple(
-        DeviceShare(
+        DeviceUsage(
             device=device,
-            entries=tuple(name for name, place in device_map.items() if place == device),
+            entries=tuple(name for name, target in device_map.items() if target == device),
             nbytes=held[device],
-            share=held[device] / total if total else 0.0,
+            fraction=held[device] / total if total else 0.0,
             moved=moved[device],
         )
         for device in devices

@@ -27,9 +27,9 @@ def available_host_memory() -> int:
         True
     """
     free = psutil.virtual_memory().available
-    room = cgroup_headroom()
+    headroom = cgroup_headroom()
     ranks = runtime.current_topology().local_world_size
-    return (free if room is None else min(free, room)) // ranks
+    return (free if headroom is None else min(free, headroom)) // ranks
 
 
 def cgroup_headroom(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:

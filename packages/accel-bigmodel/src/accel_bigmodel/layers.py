@@ -37,7 +37,7 @@ class Layers:
     Attributes:
         names: Full names.
         sizes: Bytes, each tied tensor counted in the first layer that has it.
-        wholes: Bytes with tied tensors: what running a layer alone takes.
+        totals: Bytes with tied tensors: what running a layer alone takes.
         buffers: How many of `sizes` belong to buffers.
         ties: Pairs of layers that share a tensor.
         modules: All modules down to the layers, in preorder: name, first layer, end of layers, index of the
@@ -46,21 +46,21 @@ class Layers:
 
     names: list[str] = field(default_factory=list[str])
     sizes: list[int] = field(default_factory=list[int])
-    wholes: list[int] = field(default_factory=list[int])
+    totals: list[int] = field(default_factory=list[int])
     buffers: list[int] = field(default_factory=list[int])
     ties: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     modules: list[tuple[str, int, int, int]] = field(default_factory=list[tuple[str, int, int, int]])
 
 
-def read_layers(model: nn.Module, kept: frozenset[str], count: ByteCount | None) -> Layers:
+def read_layers(model: nn.Module, unsplit: frozenset[str], count: ByteCount | None) -> Layers:
     """Read a model once, in time linear in its modules and tensors.
 
     Args:
         model: The model, on any device; a module that is registered twice is read at both names.
-        kept: Names of classes that stay whole.
+        unsplit: Names of classes that stay whole.
         count: Says a tensor's bytes; by default those that it has.
     """
-    reader = _Reader(kept, count)
+    reader = _Reader(unsplit, count)
     reader.visit(model, "", "")
     return reader.layers
 
@@ -68,9 +68,9 @@ def read_layers(model: nn.Module, kept: frozenset[str], count: ByteCount | None)
 class _Reader:
     """The one pass; written for speed, since models of 200,000 tensors come by."""
 
-    def __init__(self, kept: frozenset[str], count: ByteCount | None) -> None:
+    def __init__(self, unsplit: frozenset[str], count: ByteCount | None) -> None:
         self.layers = Layers()
-        self._kept = kept
+        self._unsplit = unsplit
         self._count = count
         self._owner: dict[int, int] = {}
 
@@ -79,7 +79,7 @@ class _Reader:
         if not children:
             self._close(name, self._tensors(module, prefix, (0, 0, 0)))
             return
-        if type(module).__name__ in self._kept:
+        if type(module).__name__ in self._unsplit:
             self._close(name, self._below(module, prefix, (0, 0, 0)))
             return
         index, first = len(layers.modules), len(layers.names)
@@ -112,7 +112,7 @@ class _Reader:
     def _tensors_of(
         self, table: Mapping[str, Tensor | None], prefix: str, sums: _Sums, is_buffer: int
     ) -> _Sums:
-        size, whole, buffers = sums
+        size, total, buffers = sums
         owners, count, layer = self._owner, self._count, len(self.layers.names)
         for leaf, tensor in table.items():
             if tensor is None:
@@ -121,20 +121,20 @@ class _Reader:
             if owner == layer:
                 continue
             taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
-            whole += taken
+            total += taken
             if owner < 0:
                 owners[id(tensor)] = layer
                 size += taken
                 buffers += taken * is_buffer
             else:
                 self.layers.ties.append((owner, layer))
-        return size, whole, buffers
+        return size, total, buffers
 
     def _close(self, name: str, sums: _Sums) -> None:
         layers = self.layers
-        place = len(layers.names)
-        layers.modules.append((name, place, place + 1, len(layers.modules) + 1))
+        index = len(layers.names)
+        layers.modules.append((name, index, index + 1, len(layers.modules) + 1))
         layers.names.append(name)
         layers.sizes.append(sums[0])
-        layers.wholes.append(sums[1])
+        layers.totals.append(sums[1])
         layers.buffers.append(sums[2])

@@ -55,15 +55,15 @@ def collect_weights(
     on_disk = [name for name, device in device_map.items() if device == "disk"]
     if not on_cpu and not on_disk:
         return None
-    own = _own_tensors(model, buffers=offload_buffers)
-    given = extract_submodules_state_dict(own, on_cpu) if state_dict is None else state_dict
+    resident = _resident_tensors(model, buffers=offload_buffers)
+    given = extract_submodules_state_dict(resident, on_cpu) if state_dict is None else state_dict
     held = {name: tensor for name, tensor in given.items() if not tensor.is_meta}
     index: dict[str, Mapping[str, Any]] = _read_index(offload_dir)
     index.update(offload_index or {})
-    _resolve_in_place(tied, on_disk, held, index)
+    _resolve_prefixes(tied, on_disk, held, index)
     to_write = {
         name: tensor
-        for name, tensor in extract_submodules_state_dict(own, on_disk).items()
+        for name, tensor in extract_submodules_state_dict(resident, on_disk).items()
         if name not in index and name not in held and not tensor.is_meta
     }
     if to_write and offload_dir is None:
@@ -74,11 +74,11 @@ def collect_weights(
     if to_write and offload_dir is not None:
         offload_state_dict(offload_dir, to_write)
         index = {**_read_index(offload_dir), **index}
-    _resolve_tied(tied, own, held, index)
+    _resolve_tied(tied, resident, held, index)
     return OffloadedWeightsLoader(state_dict=held, save_folder=offload_dir, index=index)
 
 
-def _own_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
+def _resident_tensors(model: nn.Module, *, buffers: bool) -> dict[str, Tensor]:
     sites = sites_of(model).items()
     return {
         name: site.table[site.leaf].data
@@ -93,7 +93,7 @@ def _read_index(folder: str | os.PathLike[str] | None) -> dict[str, Mapping[str,
     return dict(read_offload_index(folder))
 
 
-def _resolve_in_place(
+def _resolve_prefixes(
     tied: Sequence[Sequence[str]],
     on_disk: Sequence[str],
     held: Mapping[str, Tensor],
@@ -104,21 +104,23 @@ def _resolve_in_place(
     for group in tied:
         source = next((name for name in group if index.get(name, {}).get("safetensors_file")), None)
         for name in group:
-            goes_there = name in on_disk or name.startswith(prefixes)
-            if goes_there and source is not None and name not in held and name not in index:
+            moves = name in on_disk or name.startswith(prefixes)
+            if moves and source is not None and name not in held and name not in index:
                 index[name] = {"weight_name": source, **index[source]}
 
 
 def _resolve_tied(
     tied: Sequence[Sequence[str]],
-    own: Mapping[str, Tensor],
+    resident: Mapping[str, Tensor],
     held: dict[str, Tensor],
     index: dict[str, Mapping[str, Any]],
 ) -> None:
     for group in tied:
         unresolved = [name for name in group if name not in held and name not in index]
         source = next((name for name in group if name in held or name in index), None)
-        real = next((own[name] for name in group if name in own and not own[name].is_meta), None)
+        real = next(
+            (resident[name] for name in group if name in resident and not resident[name].is_meta), None
+        )
         for name in unresolved:
             if real is not None:
                 held[name] = real

@@ -147,7 +147,7 @@ def make_blocks(
     weights: OffloadedWeightsLoader,
     device: torch.device,
     *,
-    whole: frozenset[str] = frozenset(),
+    preload_whole: frozenset[str] = frozenset(),
     memory_limit: int | None = None,
 ) -> None:
     """Group the hooks of offloaded modules into blocks, and stream these.
@@ -161,14 +161,14 @@ def make_blocks(
         entries: Names of the modules and tensors that are offloaded.
         weights: Where their weights are.
         device: Where they execute.
-        whole: Names of classes whose modules are one block.
+        preload_whole: Names of classes whose modules are one block.
         memory_limit: Bytes of offloaded weights that may be in main memory.
     """
     roots: dict[str, nn.Module] = {}
     for entry in entries:
         module = _module_at(model, entry)
         if module is not None:
-            roots.update(_roots(module, entry, whole))
+            roots.update(_roots(module, entry, preload_whole))
     # An entry that is a tensor: its module is a block if no other block lies below it.
     for entry in entries:
         owner = entry.rpartition(".")[0]
@@ -201,9 +201,9 @@ def make_blocks(
     )
 
 
-def _roots(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+def _roots(module: nn.Module, name: str, preload_whole: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
     split = isinstance(module, _CONTAINERS) or (
-        type(module).__name__ not in whole
+        type(module).__name__ not in preload_whole
         and any(isinstance(part, _CONTAINERS) and _has_tensors(part) for part in module.modules())
     )
     if not split:
@@ -212,7 +212,7 @@ def _roots(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[tupl
         return
     for leaf, child in child_table(module).items():
         if child is not None:
-            yield from _roots(child, f"{name}.{leaf}" if name else leaf, whole)
+            yield from _roots(child, f"{name}.{leaf}" if name else leaf, preload_whole)
 
 
 def _has_tensors(module: nn.Module) -> bool:

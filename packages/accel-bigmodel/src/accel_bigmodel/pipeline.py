@@ -85,7 +85,7 @@ def prepare_pippy(
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         del self
-        output = _in_rounds(schedule.step, size * chunks, gather_output, args, kwargs)
+        output = _forward_in_slices(schedule.step, size * chunks, gather_output, args, kwargs)
         return None if output is None else tree_unflatten(tree_leaves(output), structure)
 
     vars(model)["_original_forward"] = model.forward
@@ -162,7 +162,7 @@ def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None)
     return None
 
 
-def _in_rounds(
+def _forward_in_slices(
     forward: Callable[..., Any],
     most: int,
     gather: bool,

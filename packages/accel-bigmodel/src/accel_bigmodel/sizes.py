@@ -158,10 +158,10 @@ def get_max_layer_size(
         >>> get_max_layer_size(list(model.named_children()), compute_module_sizes(model), [])
         (80, ['1'])
     """
-    whole = class_names(no_split_module_classes)
+    unsplit = class_names(no_split_module_classes)
     largest, names = 0, list[str]()
     for name, module in modules:
-        for path in _layers(name, module, whole):
+        for path in _layers(name, module, unsplit):
             size = module_sizes.get(path, 0)
             if size > largest:
                 largest, names = size, [path]
@@ -179,8 +179,8 @@ def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]
         (24, (24, ['0']))
     """
     sizes = compute_module_sizes(model)
-    kept = class_names(getattr(model, "_no_split_modules", None))
-    return sizes[""], get_max_layer_size(list(model.named_children()), sizes, sorted(kept))
+    unsplit = class_names(getattr(model, "_no_split_modules", None))
+    return sizes[""], get_max_layer_size(list(model.named_children()), sizes, sorted(unsplit))
 
 
 def _width(dtype: ElementType) -> float:
@@ -191,10 +191,10 @@ def _width(dtype: ElementType) -> float:
     return (torch_dtype(dtype) or torch.float32).itemsize
 
 
-def _layers(name: str, module: nn.Module, whole: frozenset[str]) -> Iterable[str]:
+def _layers(name: str, module: nn.Module, unsplit: frozenset[str]) -> Iterable[str]:
     children = list(module.named_children())
-    if not children or type(module).__name__ in whole:
+    if not children or type(module).__name__ in unsplit:
         yield name
         return
     for child_name, child in children:
-        yield from _layers(f"{name}.{child_name}" if name else child_name, child, whole)
+        yield from _layers(f"{name}.{child_name}" if name else child_name, child, unsplit)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accel_state.errors import SettingsError
 from accel_state.regular_file import parse_json, read_regular
-from accel_state.settings import Given, default_config_file, given_by_file
-from accel_state.settings.older import translate
+from accel_state.settings import Given, default_config_file, parse_file
+from accel_state.settings.legacy import translate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ class ConfigFile:
     notes: tuple[str, ...] = ()
 
 
-def given_by_config(named: str | None, environ: Mapping[str, str]) -> dict[str, Given]:
+def settings_from_config(named: str | None, environ: Mapping[str, str]) -> dict[str, Given]:
     """Read the settings of the config file that applies, as `read_config` does.
 
     Args:
@@ -65,7 +65,7 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     return ConfigFile(
         path=path,
         content=translation.content,
-        given=given_by_file(translation.content, str(path)),
+        given=parse_file(translation.content, str(path)),
         notes=(*notes, *([advice] if notes else [])),
     )
 

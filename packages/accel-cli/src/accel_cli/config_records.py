@@ -13,7 +13,7 @@ from accel_cli.config_writing import write
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType
-from accel_state.settings.file import FILE_NAMES, default_config_folder, given_by_file
+from accel_state.settings.file import FILE_NAMES, default_config_folder, parse_file
 from accel_state.settings.file import default_config_file as _found_config_file
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class BaseConfig:
         here = self.compute_environment == ComputeEnvironment.LOCAL_MACHINE
         known = DistributedType if here else SageMakerDistributedType
         self.distributed_type = known(self.distributed_type)
-        given_by_file(self.to_dict(), type(self).__name__)
+        parse_file(self.to_dict(), type(self).__name__)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys and values of the file; `None` is left out."""

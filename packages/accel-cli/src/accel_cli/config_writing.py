@@ -38,7 +38,7 @@ def text_of(path: Path, content: Mapping[str, Any]) -> str:
     return import_module("yaml").safe_dump(dict(content), sort_keys=True, allow_unicode=True)
 
 
-def place_to_write(named: str | None, environ: Mapping[str, str]) -> Path:
+def path_to_write(named: str | None, environ: Mapping[str, str]) -> Path:
     """Where a config file goes.
 
     Args:

@@ -13,12 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.config_file import given_by_config
+from accel_cli.config_file import settings_from_config
 from accel_cli.launch.machine import ask_nvidia
-from accel_cli.secrets_kept import without_secrets
+from accel_cli.redact import redact
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import combine, default_config_file, given_by_environ
+from accel_state.settings import combine, default_config_file, parse_environ
 from accel_state.topology import detect
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[s
         "libraries": {name: version for name, version in _packages("").items() if name in _LIBRARIES},
         "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
         "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
-        **{name: _late(module, fact) for name, (module, fact) in _LATE.items() if _is_there(module)},
+        **{name: _late(module, fact) for name, (module, fact) in _LATE.items() if _is_installed(module)},
         "launcher": _unless_wrong(lambda: _launcher(environ)),
         "config file": config_file or str(default_config_file(environ) or "none"),
         "settings": _unless_wrong(lambda: _settings(environ, config_file)),
@@ -108,15 +108,15 @@ def _memory() -> float | None:
 
 def _shared_memory() -> float | None:
     """What data workers hand their batches over in; containers often have little of it."""
-    place = Path("/dev/shm")  # noqa: S108 - nothing is written there
-    return round(shutil.disk_usage(place).total / 1e9, 1) if place.is_dir() else None
+    shared_memory = Path("/dev/shm")  # noqa: S108 - nothing is written there
+    return round(shutil.disk_usage(shared_memory).total / 1e9, 1) if shared_memory.is_dir() else None
 
 
 def _unless_wrong(fact: Callable[[], Any]) -> Any:
     try:
         return fact()
     except SettingsError as error:
-        return without_secrets("", f"cannot be used: {'; '.join(error.problems)}")
+        return redact("", f"cannot be used: {'; '.join(error.problems)}")
 
 
 def _late(module: str, fact: Callable[[Any], Any]) -> Any:
@@ -139,9 +139,9 @@ def _launcher(environ: Mapping[str, str]) -> str:
 
 def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, str]:
     """What differs from the defaults, and who says so."""
-    merged = combine(given_by_environ(environ), given_by_config(config_file, environ))
+    merged = combine(parse_environ(environ), settings_from_config(config_file, environ))
     return {
-        path: f"{without_secrets(path, str(given.value))} ({given.origin})"
+        path: f"{redact(path, str(given.value))} ({given.origin})"
         for path, given in sorted(merged.given.items())
     }
 
@@ -149,9 +149,7 @@ def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
     """The variables that accel, torch and launchers read, without secrets."""
     return {
-        name: without_secrets(name, value)
-        for name, value in sorted(environ.items())
-        if name.startswith(_PREFIXES)
+        name: redact(name, value) for name, value in sorted(environ.items()) if name.startswith(_PREFIXES)
     }
 
 
@@ -186,8 +184,8 @@ def _device(properties: Any) -> str:
 
 def _driver() -> str | None:
     """The version of NVIDIA's driver."""
-    told = (ask_nvidia("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
-    return told[0] if told else None
+    versions = (ask_nvidia("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
+    return versions[0] if versions else None
 
 
 def _version(parts: tuple[int, ...]) -> str:
@@ -206,5 +204,5 @@ _LATE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
 }
 
 
-def _is_there(module: str) -> bool:
+def _is_installed(module: str) -> bool:
     return find_spec(module.partition(".")[0]) is not None

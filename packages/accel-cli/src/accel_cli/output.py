@@ -35,11 +35,11 @@ def show(*items: Table | str, stream: TextIO | None = None) -> None:
         *items: What to show, one below the other.
         stream: Where to; the standard output if None.
     """
-    place = sys.stdout if stream is None else stream
-    if is_rich(place, read()):
-        import_module("accel_cli.rich_output").write(items, place)
+    target = sys.stdout if stream is None else stream
+    if is_rich(target, read()):
+        import_module("accel_cli.rich_output").write(items, target)
         return
-    place.write("\n".join(as_text(item) if isinstance(item, Table) else item for item in items) + "\n")
+    target.write("\n".join(as_text(item) if isinstance(item, Table) else item for item in items) + "\n")
 
 
 def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:

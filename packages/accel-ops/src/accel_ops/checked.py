@@ -58,22 +58,22 @@ def check(
     where, _ = source_location(call_site(inspect.currentframe()))
     leaves = tuple(_describe(path, leaf) for part in data for path, leaf in walk(part))
     mine = Call(where=where, operation=operation, detail=detail, leaves=leaves)
-    everyone: list[Call] = collectives.all_gather_object(mine)
-    if len({_essence(call, rows_differ=rows_differ) for call in everyone}) > 1:
-        raise DistributedOperationException(explain(everyone, rows_differ=rows_differ))
+    calls: list[Call] = collectives.all_gather_object(mine)
+    if len({_essence(call, rows_differ=rows_differ) for call in calls}) > 1:
+        raise DistributedOperationException(explain(calls, rows_differ=rows_differ))
 
 
-def explain(everyone: Sequence[Call], *, rows_differ: bool = False) -> str:
+def explain(calls: Sequence[Call], *, rows_differ: bool = False) -> str:
     """A table of the ranks' calls: rank, call site, operation, and the leaves in which they differ.
 
     Args:
-        everyone: The calls, in rank order.
+        calls: The calls, in rank order.
         rows_differ: Sizes of dimension 0 need not agree.
     """
-    same_operation = len({(call.operation, call.detail) for call in everyone}) == 1
-    common = set.intersection(*(_facts(call, rows_differ=rows_differ) for call in everyone))
+    same_operation = len({(call.operation, call.detail) for call in calls}) == 1
+    common = set.intersection(*(_facts(call, rows_differ=rows_differ) for call in calls))
     rows = [("rank", "call site", "operation", "shapes and dtypes")]
-    for rank, call in enumerate(everyone):
+    for rank, call in enumerate(calls):
         odd = [leaf for leaf in call.leaves if not same_operation or _fact(leaf, rows_differ) not in common]
         shown = "; ".join(map(_text, odd[:SHOWN])) or ("-" if call.leaves else "no tensors")
         more = f"; and {len(odd) - SHOWN} more" if len(odd) > SHOWN else ""
@@ -84,8 +84,8 @@ def explain(everyone: Sequence[Call], *, rows_differ: bool = False) -> str:
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]])
         for row in rows
     )
-    what = "on data that does not fit together" if same_operation else "different operations"
-    return f"The processes call {what}; all stop here instead of waiting for each other in vain.\n{table}"
+    problem = "on data that does not fit together" if same_operation else "different operations"
+    return f"The processes call {problem}; all stop here instead of waiting for each other in vain.\n{table}"
 
 
 def _describe(path: str, leaf: Any) -> Description:

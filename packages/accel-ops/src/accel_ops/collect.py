@@ -13,10 +13,10 @@ from accel_ops.packing import (
     Flat,
     below_autograd,
     cache,
+    cached_buffer,
     copy_all,
     cut_all,
     flatten,
-    kept_buffer,
     make_buffer,
     sections,
     size_of,
@@ -223,7 +223,7 @@ def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device:
     buckets = flat.plan.packed
     sends = collectives.rank == source
     size = HEADER_BYTES + size_of(buckets)
-    buffer, new = kept_buffer(flat.plan, "broadcast", buckets, device, capacity=size, start=HEADER_BYTES)
+    buffer, new = cached_buffer(flat.plan, "broadcast", buckets, device, capacity=size, start=HEADER_BYTES)
     if new:
         buffer.members.extend(cut_all(buckets, buffer.sections))
     if sends:
@@ -274,7 +274,7 @@ def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torc
         and all(bucket.dtype in COMBINED for bucket in buckets)
     )
     if at_once:
-        buffer, _ = kept_buffer(flat.plan, "reduce", buckets, device, capacity=size, start=HEADER_BYTES)
+        buffer, _ = cached_buffer(flat.plan, "reduce", buckets, device, capacity=size, start=HEADER_BYTES)
     else:
         buffer = make_buffer(buckets, device, start=HEADER_BYTES)
     buffer.fill(flat.leaves)

@@ -30,13 +30,13 @@ def local_part(tensor: Tensor) -> Tensor:
         >>> local_part(whole) is whole
         True
     """
-    divided: Any = tensor
+    sharded: Any = tensor
     return (
-        divided._local_tensor if is_dtensor(tensor) else tensor
+        sharded._local_tensor if is_dtensor(tensor) else tensor
     )  # `to_local()` would wait for, and record, more
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a tensor, detached: all processes that have a part of a `DTensor` must ask for it."""
-    divided: Any = tensor.detach()
-    return divided.full_tensor() if is_dtensor(divided) else divided
+    sharded: Any = tensor.detach()
+    return sharded.full_tensor() if is_dtensor(sharded) else sharded

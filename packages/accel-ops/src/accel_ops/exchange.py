@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_ops import plan
-from accel_ops.packing import below_autograd, cache, cut_all, kept_buffer, sections, size_of
+from accel_ops.packing import below_autograd, cache, cached_buffer, cut_all, sections, size_of
 from accel_ops.plan import describe
 from accel_ops.same_call import mismatch
 from accel_ops.size_prediction import UNSENT, Guess, guess_of
@@ -64,7 +64,7 @@ class Cutter:
         sizes: Hashes of the ranks' sizes of dimension 0, for which this holds.
         joined: Where the leaves lie once the pieces are in order.
         restore: Puts them into the order of the structure.
-        pieces: Offset and length of every piece, in order.
+        segments: Offset and length of every piece, in order.
         nbytes: The length of all.
         order: The pieces as indices of units; None if they are too few or too many for that.
         unit: The unit, in elements of `carrier`.
@@ -74,7 +74,7 @@ class Cutter:
     sizes: tuple[int, ...]
     joined: tuple[Bucket, ...]
     restore: Restore
-    pieces: list[tuple[int, int]]
+    segments: list[tuple[int, int]]
     nbytes: int
     order: Tensor | None
     unit: int
@@ -117,11 +117,11 @@ class Draft:
         with below_autograd():
             if cutter.order is not None:
                 units = everything.view(cutter.carrier).view(-1, cutter.unit)
-                places = content.view(cutter.carrier).view(-1, cutter.unit)
-                torch.index_select(units, 0, cutter.order, out=places)
-            elif cutter.pieces:
+                slots = content.view(cutter.carrier).view(-1, cutter.unit)
+                torch.index_select(units, 0, cutter.order, out=slots)
+            elif cutter.segments:
                 torch.cat(
-                    [everything[first : first + length] for first, length in cutter.pieces], out=content
+                    [everything[first : first + length] for first, length in cutter.segments], out=content
                 )
         return result
 
@@ -155,8 +155,8 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     if not at_once:
         guess.catch_up(collectives.rank)
     capacity = at_once or guess.capacity()
-    likely = extras.get(("likely", world_size, capacity, device))
-    draft = Draft(flat, likely, device) if likely is not None else None
+    predicted = extras.get(("likely", world_size, capacity, device))
+    draft = Draft(flat, predicted, device) if predicted is not None else None
     if at_once:
         everything, heads = _send_chunks(collectives, header, flat, capacity, draft, device)
     else:
@@ -209,7 +209,7 @@ def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> A
     if not buckets:
         return flat.rebuild(flat.plan.restore_packed(joined))
     size = _aligned(size_of(buckets))
-    buffer, _ = kept_buffer(flat.plan, "even", buckets, device, capacity=size)
+    buffer, _ = cached_buffer(flat.plan, "even", buckets, device, capacity=size)
     buffer.fill(flat.leaves)
     everything = torch.empty(world_size * size, dtype=torch.uint8, device=device)
     cutter = flat.plan.extras.get((world_size, device))
@@ -259,7 +259,7 @@ def _exchange(
 ) -> tuple[Tensor, Tensor]:
     """Everyone's chunk, or only its prefix where it did not fit; and the same as 64-bit numbers by rank."""
     if header.nbytes <= capacity:
-        buffer, new = kept_buffer(
+        buffer, new = cached_buffer(
             flat.plan, "gather", flat.plan.buckets, device, capacity=capacity, start=header.start
         )
         if new:
@@ -288,7 +288,7 @@ def _send_chunks(
     """As `_exchange`, where every rank may send as many bytes as it likes."""
     chunk = header.content[:PREFIX]
     if header.nbytes <= capacity:
-        buffer, new = kept_buffer(
+        buffer, new = cached_buffer(
             flat.plan, "chunk", flat.plan.buckets, device, capacity=header.nbytes, start=header.start
         )
         if new:
@@ -300,7 +300,7 @@ def _send_chunks(
 
 
 def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for the chunks of all ranks: that of the last gather, as `kept_buffer`."""
+    """Memory for the chunks of all ranks: that of the last gather, as `cached_buffer`."""
     size = world_size * capacity
     kept: tuple[Tensor, Tensor] | None = owner.extras.get(("grid", device))
     if kept is not None and len(kept[0]) == size:
@@ -321,20 +321,20 @@ def _cutter(
     sizes: tuple[int, ...],
 ) -> Cutter:
     stride = len(everything) // len(ranks)
-    pieces = plan.interleave(ranks, start, stride)
+    segments = plan.interleave(ranks, start, stride)
     by_rank = [[count for bucket in buckets for count in bucket.rows] for buckets in ranks]
     totals = [sum(counts) for counts in zip(*by_rank, strict=True)]
-    nbytes = sum(length for _, length in pieces)
-    order, unit = None, plan.unit_of([*pieces, (0, stride)])
+    nbytes = sum(length for _, length in segments)
+    order, unit = None, plan.unit_of([*segments, (0, stride)])
     carrier = next(dtype for dtype in _CARRIERS if unit % dtype.itemsize == 0)
-    if len(pieces) > FEW and nbytes and nbytes // unit <= MAX_INDEX:
+    if len(segments) > FEW and nbytes and nbytes // unit <= MAX_INDEX:
         with torch.inference_mode(mode=False):
-            order = torch.tensor(plan.index_of(pieces, unit), dtype=torch.int32, device=everything.device)
+            order = torch.tensor(plan.index_of(segments, unit), dtype=torch.int32, device=everything.device)
     return Cutter(
         sizes=sizes,
         joined=plan.place(ranks[0], totals, scalars=False),
         restore=restore,
-        pieces=pieces,
+        segments=segments,
         nbytes=nbytes,
         order=order,
         unit=unit // carrier.itemsize,

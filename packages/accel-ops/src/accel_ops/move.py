@@ -59,15 +59,15 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     runtime = current_or_single()
     collectives = runtime.collectives
     mine = None if tensor is None else (tensor.dtype, tuple(tensor.shape))
-    everyone = collectives.all_gather_object(mine)
-    owners = [rank for rank, facts in enumerate(everyone) if facts is not None]
+    calls = collectives.all_gather_object(mine)
+    owners = [rank for rank, facts in enumerate(calls) if facts is not None]
     if len(owners) != 1:
         found = f"ranks {owners} have one" if owners else "no rank has one"
         raise DistributedOperationException(
             f"copy_tensor_to_devices needs a tensor on exactly one rank; {found}."
         )
     if tensor is None:
-        dtype, shape = everyone[owners[0]]
+        dtype, shape = calls[owners[0]]
         tensor = torch.empty(shape, dtype=dtype)
     copy = tensor.detach().to(runtime.device, copy=True).contiguous()
     collectives.broadcast(copy, owners[0])

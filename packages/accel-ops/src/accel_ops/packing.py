@@ -134,7 +134,7 @@ def flatten(data: Any, operation: str) -> Flat:
     """
     leaves: list[Tensor] = []
     try:
-        spec = _take_apart(data, leaves)
+        spec = _flatten_leaves(data, leaves)
     except _StrayLeafError:
         raise tree.stray_leaf(data, operation) from None
     key = (spec, tuple(map(_shape_of, leaves)), tuple(map(_dtype_of, leaves)))
@@ -188,7 +188,7 @@ def make_buffer(
     return Buffer(content=content, buckets=buckets, sections=sections(buckets, content, start))
 
 
-def kept_buffer(
+def cached_buffer(
     owner: Plan,
     key: Hashable,
     buckets: tuple[Bucket, ...],
@@ -213,9 +213,9 @@ def kept_buffer(
         The buffer, and whether it is new.
     """
     slot = (key, device)
-    kept: Buffer | None = owner.extras.get(slot)
-    if kept is not None and len(kept.content) == capacity:
-        return kept, False
+    cached: Buffer | None = owner.extras.get(slot)
+    if cached is not None and len(cached.content) == capacity:
+        return cached, False
     with torch.inference_mode(mode=False):  # else later calls outside of it could not write to the buffer
         made = make_buffer(buckets, device, start=start, capacity=capacity)
     if capacity <= MAX_KEPT and device.type == "cpu":
@@ -296,7 +296,7 @@ class _StrayLeafError(Exception):
     """A leaf that is not a tensor."""
 
 
-def _take_apart(data: Any, leaves: list[Tensor]) -> Any:
+def _flatten_leaves(data: Any, leaves: list[Tensor]) -> Any:
     """Collect the tensors; return a hashable description of the structure around them."""
     kind = type(data)
     if isinstance(data, Tensor):
@@ -315,7 +315,7 @@ def _take_apart(data: Any, leaves: list[Tensor]) -> Any:
     if set(map(type, values)) == _TENSORS:
         leaves.extend(values)
         return kind, keys, len(values)
-    return kind, keys, tuple([_take_apart(value, leaves) for value in values])
+    return kind, keys, tuple([_flatten_leaves(value, leaves) for value in values])
 
 
 def _rebuild(spec: Any, data: Any, leaves: Iterator[Any]) -> Any:

@@ -122,13 +122,13 @@ def place(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = Tru
         scalars: Whether leaves without dimensions stay so; else they become one-dimensional.
     """
     placed: list[Bucket] = []
-    start = taken = 0
+    start = offset = 0
     for bucket in buckets:
-        mine = tuple(rows[taken : taken + len(bucket.members)])
+        mine = tuple(rows[offset : offset + len(bucket.members)])
         stop = start + sum(mine) * bucket.row_bytes
         scalar = bucket.scalar and scalars
         placed.append(replace(bucket, rows=mine, start=start, stop=stop, scalar=scalar))
-        start, taken = stop, taken + len(mine)
+        start, offset = stop, offset + len(mine)
     return tuple(placed)
 
 
@@ -160,33 +160,35 @@ def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> li
     by_rank: list[list[tuple[int, int]]] = []
     for rank, buckets in enumerate(ranks):
         position = rank * stride + start
-        pieces: list[tuple[int, int]] = []
+        segments: list[tuple[int, int]] = []
         for bucket in buckets:
             for rows in bucket.rows:
-                pieces.append((position, rows * bucket.row_bytes))
-                position += pieces[-1][1]
-        by_rank.append(pieces)
-    return [piece for of_leaf in zip(*by_rank, strict=True) for piece in of_leaf]
+                segments.append((position, rows * bucket.row_bytes))
+                position += segments[-1][1]
+        by_rank.append(segments)
+    return [segment for of_leaf in zip(*by_rank, strict=True) for segment in of_leaf]
 
 
-def unit_of(pieces: Iterable[tuple[int, int]]) -> int:
+def unit_of(segments: Iterable[tuple[int, int]]) -> int:
     """The greatest number of bytes that divides all offsets and lengths.
 
     Example:
         >>> unit_of([(0, 8), (24, 12)])
         4
     """
-    return math.gcd(*(number for offset, length in pieces if length for number in (offset, length)))
+    return math.gcd(*(number for offset, length in segments if length for number in (offset, length)))
 
 
-def index_of(pieces: Iterable[tuple[int, int]], unit: int) -> list[int]:
+def index_of(segments: Iterable[tuple[int, int]], unit: int) -> list[int]:
     """The pieces, one after the other, as indices of units.
 
     Example:
         >>> index_of([(0, 8), (24, 12)], 4)
         [0, 1, 6, 7, 8]
     """
-    return [index for offset, length in pieces for index in range(offset // unit, (offset + length) // unit)]
+    return [
+        index for offset, length in segments for index in range(offset // unit, (offset + length) // unit)
+    ]
 
 
 def signature(leaves: Sequence[Leaf]) -> int:

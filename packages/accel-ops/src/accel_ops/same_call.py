@@ -102,8 +102,8 @@ def mismatch(
     structures: list[Mapping[str, tuple[Hashable, str]]]
     calls, structures = zip(*collectives.all_gather_object((call, mine)), strict=True)  # pyright: ignore[reportAssignmentType] - pairs of these
     if len(set(calls)) > 1:
-        told = ", ".join(f"rank {rank} calls `{other}`" for rank, other in enumerate(calls))
-        return DistributedOperationException(f"The ranks call different collectives: {told}.")
+        listed = ", ".join(f"rank {rank} calls `{other}`" for rank, other in enumerate(calls))
+        return DistributedOperationException(f"The ranks call different collectives: {listed}.")
     paths = dict.fromkeys(path for described in structures for path in described)
     rows = [(path, [described.get(path, (None, "nothing")) for described in structures]) for path in paths]
     differing = [(path, found) for path, found in rows if len({fact for fact, _ in found}) > 1]

@@ -43,7 +43,7 @@ class Bundle:
     order: Sequence[tuple[str, int]] = ()
     placements: Sequence[bool] = ()
 
-    def may_place(self, index: int) -> bool:
+    def may_move(self, index: int) -> bool:
         """Whether the model at `index` may be moved to the device."""
         return self.placements[index] if self.placements else True
 

@@ -153,7 +153,7 @@ class Persister(Protocol):
         """
         ...
 
-    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         """The same state dict in parts that share no memory, one after the other.
 
         Where models are sharded each part is brought together when it is asked for, so that no process has to

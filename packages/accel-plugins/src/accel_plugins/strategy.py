@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_plugins.dcp.role import ShardedStates
+    from accel_plugins.dcp.protocol import ShardedStates
     from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings

@@ -105,17 +105,19 @@ class AcceleratorState:
                     f"mixed_precision={mixed_precision!r} was asked for, but this process uses {known!r} "
                     "already. Pass it to `Accelerator(mixed_precision=...)`, which may change it."
                 )
-            _refuse_others(self.__dict__, plugins)
+            _refuse_changes(self.__dict__, plugins)
             return
         active = self.__dict__.get("deepspeed_plugins")
-        kept = {name: self.__dict__.get(name) for name in given} | plugins
+        previous = {name: self.__dict__.get(name) for name in given} | plugins
         self.__dict__.update(partial.__dict__)
-        self.__dict__.update(_mixed_precision=wanted, dynamo_plugin=dynamo_plugin, device_mesh=None, **kept)
-        if kept["deepspeed_plugins"] is not active:
+        self.__dict__.update(
+            _mixed_precision=wanted, dynamo_plugin=dynamo_plugin, device_mesh=None, **previous
+        )
+        if previous["deepspeed_plugins"] is not active:
             self.select_deepspeed_plugin()
-        for plugin in (kept["deepspeed_plugins"] or {}).values():
+        for plugin in (previous["deepspeed_plugins"] or {}).values():
             plugin.set_mixed_precision(wanted)
-        engine = next((label for name, label in _ENGINE_LABELS.items() if kept[name] is not None), None)
+        engine = next((label for name, label in _ENGINE_LABELS.items() if previous[name] is not None), None)
         if engine is not None:
             self.distributed_type = distributed_type_of(engine, self.distributed_type, self.num_processes)
 
@@ -267,16 +269,16 @@ class ThreadLocalSharedDict(threading.local):
 
     def __init__(self, thread_local: bool = False) -> None:
         if thread_local:
-            self._here: dict[str, Any] = {}
+            self._local: dict[str, Any] = {}
         elif not hasattr(self, "_everywhere"):  # runs again in each thread
             self._everywhere: dict[str, Any] = {}
 
     def __get__(self, instance: object, owner: type | None = None) -> dict[str, Any]:
-        return self._here if "_here" in self.__dict__ else self._everywhere
+        return self._local if "_local" in self.__dict__ else self._everywhere
 
     def __set__(self, instance: object, value: dict[str, Any]) -> None:
-        if "_here" in self.__dict__:
-            self._here = value
+        if "_local" in self.__dict__:
+            self._local = value
         else:
             self._everywhere = value
 
@@ -314,7 +316,7 @@ def _by_name(plugin: Any) -> Mapping[str, Any] | None:
     return {"default": plugin}
 
 
-def _refuse_others(known: Mapping[str, Any], plugins: Mapping[str, Any]) -> None:
+def _refuse_changes(known: Mapping[str, Any], plugins: Mapping[str, Any]) -> None:
     for name, value in plugins.items():
         if known.get(name) != value:
             raise SettingsError(

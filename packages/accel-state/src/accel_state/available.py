@@ -85,7 +85,7 @@ def is_installed(name: str) -> bool:
         >>> is_installed("import_timer")
         False
     """
-    return _is_there(LIBRARIES[name])
+    return _is_installed(LIBRARIES[name])
 
 
 def require(name: str, what: str, *, install: str | None = None) -> None:
@@ -100,7 +100,7 @@ def require(name: str, what: str, *, install: str | None = None) -> None:
         MissingDependencyError: It is not installed, or too old.
     """
     library = LIBRARIES[name]
-    if _is_there(library):
+    if _is_installed(library):
         return
     distribution = library.distribution or library.modules[0]
     wanted = f"{distribution}>={library.minimum}" if library.minimum else distribution
@@ -112,7 +112,7 @@ def require(name: str, what: str, *, install: str | None = None) -> None:
 
 
 @functools.cache
-def _is_there(library: Library) -> bool:
+def _is_installed(library: Library) -> bool:
     if not any(map(_has_module, library.modules)):
         return False
     if library.minimum is None:

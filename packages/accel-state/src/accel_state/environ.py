@@ -194,13 +194,13 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
         return cast("_Decorated", _purging(func_or_cls))
     _purge_methods(func_or_cls)
 
-    own = vars(func_or_cls).get("__init_subclass__")
+    hook = vars(func_or_cls).get("__init_subclass__")
 
     def purge_subclass(cls: type, **kwargs: Any) -> None:
-        if own is None:
+        if hook is None:
             super(func_or_cls, cls).__init_subclass__(**kwargs)
         else:
-            own.__func__(cls, **kwargs)
+            hook.__func__(cls, **kwargs)
         _purge_methods(cls)
 
     setattr(func_or_cls, "__init_subclass__", classmethod(purge_subclass))  # noqa: B010 - no stub knows it
@@ -261,7 +261,7 @@ def _variables() -> set[str]:
     return {name for name in os.environ if name.startswith("ACCELERATE_")}
 
 
-def _keep_only(before: set[str]) -> None:
+def _restore_only(before: set[str]) -> None:
     for name in _variables() - before:
         os.environ.pop(name, None)
 
@@ -272,7 +272,7 @@ def _purged() -> Generator[None]:
     try:
         yield
     finally:
-        _keep_only(before)
+        _restore_only(before)
 
 
 def _purging(
@@ -332,16 +332,16 @@ def _lifecycle_scopes() -> Mapping[str, Callable[[], AbstractContextManager[None
         try:
             yield
         except BaseException:  # also when interrupted: no tear-down follows a set-up that failed
-            _keep_only(before.pop(setup))
+            _restore_only(before.pop(setup))
             raise
 
     @contextmanager
     def closing(setup: str) -> Generator[None]:
-        kept = before.pop(setup, _variables())
+        saved = before.pop(setup, _variables())
         try:
             yield
         finally:
-            _keep_only(kept)
+            _restore_only(saved)
 
     return {name: functools.partial(opening, name) for name in _LIFECYCLES} | {
         teardown: functools.partial(closing, name) for name, teardown in _LIFECYCLES.items()

@@ -20,7 +20,7 @@ _LIMIT = (
 )
 
 
-def let_gloo_finish() -> None:
+def wait_for_gloo_threads() -> None:
     """Return when no thread of gloo runs; at once where there is none, as in a process alone."""
     threads = _threads()
     if not threads:

@@ -136,7 +136,7 @@ class GradientState:
 
     def _add_dataloader(self, dataloader: Loader) -> None:
         """Make a loader the active one. A loader that is collected is forgotten."""
-        self._loaders.append(weakref.ref(dataloader, self._forget))
+        self._loaders.append(weakref.ref(dataloader, self._remove))
 
     def _remove_dataloader(self, dataloader: Loader) -> None:
         """Forget a loader, whichever is active; harmless when it is not there."""
@@ -146,9 +146,9 @@ class GradientState:
                 del loaders[index]
                 return
 
-    def _forget(self, reference: weakref.ref[Any]) -> None:
+    def _remove(self, reference: weakref.ref[Any]) -> None:
         loaders = self.__dict__.get("_loaders", [])
-        loaders[:] = [kept for kept in loaders if kept is not reference]
+        loaders[:] = [other for other in loaders if other is not reference]
 
     def _use(self, plugin: AccumulationPlugin) -> None:
         self.plugin_kwargs = plugin.to_kwargs()

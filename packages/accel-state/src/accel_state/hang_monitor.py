@@ -191,23 +191,23 @@ class HangMonitor:
         return f"{agreed} Rank {self._rank} heard from its backend: {reason}."
 
     @property
-    def _look_s(self) -> float:
+    def _poll_interval(self) -> float:
         """Seconds in which every rank that is alive posts."""
         return max(2.5 * self.interval, MIN_POLL_S)
 
     def _await_diagnosis(self) -> None:
         """Wait for what another rank finds out, unless that rank is gone before."""
-        deadline = time.monotonic() + 2 * self._look_s + SHUTDOWN_GRACE_S
+        deadline = time.monotonic() + 2 * self._poll_interval + SHUTDOWN_GRACE_S
         self._poll_diagnosis()
         while self.diagnosis is None and time.monotonic() < deadline:
-            time.sleep(self._look_s / 8)
+            time.sleep(self._poll_interval / 8)
             self._poll_diagnosis()
 
     def _explanation(self) -> str:
         """Where all ranks are; takes a few intervals, to find out who no longer answers."""
         ranks = range(self._world_size)
         before = self.statuses(ranks)
-        time.sleep(self._look_s)
+        time.sleep(self._poll_interval)
         now = self.statuses(ranks)
         silent = [
             rank
@@ -239,7 +239,7 @@ class HangMonitor:
         slot = self.slot
         location, source = source_location(slot[2] if slot is not None else main_thread_site())
         self._heartbeat += 1
-        note = RankStatus(
+        status = RankStatus(
             rank=self._rank,
             heartbeat=self._heartbeat,
             location=location,
@@ -248,7 +248,7 @@ class HangMonitor:
             inside=slot is not None,
             exited=exited,
         )
-        self._store.set(f"{self._rank}", note.to_text())
+        self._store.set(f"{self._rank}", status.to_text())
 
     def _poll_diagnosis(self) -> None:
         if self.diagnosis is None and self._store.check(["diagnosis"]):
@@ -258,9 +258,9 @@ class HangMonitor:
     def _warn(self) -> None:
         """Log where all ranks are if this one has not moved for long, then after twice as long, and so on."""
         slot, now = self.slot, time.monotonic()
-        here = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
-        if here is None or here != self._stalled[0]:
-            self._stalled, self._warns = (here, now), None
+        current = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
+        if current is None or current != self._stalled[0]:
+            self._stalled, self._warns = (current, now), None
             # Outside of collectives a process may well compute for long; then only the limit is suspicious.
             self._warn_after = self._first_warning if slot is not None else 0.9 * self._limit
             return
@@ -286,8 +286,8 @@ class HangMonitor:
             ranks: Which to look for.
         """
         absent = set(absent_keys(self._store, [f"{rank}" for rank in ranks]))
-        there = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
-        found = dict(zip(there, get_all(self._store, there), strict=True))
+        present = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
+        found = dict(zip(present, get_all(self._store, present), strict=True))
         return {
             rank: RankStatus.from_text(found[f"{rank}"]) if f"{rank}" in found else None for rank in ranks
         }

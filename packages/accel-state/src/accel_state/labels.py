@@ -176,9 +176,9 @@ def distributed_type_of(
         >>> distributed_type_of("fsdp2", "MULTI_GPU", 1).value
         'FSDP'
     """
-    own = _STRATEGY_LABELS.get(strategy_name)
-    if own is not None:
-        return own
+    labels = _STRATEGY_LABELS.get(strategy_name)
+    if labels is not None:
+        return labels
     return DistributedType.NO if world_size == 1 else DistributedType(device_kind_label)
 
 
@@ -200,11 +200,11 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
 ]
 
 
-def shares_gradients(distributed_type: DistributedType | str | None) -> bool:
+def has_sharded_gradients(distributed_type: DistributedType | str | None) -> bool:
     """Whether each rank of such a run holds a part of the gradients.
 
     Example:
-        >>> shares_gradients(DistributedType.FSDP), shares_gradients("MULTI_GPU"), shares_gradients(None)
-        (True, False, False)
+        >>> has_sharded_gradients(DistributedType.FSDP), has_sharded_gradients("MULTI_GPU")
+        (True, False)
     """
     return distributed_type == DistributedType.FSDP

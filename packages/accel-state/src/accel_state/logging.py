@@ -29,7 +29,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
         super().__init__(logger, extra)
-        self._said: set[Hashable] = set()
+        self._logged: set[Hashable] = set()
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a message.
@@ -48,14 +48,14 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
         kwargs.setdefault("stacklevel", 2)  # the line of the caller, not this one
         if not self.isEnabledFor(level):
             return
-        place = runtime.current_topology()
+        topology = runtime.current_topology()
         message, options = self.process(msg, cast("MutableMapping[str, Any]", kwargs))
         if main_process_only:
-            if place.is_main:
+            if topology.is_main:
                 self.logger.log(level, message, *args, **options)
         elif in_order:
-            for rank in range(place.world_size):
-                if rank == place.rank:
+            for rank in range(topology.world_size):
+                if rank == topology.rank:
                     self.logger.log(level, message, *args, **options)
                 runtime.current_or_single().collectives.barrier()
         else:
@@ -68,9 +68,9 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
             *args: As of `warning`.
             **kwargs: As of `warning`.
         """
-        said: Hashable = (args, tuple(sorted(kwargs.items())))
-        if said not in self._said:
-            self._said.add(said)
+        key: Hashable = (args, tuple(sorted(kwargs.items())))
+        if key not in self._logged:
+            self._logged.add(key)
             kwargs.setdefault("stacklevel", 3)
             self.warning(*args, **kwargs)
 

@@ -16,7 +16,7 @@ from accel_state.devices.kinds import available_kind
 from accel_state.devices.select import default_device, set_current_device
 from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
-from accel_state.process import goes_first, only_if, share_of
+from accel_state.process import goes_first, only_if, shard_inputs
 from accel_state.settings.environ import from_environ
 
 if TYPE_CHECKING:
@@ -272,12 +272,12 @@ class PartialState:
             TypeError: `inputs` is something else.
 
         Example:
-            >>> with PartialState(cpu=True).split_between_processes(["a", "b"]) as share:
-            ...     share
+            >>> with PartialState(cpu=True).split_between_processes(["a", "b"]) as shard:
+            ...     shard
             ['a', 'b']
         """
-        share = share_of(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
-        return nullcontext(share)
+        shard = shard_inputs(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
+        return nullcontext(shard)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """Print once per machine, as the built-in `print` does.

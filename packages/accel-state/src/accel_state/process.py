@@ -31,10 +31,10 @@ def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
         return function
 
     @functools.wraps(function)
-    def elsewhere(*args: P.args, **kwargs: P.kwargs) -> None:
+    def noop(*args: P.args, **kwargs: P.kwargs) -> None:
         del args, kwargs
 
-    return elsewhere
+    return noop
 
 
 @contextmanager
@@ -55,29 +55,29 @@ def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
             barrier()
 
 
-def share_bounds(length: int, num_shares: int, index: int) -> tuple[int, int]:
+def shard_bounds(length: int, num_shards: int, index: int) -> tuple[int, int]:
     """Where one share of a sequence begins and ends; the first shares are one longer if they must differ.
 
     Args:
         length: Number of items.
-        num_shares: In how many shares they are divided.
+        num_shards: In how many shares they are divided.
         index: Which share is meant, from 0.
 
     Example:
-        >>> [share_bounds(5, 3, i) for i in range(3)]
+        >>> [shard_bounds(5, 3, i) for i in range(3)]
         [(0, 2), (2, 4), (4, 5)]
     """
-    size, longer = divmod(length, num_shares)
+    size, longer = divmod(length, num_shards)
     begin = index * size + min(index, longer)
     return begin, begin + size + (index < longer)
 
 
-def share_of(inputs: Any, num_shares: int, index: int, *, apply_padding: bool = False) -> Any:
+def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: bool = False) -> Any:
     """One process's share of some data.
 
     Args:
         inputs: A list, tuple, tensor, numpy array, `datasets.Dataset`, or a dict of such, all equally long.
-        num_shares: Number of processes.
+        num_shards: Number of processes.
         index: Which process's share.
         apply_padding: Repeat the last item of `inputs` so that all shares are equally long.
 
@@ -86,7 +86,7 @@ def share_of(inputs: Any, num_shares: int, index: int, *, apply_padding: bool = 
         TypeError: `inputs` is something else.
 
     Example:
-        >>> share_of({"a": [1, 2, 3], "b": (4, 5, 6)}, 2, 1, apply_padding=True)
+        >>> shard_inputs({"a": [1, 2, 3], "b": (4, 5, 6)}, 2, 1, apply_padding=True)
         {'a': [3, 3], 'b': (6, 6)}
     """
     if isinstance(inputs, dict):
@@ -96,7 +96,7 @@ def share_of(inputs: Any, num_shares: int, index: int, *, apply_padding: bool = 
                 f"The values of a dict that is split between processes must be equally long; found {lengths}."
             )
         return {
-            key: share_of(value, num_shares, index, apply_padding=apply_padding)
+            key: shard_inputs(value, num_shards, index, apply_padding=apply_padding)
             for key, value in inputs.items()
         }
     if not isinstance(inputs, (list, tuple, torch.Tensor, np.ndarray)) and not _is_dataset(inputs):
@@ -105,23 +105,23 @@ def share_of(inputs: Any, num_shares: int, index: int, *, apply_padding: bool = 
             "numpy array, a datasets.Dataset, or a dict of these."
         )
     length = len(inputs)
-    begin, end = share_bounds(length, num_shares, index)
-    missing = -(-length // num_shares) - (end - begin) if apply_padding and length else 0
-    return _take(inputs, begin, end, missing)
+    begin, end = shard_bounds(length, num_shards, index)
+    missing = -(-length // num_shards) - (end - begin) if apply_padding and length else 0
+    return _slice_padded(inputs, begin, end, missing)
 
 
-def _take(inputs: Any, begin: int, end: int, missing: int) -> Any:
+def _slice_padded(inputs: Any, begin: int, end: int, missing: int) -> Any:
     """Items `begin` to `end`, and the last item of all as often as it is `missing`."""
     if _is_dataset(inputs):
         return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
-    share, last = inputs[begin:end], inputs[-1:]
+    shard, last = inputs[begin:end], inputs[-1:]
     if missing == 0:
-        return share
+        return shard
     if isinstance(inputs, torch.Tensor):
-        return torch.cat([share, *[last] * missing])
+        return torch.cat([shard, *[last] * missing])
     if isinstance(inputs, np.ndarray):
-        return np.concatenate([share, *[last] * missing])
-    return share + last * missing
+        return np.concatenate([shard, *[last] * missing])
+    return shard + last * missing
 
 
 def _is_dataset(inputs: Any) -> bool:

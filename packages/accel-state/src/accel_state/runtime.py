@@ -18,7 +18,7 @@ from accel_state.backends.torch_dist import TorchCollectives, default_store, gro
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
 from accel_state.devices.select import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
-from accel_state.gloo_threads import let_gloo_finish
+from accel_state.gloo_threads import wait_for_gloo_threads
 from accel_state.topology import Topology, detect, rendezvous
 
 if TYPE_CHECKING:
@@ -243,8 +243,8 @@ def _group_options(
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["backend"] = _check_backend(kind, options.get("backend"))
-    if "store" not in chosen and "init_method" not in chosen and (life := _restart_count(variables)):
-        chosen["store"] = _restart_store(life, variables, topology, chosen.get("timeout"))
+    if "store" not in chosen and "init_method" not in chosen and (restart_count := _restart_count(variables)):
+        chosen["store"] = _restart_store(restart_count, variables, topology, chosen.get("timeout"))
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
         endpoint = rendezvous(variables, topology)
         chosen["init_method"] = f"tcp://{endpoint.address}:{endpoint.port}"
@@ -262,7 +262,7 @@ def _restart_count(variables: Mapping[str, str]) -> int:
 
 
 def _restart_store(
-    life: int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
+    restart_count: int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
 ) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
     """A store without what processes that are dead have left in the agent's.
 
@@ -273,7 +273,7 @@ def _restart_store(
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         endpoint.address, endpoint.port, world_size=topology.world_size, is_master=False, timeout=wait
     )
-    return dist.PrefixStore(f"accel/life_{life}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return dist.PrefixStore(f"accel/life_{restart_count}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _check_backend(kind: DeviceKind, asked: str | None) -> str:
@@ -308,4 +308,4 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
     torch.set_num_threads(max(1, cores // runtime.topology.local_world_size))
 
 
-atexit.register(let_gloo_finish)
+atexit.register(wait_for_gloo_threads)

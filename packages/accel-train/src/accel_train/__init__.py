@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from accel_train.checkpoint.objects import load_custom_state as load_custom_state
     from accel_train.checkpoint.objects import save_accelerator_state as save_accelerator_state
     from accel_train.checkpoint.objects import save_custom_state as save_custom_state
-    from accel_train.checkpoint.saving import Saving as Saving
+    from accel_train.checkpoint.writer import Saving as Saving
     from accel_train.data.adapter import DataLoaderAdapter as DataLoaderAdapter
     from accel_train.data.batch_shard import BatchSamplerShard as BatchSamplerShard
     from accel_train.data.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
     from accel_train.data.iterable_shard import IterableDatasetShard as IterableDatasetShard
     from accel_train.data.iterable_shard import SeekableDataset as SeekableDataset
     from accel_train.data.loader import DataLoaderShard as DataLoaderShard
-    from accel_train.data.post import MainProcessReadError as MainProcessReadError
     from accel_train.data.prepare import get_sampler as get_sampler
     from accel_train.data.prepare import prepare_data_loader as prepare_data_loader
     from accel_train.data.prepared import DataLoaderStateMixin as DataLoaderStateMixin
     from accel_train.data.samplers import SeedableRandomSampler as SeedableRandomSampler
+    from accel_train.data.scatter import MainProcessReadError as MainProcessReadError
     from accel_train.data.skip import SkipBatchSampler as SkipBatchSampler
     from accel_train.data.skip import SkipDataLoader as SkipDataLoader
     from accel_train.data.skip import skip_first_batches as skip_first_batches
@@ -94,13 +94,13 @@ _MODULES = {
         "save_accelerator_state",
         "save_custom_state",
     ),
-    "checkpoint.saving": ("Saving",),
+    "checkpoint.writer": ("Saving",),
     "data.adapter": ("DataLoaderAdapter",),
     "data.batch_shard": ("BatchSamplerShard",),
     "data.dispatcher": ("DataLoaderDispatcher",),
     "data.iterable_shard": ("IterableDatasetShard", "SeekableDataset"),
     "data.loader": ("DataLoaderShard",),
-    "data.post": ("MainProcessReadError",),
+    "data.scatter": ("MainProcessReadError",),
     "data.prepare": ("get_sampler", "prepare_data_loader"),
     "data.prepared": ("DataLoaderStateMixin",),
     "data.samplers": ("SeedableRandomSampler",),

@@ -30,24 +30,24 @@ def failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[i
         failures: What torch tells, by rank.
         folder: Where torch keeps what belongs to the processes.
     """
-    told = {rank: (float(failure.timestamp), _story(rank, failure)) for rank, failure in failures.items()}
+    stories = {rank: (float(failure.timestamp), _story(rank, failure)) for rank, failure in failures.items()}
     first = next(rank - failure.local_rank for rank, failure in failures.items())  # of this machine
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     for file in attempts[-1].glob("*/error.json") if attempts else ():
         rank = first + int(file.parent.name)
         with contextlib.suppress(ValueError):  # one that was ended as it wrote
             error = json.loads(file.read_text(encoding="utf-8"))["message"]
-            told[rank] = file.stat().st_mtime, _story_of_error(rank, error)
-    return {rank: story for rank, (_, story) in sorted(told.items(), key=lambda item: item[1][0])}
+            stories[rank] = file.stat().st_mtime, _story_of_error(rank, error)
+    return {rank: story for rank, (_, story) in sorted(stories.items(), key=lambda item: item[1][0])}
 
 
 def _story(rank: int, failure: ProcessFailure) -> str:
     """What is known about a failed process."""
-    told: Any = failure.message
-    if isinstance(told, dict):
-        return _story_of_error(rank, told)
+    stories: Any = failure.message
+    if isinstance(stories, dict):
+        return _story_of_error(rank, stories)
     if failure.exitcode < 0:  # it was killed, and could not write down anything
-        return f"Rank {rank} failed: {told}"
+        return f"Rank {rank} failed: {stories}"
     return f"Rank {rank} failed: it ended with exit code {failure.exitcode}."
 
 

@@ -107,14 +107,14 @@ class Machines:
 
 
 @contextlib.contextmanager
-def listening(port: int, given_as: str, *, or_any: bool = False) -> Generator[int]:
+def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
     """Listen where torch's launcher shall, so that nobody else can until it does.
 
     The launcher's own store, made in this process for the same port, shares what listens here.
 
     Args:
         port: Where; 0 for any free port.
-        given_as: The name of the port for a message.
+        option: The name of the port for a message.
         or_any: Take any free port if that one is taken.
 
     Yields:
@@ -128,7 +128,7 @@ def listening(port: int, given_as: str, *, or_any: bool = False) -> Generator[in
     except (OSError, OverflowError) as error:
         if not or_any:
             raise SettingsError(
-                f"{given_as}={port}: this process cannot listen there ({error}); choose another port, or on "
+                f"{option}={port}: this process cannot listen there ({error}); choose another port, or on "
                 "one machine 0 for any that is free."
             ) from None
         server = _server(0)
@@ -176,8 +176,8 @@ class Gate:
             earlier: How many times all of them have been started before.
         """
         os.write(self._arrived, b".")
-        everybody, deadline = self._count * (earlier + 1), time.monotonic() + _PATIENCE
-        while _waiting_bytes(self._seen) < everybody and time.monotonic() < deadline:
+        expected, deadline = self._count * (earlier + 1), time.monotonic() + _PATIENCE
+        while _waiting_bytes(self._seen) < expected and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def close(self) -> None:
@@ -241,17 +241,17 @@ def _launched(config: LaunchConfig, entry: Callable[..., Any], args: Sequence[An
 def _left_as_found(config: LaunchConfig) -> Generator[None]:
     """Undo what torch's launcher does to this process, and does not undo."""
     handlers = _handlers()
-    _TORCHS_LOG.addFilter(_tells_no_traceback)
+    _TORCHS_LOG.addFilter(_drops_traceback)
     try:
         yield
     finally:
-        _TORCHS_LOG.removeFilter(_tells_no_traceback)
+        _TORCHS_LOG.removeFilter(_drops_traceback)
         _restore(handlers)
         if config.logs_specs is not None:
             shutil.rmtree(config.logs_specs.root_log_dir, ignore_errors=True)
 
 
-def _tells_no_traceback(record: logging.LogRecord) -> bool:
+def _drops_traceback(record: logging.LogRecord) -> bool:
     """Whether a message of torch tells something that the error does not."""
     return record.exc_info is None
 

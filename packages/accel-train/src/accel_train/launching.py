@@ -16,7 +16,7 @@ import torch
 from accel_state import environ
 from accel_state.devices.kinds import CPU, available_kind
 from accel_state.errors import SettingsError
-from accel_state.settings import Settings, combine, given_by_file, worker_environ
+from accel_state.settings import Settings, combine, parse_file, worker_environ
 from accel_state.settings.model import value_at
 from accel_state.topology import DEFAULT_PORT
 from accel_train.forking import Machines, listening, refuse_initialised_devices
@@ -87,7 +87,7 @@ def launch(
         variables["OMP_NUM_THREADS"] = str(chosen.num_cpu_threads_per_process)
     if ids and kind.visible_devices_env:
         variables[kind.visible_devices_env] = ",".join(ids)
-    with _meeting(settings) as endpoint, environ.clear_environment():
+    with _rendezvous(settings) as endpoint, environ.clear_environment():
         environ.publish(variables)
         machines = Machines(
             endpoint=endpoint,
@@ -110,7 +110,7 @@ def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
         SettingsError: They are none, or ask for what only the command does.
     """
     if isinstance(config, Mapping):
-        config = combine(given_by_file(config, "launch(config=...)")).settings
+        config = combine(parse_file(config, "launch(config=...)")).settings
     elif isinstance(config, (str, PathLike)):
         raise SettingsError(
             f"launch(config={fspath(config)!r}): expected settings, or the table that the file holds: "
@@ -185,7 +185,7 @@ def _devices(module: Any) -> int:
 
 
 @contextmanager
-def _meeting(settings: Settings) -> Generator[str]:
+def _rendezvous(settings: Settings) -> Generator[str]:
     """Where the machines meet, `<address>:<port>`; the first of them listens there already."""
     chosen = settings.launch
     address = "127.0.0.1" if chosen.num_machines == 1 else chosen.main_process_ip

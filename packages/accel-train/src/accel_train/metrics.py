@@ -59,16 +59,16 @@ def _gather_objects(data: Any, real: int | None, *, is_padded: bool, counts: boo
     except ValueError as error:
         problem = error
     mine = (problem and str(problem), data if counts else None, counts)
-    everyone: list[tuple[str | None, Any, bool]] = collect.gather_object([mine])
+    all_ranks: list[tuple[str | None, Any, bool]] = collect.gather_object([mine])
     if problem is not None:
         raise problem
-    for rank, (told, _, _) in enumerate(everyone):
+    for rank, (told, _, _) in enumerate(all_ranks):
         if told is not None:
             raise DistributedOperationException(f"Rank {rank}: {told}")
-    shares = [share for _, share, counted in everyone if counted]
-    if all(isinstance(share, list | tuple) for share in shares):
-        return [one for share in shares for one in share]
-    return shares if len(shares) > 1 else shares[0]
+    values = [value for _, value, counted in all_ranks if counted]
+    if all(isinstance(value, list | tuple) for value in values):
+        return [one for value in values for one in value]
+    return values if len(values) > 1 else values[0]
 
 
 def _rows_of_one(tensor: torch.Tensor, *, repeats: bool) -> torch.Tensor:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch.amp.grad_scaler import GradScaler
 
-    from accel_train.items import ItemWindow
+    from accel_train.token_normalizer import ItemWindow
 
 
 def move_to_device(state: Any, device: torch.device | str) -> Any:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.choose import choose
-from accel_plugins.engines import as_handlers, described, find_plugins
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
@@ -15,6 +14,7 @@ from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.plugin_specs import as_handlers, described, find_plugins
 from accel_plugins.precision import build_precision
 from accel_plugins.registry import available, load
 from accel_state import environ
@@ -27,15 +27,15 @@ from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
 from accel_trackers.session import TrackerSession
 from accel_train.checkpoint.run import Run
-from accel_train.given import (
+from accel_train.plugin_args import (
     configured_accumulation,
     known_plugins,
     refuse_unavailable_engines,
     unchanged_by_failure,
 )
-from accel_train.items import ItemWindow
 from accel_train.scheduler import check_clock
 from accel_train.sync import Synchronizer
+from accel_train.token_normalizer import ItemWindow
 from accel_train.triggers import Trigger
 
 if TYPE_CHECKING:

@@ -83,8 +83,8 @@ class AcceleratedScheduler:
         self.step_with_optimizer = step_with_optimizer
         self.split_batches = split_batches
         self.gradient_state = GradientState()
-        everyone = current_or_single().topology.world_size if num_shards is None else num_shards
-        processes = 1 if split_batches else everyone
+        all_ranks = current_or_single().topology.world_size if num_shards is None else num_shards
+        processes = 1 if split_batches else all_ranks
         self._steps_per_update = processes if step_per in {None, "process"} else 1
         self._counts_samples = step_per == "sample"
         self._samples = 0
@@ -109,7 +109,7 @@ class AcceleratedScheduler:
             return
         state = self.gradient_state
         if self._counts_samples:
-            self._samples += samples_of_round(state.active_dataloader)
+            self._samples += samples_per_step(state.active_dataloader)
         if not state.sync_gradients:
             if state.adjust_scheduler:
                 scheduler._step_count += 1  # pyright: ignore[reportPrivateUsage] - counts calls, the schedule stays
@@ -166,7 +166,7 @@ def check_clock(step_per: str | None, argument: str) -> None:
         )
 
 
-def samples_of_round(loader: Any | None) -> int:
+def samples_per_step(loader: Any | None) -> int:
     """How many samples all processes together have got with the batch that a loader yielded last.
 
     Args:

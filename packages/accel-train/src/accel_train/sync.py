@@ -78,7 +78,7 @@ class Synchronizer:
                 stack.enter_context(self._no_sync(model))
             return stack.pop_all()
 
-    def keeps_local(self) -> bool:
+    def skips_sync(self) -> bool:
         """Whether micro-batches inside a window leave their gradients local."""
         return self._no_sync is not None and not self._state.plugin_kwargs.get("sync_each_batch", False)
 
@@ -99,7 +99,7 @@ class Accumulation:
     def __enter__(self) -> None:
         """Count the micro-batch."""
         synchronizer = self._synchronizer
-        if not synchronizer.advance() and synchronizer.keeps_local():
+        if not synchronizer.advance() and synchronizer.skips_sync():
             self._local = synchronizer.local(self._models)
 
     def __exit__(

@@ -102,14 +102,14 @@ def get_balanced_memory(
         others = sum(memory[key] for key in devices[1:])
         memory[devices[0]] = min(memory[devices[0]], max(0, units.sums[-1] - others))
         devices = devices[1:]
-    reserve = 0 if low_zero else max(units.wholes, default=0)
-    room = [memory[key] for key in devices]
-    bound, bounded = smallest_bound(units, [max(0, room[0] - reserve), *room[1:]]), devices[:-1]
+    reserve = 0 if low_zero else max(units.totals, default=0)
+    budget = [memory[key] for key in devices]
+    bound, bounded = smallest_bound(units, [max(0, budget[0] - reserve), *budget[1:]]), devices[:-1]
     if bound is None:
-        reserve, bound = 0, smallest_bound(units, room)
+        reserve, bound = 0, smallest_bound(units, budget)
     elif reserve and bound + reserve >= units.sums[-1]:
         # With room for another layer the first would take everything: bound them all, and leave no such room.
-        reserve, bound, bounded = 0, smallest_bound(units, room), devices
+        reserve, bound, bounded = 0, smallest_bound(units, budget), devices
     if bound is None:
         _log.info("The model is larger than all accelerators together: they are filled, not balanced.")
         return memory
@@ -132,14 +132,14 @@ def smallest_bound(units: Units, capacities: Sequence[int]) -> int | None:
 
     Example:
         >>> from accel_bigmodel.layers import Layers
-        >>> layers = Layers(names=["a", "b", "c"], sizes=[3, 1, 2], wholes=[3, 1, 2], buffers=[0, 0, 0])
+        >>> layers = Layers(names=["a", "b", "c"], sizes=[3, 1, 2], totals=[3, 1, 2], buffers=[0, 0, 0])
         >>> smallest_bound(units_of(layers), [10, 10])
         3
     """
     high = units.sums[-1] + max(units.actives, default=0)
 
     def fits(bound: int) -> bool:
-        return fill(units, [min(bound, room) for room in capacities])[-1] == len(units.sizes)
+        return fill(units, [min(bound, budget) for budget in capacities])[-1] == len(units.sizes)
 
     if not fits(high):
         return None

@@ -85,9 +85,9 @@ def check_tied_parameters_on_same_device(
         device_map: Module or tensor name to device.
     """
     for group in tied_params:
-        places = {name: device_of(name, device_map) for name in group}
-        if len(set(places.values())) > 1:
-            shown = ", ".join(f"{name} on {device}" for name, device in places.items())
+        devices = {name: device_of(name, device_map) for name in group}
+        if len(set(devices.values())) > 1:
+            shown = ", ".join(f"{name} on {device}" for name, device in devices.items())
             _log.warning(
                 "Tied weights are sent to different devices, where each has its own copy: %s.", shown
             )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.device_map.plan import Machine, Units
 
 
-def rescue(units: Units, depths: Sequence[int], placed: Sequence[int], machine: Machine) -> list[int]:
+def place_by_size(units: Units, depths: Sequence[int], placed: Sequence[int], machine: Machine) -> list[int]:
     """Give accelerators that a plan left empty the first layer, in breadth-first order, that fits.
 
     Args:
@@ -26,14 +26,14 @@ def rescue(units: Units, depths: Sequence[int], placed: Sequence[int], machine: 
         >>> from accel_bigmodel.device_map.plan import Machine, Units
         >>> units = Units(
         ...     sizes=[9, 2, 9],
-        ...     wholes=[9, 2, 9],
+        ...     totals=[9, 2, 9],
         ...     buffers=[0, 0, 0],
         ...     caches=[0, 0, 0],
         ...     actives=[],
         ...     members=[(0,), (1,), (2,)],
         ... )
         >>> machine = Machine(capacities=(12,), executors=1, host=None, keep_buffers=False)
-        >>> rescue(units, [0, 0, 0], [1, 1, 1], machine)
+        >>> place_by_size(units, [0, 0, 0], [1, 1, 1], machine)
         [1, 0, 1]
     """
     result = list(placed)
@@ -41,10 +41,10 @@ def rescue(units: Units, depths: Sequence[int], placed: Sequence[int], machine: 
     for device in range(machine.executors):
         if any(result[index] == device and units.sizes[index] for index in order):
             continue
-        away = [index for index in order if result[index] >= machine.executors and units.sizes[index]]
-        for index in away:
+        off_device = [index for index in order if result[index] >= machine.executors and units.sizes[index]]
+        for index in off_device:
             # The main device must still be able to run the largest of those that stay away.
-            reserve = max((units.wholes[other] for other in away if other != index), default=0)
+            reserve = max((units.totals[other] for other in off_device if other != index), default=0)
             active = units.actives[index] if units.actives else 0
             if units.sizes[index] + max(active, reserve if device == 0 else 0) <= machine.capacities[device]:
                 result[index] = device

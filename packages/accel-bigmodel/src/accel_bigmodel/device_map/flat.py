@@ -31,19 +31,19 @@ def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
     flat: dict[str, T] = {}
 
     def visit(module: nn.Module, name: str, inherited: T | None) -> None:
-        own = device_map.get(name, inherited)
+        target = device_map.get(name, inherited)
         if name not in above:
-            if own is not None:
-                flat[name] = own
+            if target is not None:
+                flat[name] = target
             return
         prefix = f"{name}." if name else ""
         for leaf in (*parameter_table(module), *buffer_table(module)):
-            place = device_map.get(prefix + leaf, own)
-            if place is not None and _has(module, leaf):
-                flat[prefix + leaf] = place
+            device = device_map.get(prefix + leaf, target)
+            if device is not None and _has(module, leaf):
+                flat[prefix + leaf] = device
         for leaf, child in child_table(module).items():
             if child is not None:
-                visit(child, prefix + leaf, own)
+                visit(child, prefix + leaf, target)
 
     visit(model, "", None)
     return flat

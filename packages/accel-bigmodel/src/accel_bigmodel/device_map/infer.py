@@ -8,7 +8,7 @@ from operator import ne
 from typing import TYPE_CHECKING
 
 from accel_bigmodel.device_map.budget import get_max_memory
-from accel_bigmodel.device_map.fallback import rescue
+from accel_bigmodel.device_map.fallback import place_by_size
 from accel_bigmodel.device_map.plan import Machine, devices_of, place, units_of
 from accel_bigmodel.layers import class_names, read_layers
 from accel_bigmodel.sizes import byte_count
@@ -83,7 +83,7 @@ def infer_auto_device_map(
     placed = devices_of(place(units, machine), len(units.sizes))
     if fallback_allocation:
         depths = [layers.names[members[0]].count(".") for members in units.members]
-        placed = rescue(units, depths, placed, machine)
+        placed = place_by_size(units, depths, placed, machine)
     _warn_of_buffers(units, placed, machine)
     where = [0] * len(layers.names)
     for members, device in zip(units.members, placed, strict=True):
@@ -91,7 +91,7 @@ def infer_auto_device_map(
             where[layer] = device
     keys: list[Device] = [*devices, "disk"]
     if verbose:
-        for name, size, device in zip(layers.names, layers.wholes, where, strict=True):
+        for name, size, device in zip(layers.names, layers.totals, where, strict=True):
             _log.info("%s: %s on %s", name or "the model", convert_bytes(size), keys[device])
     if not clean_result:
         return {name: keys[device] for name, device in zip(layers.names, where, strict=True)}

@@ -22,7 +22,7 @@ class Units:
 
     Attributes:
         sizes: Bytes that stay on the device: weights counted once, and the cache.
-        wholes: Bytes of the largest layer in it, with what is active: what running an offloaded one takes.
+        totals: Bytes of the largest layer in it, with what is active: what running an offloaded one takes.
         buffers: Bytes of buffers.
         caches: Bytes of key-value cache, which lies where the layer runs.
         actives: Bytes in use only while it runs; empty when nothing was declared.
@@ -31,7 +31,7 @@ class Units:
     """
 
     sizes: list[int]
-    wholes: list[int]
+    totals: list[int]
     buffers: list[int]
     caches: list[int]
     actives: list[int]
@@ -49,21 +49,21 @@ def units_of(layers: Layers, workload: Workload | None = None) -> Units:
         layers: The layers of a model.
         workload: Activations and cache of named modules.
     """
-    sizes, wholes, buffers = list(layers.sizes), list(layers.wholes), list(layers.buffers)
+    sizes, totals, buffers = list(layers.sizes), list(layers.totals), list(layers.buffers)
     caches, actives = [0] * len(sizes), list[int]()
     if workload is not None:
         caches, actives = workload.per_layer(layers.names)
         sizes = [size + cache for size, cache in zip(sizes, caches, strict=True)]
-        wholes = [whole + active for whole, active in zip(wholes, actives, strict=True)]
+        totals = [total + active for total, active in zip(totals, actives, strict=True)]
     members = [(index,) for index in range(len(sizes))]
     if not layers.ties:
         return Units(
-            sizes=sizes, wholes=wholes, buffers=buffers, caches=caches, actives=actives, members=members
+            sizes=sizes, totals=totals, buffers=buffers, caches=caches, actives=actives, members=members
         )
     groups = _groups(len(sizes), layers.ties)
     return Units(
         sizes=[sum(sizes[i] for i in group) for group in groups],
-        wholes=[max(wholes[i] for i in group) for group in groups],
+        totals=[max(totals[i] for i in group) for group in groups],
         buffers=[sum(buffers[i] for i in group) for group in groups],
         caches=[sum(caches[i] for i in group) for group in groups],
         actives=[max(actives[i] for i in group) for group in groups] if actives else [],
@@ -84,7 +84,7 @@ def fill(units: Units, capacities: Sequence[int]) -> list[int]:
     ends: list[int] = []
     start = 0
     for capacity in capacities:
-        start = _reach(units, start, capacity)
+        start = _fill_until(units, start, capacity)
         ends.append(start)
     return ends
 
@@ -120,21 +120,21 @@ def place(units: Units, machine: Machine) -> list[int]:
     count = len(units.sizes)
     if machine.executors and fill(units, machine.capacities[:1])[0] == count:
         return [count] * len(machine.capacities)
-    largest = max(units.wholes, default=0)
+    largest = max(units.totals, default=0)
     steady = fill(units, _less(machine, largest, largest, main=0))
     if _end(steady, machine.executors) == count:
         return steady
     ends = fill(units, machine.capacities)
     # Reserving more offloads more: both only grow, so that this ends; far out, with the bound for everything.
     for _ in range(8):
-        away, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
-        first = max(units.wholes[away:], default=0) + _kept(units, away, machine)
-        host = max(units.wholes[on_disk:], default=0)
+        off_device, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
+        first = max(units.totals[off_device:], default=0) + _headroom(units, off_device, machine)
+        host = max(units.totals[on_disk:], default=0)
         again = fill(units, _less(machine, first, host, main=_main(ends)))
         if again == ends:
             return ends
         ends = again
-    everything = largest + _kept(units, 0, machine)
+    everything = largest + _headroom(units, 0, machine)
     return fill(units, _less(machine, everything, largest, main=machine.executors - 1))
 
 
@@ -151,7 +151,7 @@ def devices_of(ends: Sequence[int], count: int) -> list[int]:
     return placed
 
 
-def _reach(units: Units, start: int, capacity: int) -> int:
+def _fill_until(units: Units, start: int, capacity: int) -> int:
     """Find where the run that begins at `start` ends on a device of that capacity."""
     if not units.actives:
         return max(start, bisect_right(units.sums, units.sums[start] + capacity) - 1)
@@ -164,8 +164,8 @@ def _reach(units: Units, start: int, capacity: int) -> int:
     return len(units.sizes)
 
 
-def _kept(units: Units, away: int, machine: Machine) -> int:
-    return sum(units.caches[away:]) + (sum(units.buffers[away:]) if machine.keep_buffers else 0)
+def _headroom(units: Units, off_device: int, machine: Machine) -> int:
+    return sum(units.caches[off_device:]) + (sum(units.buffers[off_device:]) if machine.keep_buffers else 0)
 
 
 def _less(machine: Machine, first: int, host: int, *, main: int) -> list[int]:

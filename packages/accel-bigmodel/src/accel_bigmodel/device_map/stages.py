@@ -51,20 +51,20 @@ def generate_device_map(
     if num_processes == 1:
         return infer_auto_device_map(model, max_memory, no_split_module_classes, clean_result=False)
     found = read_layers(model, class_names(no_split_module_classes), None)
-    layers = replace(found, sizes=found.wholes, ties=[])
+    layers = replace(found, sizes=found.totals, ties=[])
     units, count = units_of(layers), len(layers.names)
     if count < num_processes:
         raise SettingsError(
             f"{type(model).__name__} has {count} layers that are not split, fewer than the {num_processes} "
             "processes: start fewer, or name fewer no_split_module_classes."
         )
-    rooms = [_room(max_memory, process) for process in range(num_processes)]
+    rooms = [_budget(max_memory, process) for process in range(num_processes)]
     bound = smallest_bound(units, rooms)
     if bound is None:
         raise SettingsError(
             f"max_memory={max_memory!r} cannot hold {type(model).__name__}, of {units.sums[-1]} bytes."
         )
-    ends = fill(units, [min(bound, room) for room in rooms])
+    ends = fill(units, [min(bound, budget) for budget in rooms])
     # Whoever comes last has a layer too; giving one away makes no share larger.
     ends = [min(end, count - num_processes + place + 1) for place, end in enumerate(ends)]
     return dict(merged(layers, devices_of(ends, count)))
@@ -83,7 +83,7 @@ def split_points_of(device_map: Mapping[str, int | str], num_processes: int) -> 
     ]
 
 
-def _room(max_memory: Mapping[int | str, int | str] | None, process: int) -> int:
+def _budget(max_memory: Mapping[int | str, int | str] | None, process: int) -> int:
     if max_memory is None:
         return _ENDLESS
     return convert_file_size_to_int(max_memory.get(process, max_memory.get(str(process), 0)))

@@ -82,11 +82,11 @@ def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
     handles: list[Any] = []
     for name, module in model.named_modules():
 
-        def note(_: nn.Module, given: Any, keywords: Any, output: Any, name: str = name) -> None:
+        def record(_: nn.Module, given: Any, keywords: Any, output: Any, name: str = name) -> None:
             size = _bytes_of((given, keywords)) + _bytes_of(output)
             sizes[name] = max(sizes.get(name, 0), size)
 
-        handles.append(module.register_forward_hook(note, with_kwargs=True))
+        handles.append(module.register_forward_hook(record, with_kwargs=True))
     tensors = {
         name: tensor.to("meta") for name, tensor in [*model.named_parameters(), *model.named_buffers()]
     }

@@ -142,36 +142,36 @@ def attach_align_device_hook_on_blocks(
     devices = (
         execution_device if isinstance(execution_device, Mapping) else dict.fromkeys(names, execution_device)
     )
-    away = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
-    _blocks(module, module_name, devices, away, common)
+    is_off_device = offload if isinstance(offload, Mapping) else dict.fromkeys(names, offload)
+    _blocks(module, module_name, devices, is_off_device, common)
 
 
 def _blocks(
     module: nn.Module,
     name: str,
     devices: Mapping[str, Device | None],
-    away: Mapping[str, bool],
+    is_off_device: Mapping[str, bool],
     common: _Attachment,
 ) -> None:
     prefix = f"{name}." if name else ""
-    direct = {leaf for leaf, _ in named_module_tensors(module) if prefix + leaf in away}
-    if name in devices and name in away:
-        _block(module, name, devices[name], away[name], common, outermost=not name)
+    direct = {leaf for leaf, _ in named_module_tensors(module) if prefix + leaf in is_off_device}
+    if name in devices and name in is_off_device:
+        _block(module, name, devices[name], is_off_device[name], common, outermost=not name)
     elif not name:
         add_hook_to_module(
             module,
             replace(common, weights_map=None).hook(devices.get(""), io_same_device=True, only=()),
             append=True,
         )
-    for device, offloaded in {(devices.get(prefix + leaf), away[prefix + leaf]) for leaf in direct}:
+    for device, offloaded in {(devices.get(prefix + leaf), is_off_device[prefix + leaf]) for leaf in direct}:
         only = {
             leaf
             for leaf in direct
-            if (devices.get(prefix + leaf), away[prefix + leaf]) == (device, offloaded)
+            if (devices.get(prefix + leaf), is_off_device[prefix + leaf]) == (device, offloaded)
         }
         add_hook_to_module(module, common.hook(device, name, offload=offloaded, only=only), append=True)
     for leaf, child in module.named_children():
-        _blocks(child, prefix + leaf, devices, away, common)
+        _blocks(child, prefix + leaf, devices, is_off_device, common)
 
 
 def _block(
@@ -198,11 +198,11 @@ def _block(
 
 
 def _align(module: nn.Module, name: str, device: Device | None, offload: bool, common: _Attachment) -> None:
-    whole = offload and type(module).__name__ in common.preload
-    if whole or any(True for _ in named_module_tensors(module)):
-        hook = common.hook(device, name, offload=offload, place_submodules=whole)
+    preload_whole = offload and type(module).__name__ in common.preload
+    if preload_whole or any(True for _ in named_module_tensors(module)):
+        hook = common.hook(device, name, offload=offload, place_submodules=preload_whole)
         add_hook_to_module(module, hook, append=True)
-    if whole:
+    if preload_whole:
         return
     for leaf, child in module.named_children():
         _align(child, f"{name}.{leaf}" if name else leaf, device, offload, common)

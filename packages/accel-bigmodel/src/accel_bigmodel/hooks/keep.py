@@ -21,7 +21,7 @@ _models: set[int] = set()
 _handle: RemovableHandle | None = None
 
 
-def keep_placement_of_replaced_modules(model: nn.Module) -> None:
+def hook_replaced_modules(model: nn.Module) -> None:
     """While `model` lives, let `setattr` of a fresh module over a hooked one place it as the old one was.
 
     torch offers this event for the whole process only; the registration ends with the last dispatched model.

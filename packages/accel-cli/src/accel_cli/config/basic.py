@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 from accel_cli.config_file import read_config
-from accel_cli.config_writing import place_to_write, write
+from accel_cli.config_writing import path_to_write, write
 from accel_cli.launch.machine import this_machine
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -47,7 +47,7 @@ def write_basic_config(
     except ValueError as error:
         raise SettingsError(f"write_basic_config(mixed_precision={mixed_precision!r}): {error}") from None
     environ = read()
-    path = place_to_write(None if str(save_location) == DEFAULT_PLACE else str(save_location), environ)
+    path = path_to_write(None if str(save_location) == DEFAULT_PLACE else str(save_location), environ)
     if path.exists():
         return False
     write(path, to_content(basic_settings(this_machine(environ), str(precision))))
@@ -86,7 +86,7 @@ def update(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
     found = read_config(config_file, read())
     if found.path is None:
         raise SettingsError(
-            f"there is no config file at {place_to_write(None, read())}: `accel config` makes one, and "
+            f"there is no config file at {path_to_write(None, read())}: `accel config` makes one, and "
             "--config_file names another."
         )
     write(found.path, to_content(combine(found.given).settings))

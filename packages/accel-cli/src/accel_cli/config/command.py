@@ -8,15 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from accel_cli.config.basic import DEFAULT_PLACE, update, write_basic_config
+from accel_cli.config.host_info import probe_host
 from accel_cli.config.interview import interview
-from accel_cli.config.machine import look_around
-from accel_cli.config_writing import place_to_write, write
+from accel_cli.config_writing import path_to_write, write
 from accel_cli.launch.checks import Facts, problems
 from accel_cli.launch.machine import Machine
 from accel_cli.output import Table, show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, combine, given_by_file, to_content
+from accel_state.settings import OPTIONS, combine, parse_file, to_content
 from accel_state.settings.environ import as_text
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from accel_cli.config.machine import Surroundings
+    from accel_cli.config.host_info import HostInfo
     from accel_state.settings import Settings
 
 
@@ -48,9 +48,9 @@ def run(options: Namespace) -> int:
 def _default(options: Namespace) -> int:
     written = write_basic_config(options.mixed_precision or "no", options.config_file or DEFAULT_PLACE)
     if not written:
-        place = place_to_write(options.config_file, read())
+        path = path_to_write(options.config_file, read())
         show(
-            f"There is a config file at {place} already, which is left as it is. Run `accel config` to "
+            f"There is a config file at {path} already, which is left as it is. Run `accel config` to "
             "answer questions, or name another file with --config_file."
         )
         return 0
@@ -71,12 +71,12 @@ def _ask(options: Namespace) -> int:
             "docs/reference/settings.md lists the keys of a file."
         )
     environ = read()
-    path, found = place_to_write(options.config_file, environ), look_around(environ)
+    path, found = path_to_write(options.config_file, environ), probe_host(environ)
     terminal = import_module("accel_cli.config.terminal")
     try:
         settings = interview(terminal.ask, found)
         show("", *summary(settings))
-        wrong = misfits(settings, found)
+        wrong = find_conflicts(settings, found)
         show(*(f"This does not fit: {one}" for one in wrong))
         replaces = " (there is one already, which is replaced)" if path.exists() else ""
         if not terminal.agree(f"Write this to {path}{replaces}?", default=not wrong):
@@ -103,7 +103,7 @@ def summary(settings: Settings) -> list[Table]:
     Args:
         settings: What the answers make.
     """
-    given = combine(given_by_file(to_content(settings), "")).given
+    given = combine(parse_file(to_content(settings), "")).given
     rows = [
         (option.key or "", as_text(given[option.path].value))
         for option in OPTIONS
@@ -112,14 +112,14 @@ def summary(settings: Settings) -> list[Table]:
     return [Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")]
 
 
-def misfits(settings: Settings, found: Surroundings) -> list[str]:
+def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:
     """What `accel launch` would refuse.
 
     Args:
         settings: What the answers make.
         found: This machine.
     """
-    merged = combine(given_by_file(to_content(settings), "the answers"))
+    merged = combine(parse_file(to_content(settings), "the answers"))
     machine = Machine(gpus=found.gpus, cores=found.cores)
     return problems(Facts(merged=merged, machine=machine, environ={}))
 

@@ -11,10 +11,10 @@ from accel_state.settings.rows.launch import DEVICE_TYPES, SAGEMAKER_TYPES
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from accel_cli.config.machine import Surroundings
-    from accel_state.settings.option import Option, Said
+    from accel_cli.config.host_info import HostInfo
+    from accel_state.settings.option import Answers, Option
 
-    _Suggests: TypeAlias = Callable[[Surroundings, Said], str]
+    _Suggests: TypeAlias = Callable[[HostInfo, Answers], str]
 
 CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
     "launch.compute_environment": {
@@ -40,78 +40,82 @@ CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
 """By path, what its choices are called where their names do not speak for themselves."""
 
 
-def choices(option: Option, said: Said) -> tuple[str, ...]:
+def choices(option: Option, answers: Answers) -> tuple[str, ...]:
     """The answers that a question offers.
 
     Args:
         option: The row that is asked.
-        said: The answers so far.
+        answers: The answers so far.
     """
     if option.path == "launch.distributed_type":
-        if said("launch.compute_environment") == "AMAZON_SAGEMAKER":
+        if answers("launch.compute_environment") == "AMAZON_SAGEMAKER":
             return ("NO", *SAGEMAKER_TYPES)
         return tuple(kind for kind in CHOICE_TITLES[option.path] if kind in {*DEVICE_TYPES, "XLA"})
     if option.path == "fsdp.fsdp_version":
         return ("2", "1")
-    if option.path == "fsdp.state_dict_type" and said("fsdp.fsdp_version") == 2:
+    if option.path == "fsdp.state_dict_type" and answers("fsdp.fsdp_version") == 2:
         return tuple(kind for kind in option.choices if kind != "LOCAL_STATE_DICT")
     return option.choices
 
 
-def suggestion(option: Option, found: Surroundings, said: Said) -> str:
+def suggestion(option: Option, found: HostInfo, answers: Answers) -> str:
     """The answer that a question suggests; empty for none.
 
     Args:
         option: The row that is asked.
         found: This machine.
-        said: The answers so far.
+        answers: The answers so far.
     """
     if option.path in _SUGGESTIONS:
-        return _SUGGESTIONS[option.path](found, said)
+        return _SUGGESTIONS[option.path](found, answers)
     value = option.launched or value_at(Settings(), option.path)
     return "" if value is None else as_text(value)
 
 
 def _always(text: str) -> _Suggests:
-    return lambda found, said: text  # noqa: ARG005 - every row takes both
+    return lambda found, answers: text  # noqa: ARG005 - every row takes both
 
 
-def _kind(found: Surroundings, said: Said) -> str:
-    several = (found.gpus > 1 or found.machines > 1) and said("launch.compute_environment") == "LOCAL_MACHINE"
+def _kind(found: HostInfo, answers: Answers) -> str:
+    several = (found.gpus > 1 or found.machines > 1) and answers(
+        "launch.compute_environment"
+    ) == "LOCAL_MACHINE"
     return "MULTI_GPU" if several else "NO"
 
 
-def _machines(found: Surroundings, said: Said) -> str:
-    del said
+def _machines(found: HostInfo, answers: Answers) -> str:
+    del answers
     return str(found.machines)
 
 
-def _address(found: Surroundings, said: Said) -> str:
-    del said
+def _address(found: HostInfo, answers: Answers) -> str:
+    del answers
     return found.first_machine or found.address or ""
 
 
-def _processes(found: Surroundings, said: Said) -> str:
-    machines = said("launch.num_machines")
-    if said("launch.distributed_type") == "MULTI_CPU":
+def _processes(found: HostInfo, answers: Answers) -> str:
+    machines = answers("launch.num_machines")
+    if answers("launch.distributed_type") == "MULTI_CPU":
         return str(max(2, machines))
     return str(machines * max(1, found.gpus))
 
 
-def _precision(found: Surroundings, said: Said) -> str:
-    if said("process.use_cpu") or said("launch.distributed_type") == "MULTI_CPU" or not found.gpus:
-        return "bf16" if said("launch.distributed_type") == "XLA" else "no"
+def _precision(found: HostInfo, answers: Answers) -> str:
+    if answers("process.use_cpu") or answers("launch.distributed_type") == "MULTI_CPU" or not found.gpus:
+        return "bf16" if answers("launch.distributed_type") == "XLA" else "no"
     return "bf16" if found.bf16 else "fp16"
 
 
-def _share(found: Surroundings, said: Said) -> str:
-    here = max(1, (said("launch.num_processes") or 1) // said("launch.num_machines"))
-    return str(max(1, found.cores // here))
+def _threads_per_process(found: HostInfo, answers: Answers) -> str:
+    processes = max(1, (answers("launch.num_processes") or 1) // answers("launch.num_machines"))
+    return str(max(1, found.cores // processes))
 
 
-def _shards(found: Surroundings, said: Said) -> str:
+def _shards(found: HostInfo, answers: Answers) -> str:
     del found
-    return str(max(1, (said("launch.num_processes") or 1) // (said("parallelism.dp_replicate_size") or 1)))
+    return str(
+        max(1, (answers("launch.num_processes") or 1) // (answers("parallelism.dp_replicate_size") or 1))
+    )
 
 
 _SUGGESTIONS: Mapping[str, _Suggests] = {
@@ -121,7 +125,7 @@ _SUGGESTIONS: Mapping[str, _Suggests] = {
     "launch.main_process_ip": _address,
     "launch.main_process_port": _always("29500"),
     "launch.gpu_ids": _always("all"),
-    "launch.num_cpu_threads_per_process": _share,
+    "launch.num_cpu_threads_per_process": _threads_per_process,
     "precision.mixed_precision": _precision,
     "fsdp.fsdp_version": _always("2"),
     "fsdp.sharding_strategy": _always("FULL_SHARD"),

@@ -15,7 +15,7 @@ from accel_state.settings.parsing import flag, words
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from accel_cli.config.machine import Surroundings
+    from accel_cli.config.host_info import HostInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Asks(Protocol):
         ...
 
 
-def interview(ask: Asks, found: Surroundings) -> Settings:
+def interview(ask: Asks, found: HostInfo) -> Settings:
     """Ask what matters for the answers so far.
 
     Args:
@@ -61,33 +61,33 @@ def interview(ask: Asks, found: Surroundings) -> Settings:
     for option in OPTIONS:
         settings = combine(given).settings
 
-        def said(path: str, settings: Settings = settings) -> object:
+        def answers(path: str, settings: Settings = settings) -> object:
             return value_at(settings, path)
 
-        if option.question is None or not (option.when is None or option.when(said)):
+        if option.question is None or not (option.when is None or option.when(answers)):
             continue
-        answer = read_answer(option, ask(question_about(option, found, said)))
+        answer = read_answer(option, ask(question_about(option, found, answers)))
         if answer is not None:
             given[option.path] = answer
     return combine(given).settings
 
 
-def question_about(option: Option, found: Surroundings, said: Callable[[str], object]) -> Question:
+def question_about(option: Option, found: HostInfo, answers: Callable[[str], object]) -> Question:
     """The question of a row.
 
     Args:
         option: The row.
         found: This machine.
-        said: The answers so far.
+        answers: The answers so far.
     """
-    offered = choices(option, said)
+    offered = choices(option, answers)
     titles = CHOICE_TITLES.get(option.path, {})
     return Question(
         path=option.path,
         message=option.question or "",
         kind="choice" if offered else "yes or no" if option.parse is flag else "text",
         choices=tuple((choice, titles.get(choice, choice)) for choice in offered),
-        default=suggestion(option, found, said) or ("false" if option.parse is flag else ""),
+        default=suggestion(option, found, answers) or ("false" if option.parse is flag else ""),
         complaint=lambda text: _complaint(option, text),
     )
 

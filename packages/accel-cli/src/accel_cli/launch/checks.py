@@ -46,8 +46,8 @@ class Facts:
     @property
     def is_worker(self) -> bool:
         """Whether a launcher started this very command as one of several processes of a machine."""
-        place = detect(self.environ)
-        return place.world_size > 1 and (place.launcher != "Slurm" or place.local_world_size > 1)
+        detected = detect(self.environ)
+        return detected.world_size > 1 and (detected.launcher != "Slurm" or detected.local_world_size > 1)
 
     @property
     def machines(self) -> int:
@@ -83,13 +83,13 @@ def uses_cpu(merged: Merged) -> bool:
     Args:
         merged: The settings, and who decided them.
     """
-    switch, kind = merged.who("process.use_cpu"), merged.who("launch.distributed_type")
-    said = merged.settings.process.use_cpu
+    switch, kind = merged.source_of("process.use_cpu"), merged.source_of("launch.distributed_type")
+    value = merged.settings.process.use_cpu
     if kind.value == "MULTI_CPU":
-        return said or kind.layer < switch.layer or switch.value is None
-    if said and kind.value in VISIBLE_DEVICES:
+        return value or kind.layer < switch.layer or switch.value is None
+    if value and kind.value in VISIBLE_DEVICES:
         return switch.layer < kind.layer
-    return said
+    return value
 
 
 def processes_wanted(facts: Facts) -> int:
@@ -98,7 +98,7 @@ def processes_wanted(facts: Facts) -> int:
     Args:
         facts: What is known.
     """
-    launch, kind = facts.settings.launch, facts.merged.who("launch.distributed_type")
+    launch, kind = facts.settings.launch, facts.merged.source_of("launch.distributed_type")
     if facts.is_worker:
         return detect(facts.environ).world_size
     if launch.num_processes is not None:
@@ -116,13 +116,16 @@ def _devices(facts: Facts) -> int:
 
 
 def _device_contradicts(facts: Facts) -> Iterator[str]:
-    switch, kind = facts.merged.who("process.use_cpu"), facts.merged.who("launch.distributed_type")
+    switch, kind = (
+        facts.merged.source_of("process.use_cpu"),
+        facts.merged.source_of("launch.distributed_type"),
+    )
     if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
         yield f"{switch.origin} asks for the CPU and {kind.origin} for {kind.value}: leave one out."
 
 
 def _devices_are_missing(facts: Facts) -> Iterator[str]:
-    launch, kind = facts.settings.launch, facts.merged.who("launch.distributed_type")
+    launch, kind = facts.settings.launch, facts.merged.source_of("launch.distributed_type")
     by_others = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
     if uses_cpu(facts.merged) or not facts.is_local or by_others:
         return
@@ -131,7 +134,7 @@ def _devices_are_missing(facts: Facts) -> Iterator[str]:
             yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: give --num_processes."
         return
     if (kind.value == "MULTI_GPU" or launch.device_ids) and not facts.machine.installed:
-        asking = kind if kind.value == "MULTI_GPU" else facts.merged.who("launch.gpu_ids")
+        asking = kind if kind.value == "MULTI_GPU" else facts.merged.source_of("launch.gpu_ids")
         yield (
             f"{asking.origin} asks for GPUs, but this machine shows none: see what `nvidia-smi` and "
             "CUDA_VISIBLE_DEVICES say, or run with --cpu."
@@ -145,21 +148,24 @@ def _too_few_devices(facts: Facts) -> Iterator[str]:
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
     if absent:
         yield (
-            f"{facts.merged.who('launch.gpu_ids').origin} names GPU {', '.join(absent)}, but this machine "
-            f"has {machine.installed}, numbered from 0."
+            f"{facts.merged.source_of('launch.gpu_ids').origin} names GPU {', '.join(absent)}, but this "
+            f"machine has {machine.installed}, numbered from 0."
         )
-    here = processes_wanted(facts) // facts.machines
+    local = processes_wanted(facts) // facts.machines
     found = min(machine.gpus, machine.installed)
-    wants_gpus = found or facts.merged.who("launch.distributed_type").value == "MULTI_GPU"
-    if wants_gpus and not launch.device_ids and here > found:
+    wants_gpus = found or facts.merged.source_of("launch.distributed_type").value == "MULTI_GPU"
+    if wants_gpus and not launch.device_ids and local > found:
         yield (
-            f"{facts.merged.who('launch.num_processes').origin} asks for {here} processes on this machine, "
-            f"which shows {found} GPUs: each needs one of its own; or run with --cpu."
+            f"{facts.merged.source_of('launch.num_processes').origin} asks for {local} processes on this "
+            f"machine, which shows {found} GPUs: each needs one of its own; or run with --cpu."
         )
 
 
 def _number_contradicts(facts: Facts) -> Iterator[str]:
-    number, kind = facts.merged.who("launch.num_processes"), facts.merged.who("launch.distributed_type")
+    number, kind = (
+        facts.merged.source_of("launch.num_processes"),
+        facts.merged.source_of("launch.distributed_type"),
+    )
     asked = facts.settings.launch.num_processes
     if (
         kind.value == "NO"
@@ -203,7 +209,7 @@ def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
 
 
 def _elasticity_does_not_fit(facts: Facts) -> Iterator[str]:
-    launch, least = facts.settings.launch, facts.merged.who("launch.min_machines")
+    launch, least = facts.settings.launch, facts.merged.source_of("launch.min_machines")
     if launch.min_machines is None:
         return
     if launch.min_machines > launch.num_machines:
@@ -226,26 +232,29 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
         ]
         if names:
             is_one = "is" if len(names) == 1 else "are"
-            rival = facts.merged.who(section)
+            rival = facts.merged.source_of(section)
             why = f" ({rival.origin} is overruled)" if rival.value is False else ""
             switch = {"megatron": "megatron_lm", "parallelism": "parallelism_config"}.get(section, section)
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
 def _engine_is_absent(facts: Facts) -> Iterator[str]:
-    precision, engine = facts.merged.who("precision.mixed_precision"), facts.merged.who("megatron")
+    precision, engine = (
+        facts.merged.source_of("precision.mixed_precision"),
+        facts.merged.source_of("megatron"),
+    )
     if facts.settings.precision.mixed_precision == "fp8":
         yield f"{precision.origin} asks for fp8, which is not available in this version: use bf16."
     if facts.settings.megatron is not None:
         yield f"{engine.origin} asks for Megatron-LM, which is not available in this version: use FSDP."
 
 
-def _deepspeed_says_it_twice(facts: Facts) -> Iterator[str]:
+def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
     section = facts.settings.deepspeed
     if section is None or section.hf_ds_config is None:
         return
-    said = [
-        facts.merged.who(f"deepspeed.{name}")
+    value = [
+        facts.merged.source_of(f"deepspeed.{name}")
         for name in (
             "zero_stage",
             "gradient_clipping",
@@ -257,11 +266,13 @@ def _deepspeed_says_it_twice(facts: Facts) -> Iterator[str]:
         )
         if getattr(section, name) is not None
     ]
-    given = [one.origin for one in said if one.layer is facts.merged.who("deepspeed.hf_ds_config").layer]
+    given = [
+        one.origin for one in value if one.layer is facts.merged.source_of("deepspeed.hf_ds_config").layer
+    ]
     if given:
         yield (
-            f"{facts.merged.who('deepspeed.hf_ds_config').origin} names the file {section.hf_ds_config!r}, "
-            f"which decides about what {', '.join(given)} says, too: say it there."
+            f"{facts.merged.source_of('deepspeed.hf_ds_config').origin} names the file "
+            f"{section.hf_ds_config!r}, which decides about what {', '.join(given)} says, too: say it there."
         )
 
 
@@ -272,7 +283,7 @@ def _precision_has_no_recipe(facts: Facts) -> Iterator[str]:
         if path.startswith("fp8.") and one.layer is Layer.ARGUMENT
     ]
     if given and facts.settings.precision.mixed_precision != "fp8":
-        found = facts.merged.who("precision.mixed_precision")
+        found = facts.merged.source_of("precision.mixed_precision")
         yield (
             f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} about FP8, but the precision is "
             f"{facts.settings.precision.mixed_precision!r} ({found.origin}): leave out what is about FP8."
@@ -288,18 +299,18 @@ def _sizes_do_not_fit(facts: Facts) -> Iterator[str]:
     for name in names:
         product *= getattr(sizes, name) or 1
     if launch.num_processes % product:
-        said = ", ".join(
+        value = ", ".join(
             f"{name} {getattr(sizes, name)}" for name in names if getattr(sizes, name) is not None
         )
         yield (
-            f"{said} make groups of {product} processes, into which the {launch.num_processes} of "
-            f"{facts.merged.who('launch.num_processes').origin} cannot be divided."
+            f"{value} make groups of {product} processes, into which the {launch.num_processes} of "
+            f"{facts.merged.source_of('launch.num_processes').origin} cannot be divided."
         )
 
 
 def _filters_contradict(facts: Facts) -> Iterator[str]:
     hosts, merged = facts.settings.hosts, facts.merged
-    number = merged.who("launch.num_machines")
+    number = merged.source_of("launch.num_machines")
     if number.value is not None and facts.machines != number.value:
         yield (
             f"{number.origin} is {number.value}, but the hostfile {hosts.hostfile!r} has {facts.machines} "
@@ -307,8 +318,8 @@ def _filters_contradict(facts: Facts) -> Iterator[str]:
         )
     if hosts.inclusion and hosts.exclusion:
         yield (
-            f"{merged.who('hosts.inclusion').origin} and {merged.who('hosts.exclusion').origin} cannot be "
-            "used together: DeepSpeed takes one of the two."
+            f"{merged.source_of('hosts.inclusion').origin} and {merged.source_of('hosts.exclusion').origin} "
+            "cannot be used together: DeepSpeed takes one of the two."
         )
 
 
@@ -320,7 +331,10 @@ def _cloud_is_incomplete(facts: Facts) -> Iterator[str]:
     if missing:
         yield f"a job of Amazon SageMaker needs {' and '.join(missing)} in the config file."
     if facts.settings.process.use_cpu and launch.distributed_type not in {None, "NO"}:
-        kind, switch = facts.merged.who("launch.distributed_type"), facts.merged.who("process.use_cpu")
+        kind, switch = (
+            facts.merged.source_of("launch.distributed_type"),
+            facts.merged.source_of("process.use_cpu"),
+        )
         yield f"{kind.origin} is {kind.value}, which SageMaker has on GPUs only, and {switch.origin} is true."
 
 
@@ -340,7 +354,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _elasticity_does_not_fit,
     _engine_is_off,
     _engine_is_absent,
-    _deepspeed_says_it_twice,
+    _conflicting_deepspeed_settings,
     _precision_has_no_recipe,
     _sizes_do_not_fit,
     _filters_contradict,

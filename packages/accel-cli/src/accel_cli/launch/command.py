@@ -18,11 +18,11 @@ from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.run_simple import require_script
 from accel_cli.launch.runners import RUNNERS
-from accel_cli.launch.slurm import given_by_slurm
+from accel_cli.launch.slurm import parse_slurm
 from accel_cli.output import show
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import Given, Problems, given_by_environ, weigh
+from accel_state.settings import Given, Problems, parse_environ, weigh
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -72,12 +72,12 @@ def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     environ = read()
     problems, outside, file = Problems(), dict[str, Given](), ConfigFile()
     with problems:
-        outside = given_by_environ(environ)
+        outside = parse_environ(environ)
     with problems:
         file = read_config(line.config_file, environ)
     problems.tell()
-    merged = weigh(line.given, outside, given_by_slurm(environ), file.given)
-    machine = look_around(merged.settings, environ)
+    merged = weigh(line.given, outside, parse_slurm(environ), file.given)
+    machine = probe_host(merged.settings, environ)
     return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
 
 
@@ -99,7 +99,7 @@ def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
     return job
 
 
-def look_around(settings: Settings, environ: Mapping[str, str]) -> Machine:
+def probe_host(settings: Settings, environ: Mapping[str, str]) -> Machine:
     """Look at this machine, and at the files and programs that the settings name.
 
     Args:
@@ -138,10 +138,10 @@ def _mpirun(environ: Mapping[str, str]) -> str | None:
     found = shutil.which("mpirun", path=environ.get("PATH"))
     if found is None:
         return None
-    told = subprocess.run(
+    completed = subprocess.run(
         [found, "--version"], capture_output=True, text=True, check=False, env=dict(environ)
     )
-    return told.stdout + told.stderr
+    return completed.stdout + completed.stderr
 
 
 def _commands(file: str) -> tuple[str, ...]:

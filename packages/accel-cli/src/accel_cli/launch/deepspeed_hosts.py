@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.launch.ending import run_program
+from accel_cli.launch.exit_codes import run_program
 from accel_cli.launch.orphans import children
 from accel_state.errors import AccelError, MissingDependencyError
 
@@ -74,9 +74,9 @@ def _end_only_this_job(runners: Any) -> None:
 
     def get_cmd(self: Any, environment: Any, active_resources: Any) -> tuple[Any, list[str], Any]:
         command, kill, environ = theirs(self, environment, active_resources)
-        meeting = f"--master_addr={self.args.master_addr} --master_port={self.args.master_port} "
+        rendezvous_ = f"--master_addr={self.args.master_addr} --master_port={self.args.master_port} "
         # In brackets, so that the shell that runs this does not fit the pattern.
-        return command, [*kill[:-1], shlex.quote(f"[d]eepspeed.launcher.launch .*{meeting}")], environ
+        return command, [*kill[:-1], shlex.quote(f"[d]eepspeed.launcher.launch .*{rendezvous_}")], environ
 
     runners.PDSHRunner.get_cmd = get_cmd
 

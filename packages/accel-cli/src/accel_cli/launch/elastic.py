@@ -14,16 +14,21 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.launch.ending import ERROR
-from accel_cli.launch.last_words import tell, tell_all, words_in, words_of_failure
-from accel_cli.launch.orphans import adopt_orphans, end_what_is_left
+from accel_cli.launch.exit_codes import ERROR
+from accel_cli.launch.orphans import adopt_orphans, end_descendants
 from accel_cli.launch.run_torchrun import WORKER
 from accel_cli.launch.signals import Relay
+from accel_cli.launch.worker_errors import (
+    error_of_failure,
+    format_all_errors,
+    format_errors,
+    read_worker_errors,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from accel_cli.launch.last_words import Words
+    from accel_cli.launch.worker_errors import WorkerErrors
 
 _OF_SIGNAL = 128  # and its number: the exit code of a shell
 _TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
@@ -66,7 +71,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         except multiprocessing.errors.ChildFailedError as error:
             return _failed(error, quiet=quiet)
         except signals.SignalException as error:
-            _write("" if quiet else tell_all(words_in(Path(folder))))
+            _write("" if quiet else format_all_errors(read_worker_errors(Path(folder))))
             return _OF_SIGNAL + int(error.sigval)
         except distributed.DistNetworkError as error:
             if "EADDRINUSE" not in str(error):
@@ -81,19 +86,19 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
 def _failed(error: Any, *, quiet: bool) -> int:
     """Tell what has failed, and give the exit code."""
-    words = {rank: words_of_failure(failure) for rank, failure in error.failures.items()}
+    errors = {rank: error_of_failure(failure) for rank, failure in error.failures.items()}
     codes: dict[int, int] = {rank: failure.exitcode for rank, failure in error.failures.items()}
 
     def order(rank: int) -> tuple[bool, float]:
         # As soon as one has failed, torch ends the others with this signal.
-        is_ended_by_torch = codes[rank] == -signal.SIGTERM and not words[rank].trace
-        return is_ended_by_torch, words[rank].time
+        is_ended_by_torch = codes[rank] == -signal.SIGTERM and not errors[rank].trace
+        return is_ended_by_torch, errors[rank].time
 
-    first = min(words, key=order)
-    end_what_is_left([failure.pid for failure in error.failures.values()])
+    first = min(errors, key=order)
+    end_descendants([failure.pid for failure in error.failures.values()])
     if not quiet:
-        _write(tell(words, first))
-    return _exit_code(codes[first], words[first])
+        _write(format_errors(errors, first))
+    return _exit_code(codes[first], errors[first])
 
 
 def _is_news(record: logging.LogRecord) -> bool:
@@ -109,12 +114,12 @@ def _write(text: str) -> None:
         pass
 
 
-def _exit_code(code: int, words: Words) -> int:
+def _exit_code(code: int, errors: WorkerErrors) -> int:
     """As a shell reports it: a process that a signal ended has a negative code in Python."""
     if code >= 0:
         return code
-    if words.trace:  # the signal came when its error had decided its exit code already
-        return _OF_SIGNAL + signal.SIGINT if words.interrupted else 1
+    if errors.trace:  # the signal came when its error had decided its exit code already
+        return _OF_SIGNAL + signal.SIGINT if errors.interrupted else 1
     return _OF_SIGNAL - code
 
 

@@ -6,7 +6,7 @@ import shlex
 from typing import TYPE_CHECKING
 
 from accel_cli.output import Table
-from accel_cli.secrets_kept import without_secrets
+from accel_cli.redact import redact
 from accel_state.settings import OPTIONS
 from accel_state.settings.environ import as_text as value_text
 from accel_state.settings.merge import TITLES
@@ -58,22 +58,22 @@ def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
     """Every setting that somebody gave, and the number of processes, which is decided in any case."""
     rows: list[tuple[str, str, str]] = []
     for option in OPTIONS:
-        who = plan.merged.who(option.path)
+        source_of = plan.merged.source_of(option.path)
         if option.path == "launch.num_processes":
-            origin = who.origin if who.value is not None else "this machine"
+            origin = source_of.origin if source_of.value is not None else "this machine"
             rows.append((option.path, str(plan.launch.num_processes), origin))
-        elif who.value is not None:
+        elif source_of.value is not None:
             value = value_at(plan.merged.settings, option.path)
             off = option.section in TITLES and not value_at(plan.merged.settings, option.section)
-            text = without_secrets(option.path, value_text(who.value if value is None else value))
+            text = redact(option.path, value_text(source_of.value if value is None else value))
             if not off:
-                rows.append((option.path, text, who.origin))
-            elif option.name and who.layer < 3:
+                rows.append((option.path, text, source_of.origin))
+            elif option.name and source_of.layer < 3:
                 rows.append(
                     (
                         option.path,
-                        value_text(who.value),
-                        f"{who.origin}; not used: no {TITLES[option.section]}",
+                        value_text(source_of.value),
+                        f"{source_of.origin}; not used: no {TITLES[option.section]}",
                     )
                 )
     return rows
@@ -81,7 +81,7 @@ def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
 
 def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
     changed = [
-        f"{name}={shown if (shown := without_secrets(name, value)) != value else shlex.quote(value)}"
+        f"{name}={shown if (shown := redact(name, value)) != value else shlex.quote(value)}"
         for name, value in after.items()
         if before.get(name) != value
     ]

@@ -84,8 +84,8 @@ def count_gpus(environ: Mapping[str, str], present: Callable[[], int]) -> int:
     ]
     if 0 in chosen:
         return 0
-    there = present()
-    return min([there, *chosen])
+    devices = present()
+    return min([devices, *chosen])
 
 
 def _visible(text: str) -> int:

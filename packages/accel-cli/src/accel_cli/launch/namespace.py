@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch import run_deepspeed, run_sagemaker, run_simple, run_torchrun
 from accel_cli.launch.args import FLAGS
-from accel_cli.launch.command import look_around
+from accel_cli.launch.command import probe_host
 from accel_cli.launch.plan import LaunchPlan, make_plan
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, Layer, Problems, given_by_environ, given_by_file, weigh
+from accel_state.settings import OPTIONS, Given, Layer, Problems, parse_environ, parse_file, weigh
 from accel_state.settings.environ import as_text
 from accel_state.settings.file import joined
 from accel_state.settings.merge import parse
@@ -139,7 +139,7 @@ def prepare_sagemager_args_inputs(
     }
     content = {key: getattr(value, "value", value) for key, value in content.items()}
     content["compute_environment"] = "AMAZON_SAGEMAKER"
-    plan = plan_of(args, file=given_by_file(content, "sagemaker_config"))
+    plan = plan_of(args, file=parse_file(content, "sagemaker_config"))
     inputs = run_sagemaker.inputs(plan.merged.settings.sagemaker.sagemaker_inputs_file)
     return run_sagemaker.estimator_arguments(plan), inputs
 
@@ -167,13 +167,13 @@ def plan_of(
             f"args.training_script is {getattr(args, 'training_script', None)!r}: name a script."
         )
     environ = read()
-    given = given_by_namespace({**vars(args), **(said or {})})
-    merged = weigh(given, given_by_environ(environ), file or {})
+    given = parse_namespace({**vars(args), **(said or {})})
+    merged = weigh(given, parse_environ(environ), file or {})
     words = tuple(map(str, getattr(args, "training_script_args", None) or ()))
-    return make_plan(merged, str(args.training_script), words, environ, look_around(merged.settings, environ))
+    return make_plan(merged, str(args.training_script), words, environ, probe_host(merged.settings, environ))
 
 
-def given_by_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
+def parse_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
     """Read flags that somebody else has parsed.
 
     Args:

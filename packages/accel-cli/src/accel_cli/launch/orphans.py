@@ -19,7 +19,7 @@ _GRACE = 5.0  # seconds in which what is left behind may end by itself
 
 
 def adopt_orphans() -> None:
-    """Become the parent of processes that lose theirs below this one, so that `end_what_is_left` finds them.
+    """Become the parent of processes that lose theirs below this one, so that `end_descendants` finds them.
 
     Linux only; elsewhere those in a session of their own get away.
     """
@@ -27,7 +27,7 @@ def adopt_orphans() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def end_what_is_left(workers: Sequence[int]) -> None:
+def end_descendants(workers: Sequence[int]) -> None:
     """End what workers have started and left behind.
 
     Args:

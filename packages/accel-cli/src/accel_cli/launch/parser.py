@@ -17,7 +17,7 @@ from accel_cli.config_records import ClusterConfig, SageMakerConfig, load_config
 from accel_cli.launch.args import FLAGS, HELP, USAGE
 from accel_cli.launch.args import Arguments as Line
 from accel_cli.launch.command import job_of, plan_of_line
-from accel_cli.launch.namespace import attribute_of, given_by_namespace
+from accel_cli.launch.namespace import attribute_of, parse_namespace
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.settings import default_config_file
@@ -123,7 +123,7 @@ def _line(args: Namespace) -> Line:
     if not script:
         raise SettingsError(f"args.training_script is {script!r}: name a script.")
     return Line(
-        given=given_by_namespace(vars(args)),
+        given=parse_namespace(vars(args)),
         config_file=getattr(args, "config_file", None),
         script=str(script),
         script_arguments=tuple(map(str, getattr(args, "training_script_args", None) or ())),

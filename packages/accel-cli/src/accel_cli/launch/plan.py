@@ -40,12 +40,12 @@ class LaunchPlan:
     machine: Machine
 
     @property
-    def processes_here(self) -> int:
+    def local_processes(self) -> int:
         """How many processes this machine runs."""
         return (self.launch.num_processes or 1) // self.launch.num_machines
 
 
-HANDED_OVER: Mapping[str, Given] = {
+PASSED_THROUGH: Mapping[str, Given] = {
     option.path: Given(
         value=option.parse(option.launched), layer=Layer.DEFAULT, origin="default of accel launch"
     )
@@ -79,8 +79,8 @@ def make_plan(
     Raises:
         SettingsError: Settings contradict each other or do not fit the machine; all that do are named.
     """
-    by_size = merged.who("fsdp.auto_wrap_policy").value == "SIZE_BASED_WRAP"
-    handed_over = {path: one for path, one in HANDED_OVER.items() if by_size or path != _OF_SIZES}
+    by_size = merged.source_of("fsdp.auto_wrap_policy").value == "SIZE_BASED_WRAP"
+    handed_over = {path: one for path, one in PASSED_THROUGH.items() if by_size or path != _OF_SIZES}
     conflicts, merged = merged.conflicts, weigh(merged.given, handed_over)
     facts = Facts(merged=merged, machine=machine, environ=environ)
     if found := (*conflicts, *problems(facts)):
@@ -163,8 +163,8 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
     added: dict[str, str] = {}
     if launch.num_cpu_threads_per_process is not None:
         added["OMP_NUM_THREADS"] = str(launch.num_cpu_threads_per_process)
-    elif plan.processes_here > 1 and "OMP_NUM_THREADS" not in plan.environ:
-        added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.processes_here))
+    elif plan.local_processes > 1 and "OMP_NUM_THREADS" not in plan.environ:
+        added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.local_processes))
     if ids := launch.device_ids:
         added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
     if plan.runner == "simple":

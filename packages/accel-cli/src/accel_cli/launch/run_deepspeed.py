@@ -27,7 +27,7 @@ def job(plan: LaunchPlan) -> Job:
     require_script(plan)
     port = choose_port(plan.launch)
     line = (sys.executable, "-m", "accel_cli.launch.deepspeed_hosts", *arguments(plan, port))
-    return Job(command=line, environ={**plan.environ, **_meeting(plan, port)})
+    return Job(command=line, environ={**plan.environ, **_rendezvous(plan, port)})
 
 
 def arguments(plan: LaunchPlan, port: int) -> list[str]:
@@ -39,7 +39,7 @@ def arguments(plan: LaunchPlan, port: int) -> list[str]:
     """
     hosts, launch = plan.merged.settings.hosts, plan.launch
     exported = [name for name in plan.environ if name in BY_VARIABLE or name == "OMP_NUM_THREADS"]
-    exported += _meeting(plan, port)
+    exported += _rendezvous(plan, port)
     by_hand = (hosts.launcher or "pdsh") == "nossh"
     return [
         f"--export={','.join(exported)}",
@@ -59,7 +59,7 @@ def arguments(plan: LaunchPlan, port: int) -> list[str]:
     ]
 
 
-def _meeting(plan: LaunchPlan, port: int) -> dict[str, str]:
+def _rendezvous(plan: LaunchPlan, port: int) -> dict[str, str]:
     """Where the processes meet, for the launchers of DeepSpeed that do not say so."""
     if plan.merged.settings.hosts.launcher not in {"openmpi", "slurm"}:
         return {}

@@ -110,11 +110,11 @@ def job(plan: LaunchPlan) -> Job:
         )
     require_script(plan)
     hostfile = plan.merged.settings.mpi.hostfile or ""
-    meeting = {
+    rendezvous_ = {
         "MASTER_ADDR": plan.launch.main_process_ip or first_machine(hostfile),
         "MASTER_PORT": str(choose_port(plan.launch)),
     }
-    environ = {**plan.environ, **meeting}
+    environ = {**plan.environ, **rendezvous_}
     line = [found, *arguments(plan, make_of(plan.machine.mpirun), environ)]
     return Job(command=tuple(line), environ=environ)
 
@@ -133,7 +133,7 @@ def arguments(plan: LaunchPlan, make: Make, environ: Mapping[str, str]) -> list[
     return [
         *(make.processes, str(plan.launch.num_processes)),
         *(make.hostfile, str(Path(plan.merged.settings.mpi.hostfile or "").expanduser())),
-        *(word.format(plan.processes_here) for word in make.per_machine),
+        *(word.format(plan.local_processes) for word in make.per_machine),
         *variables,
         *python,
         *worker_line(plan, aloud=True),

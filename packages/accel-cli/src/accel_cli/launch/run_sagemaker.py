@@ -47,8 +47,8 @@ def job(plan: LaunchPlan) -> Job:
         "AWS_DEFAULT_REGION": cloud.region,
     }
     environ = {**plan.environ, **{name: value for name, value in keys.items() if value}}
-    told = {"estimator": estimator_arguments(plan), "inputs": inputs(cloud.sagemaker_inputs_file)}
-    line = (sys.executable, "-m", "accel_cli.launch.sagemaker_job", json.dumps(told))
+    request = {"estimator": estimator_arguments(plan), "inputs": inputs(cloud.sagemaker_inputs_file)}
+    line = (sys.executable, "-m", "accel_cli.launch.sagemaker_job", json.dumps(request))
     return Job(command=line, environ=environ)
 
 

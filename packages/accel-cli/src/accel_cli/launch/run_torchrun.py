@@ -37,12 +37,12 @@ def job(plan: LaunchPlan) -> Job:
     """
     require_script(plan)
     quiet = ["--quiet"] if plan.launch.quiet else []
-    arguments = torchrun_arguments(plan, given_port(plan.launch), own_address(plan.launch))
+    arguments = torchrun_arguments(plan, requested_port(plan.launch), local_address(plan.launch))
     line = (sys.executable, "-m", "accel_cli.launch.elastic", *quiet, *arguments)
     return Job(command=line, environ=plan.environ)
 
 
-def own_address(launch: LaunchSettings) -> str | None:
+def local_address(launch: LaunchSettings) -> str | None:
     """The address under which the other machines reach this one, if there are others.
 
     A machine's name need not resolve to it, as in a container or behind a second network card, and torch
@@ -63,7 +63,7 @@ def own_address(launch: LaunchSettings) -> str | None:
         return None
 
 
-def given_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is_port_in_use) -> int | None:
+def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is_port_in_use) -> int | None:
     """The port that was asked for, where rank 0 listens; None for any.
 
     Args:
@@ -91,7 +91,7 @@ def choose_port(launch: LaunchSettings) -> int:
     Raises:
         SettingsError: The port that was asked for is taken.
     """
-    return given_port(launch) or free_port()
+    return requested_port(launch) or free_port()
 
 
 def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None = None) -> list[str]:
@@ -104,9 +104,9 @@ def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None =
     """
     launch, defaults = plan.launch, LaunchSettings()
     arguments = {
-        "nproc_per_node": plan.processes_here,
+        "nproc_per_node": plan.local_processes,
         "nnodes": _machines(launch),
-        **_meeting(launch, port, address),
+        **_rendezvous(launch, port, address),
         **{
             name: getattr(launch, name)
             for name in _PASSED_ON
@@ -129,7 +129,7 @@ def _machines(launch: LaunchSettings) -> str:
     return f"{launch.min_machines}:{launch.num_machines}"
 
 
-def _meeting(launch: LaunchSettings, port: int | None, own: str | None) -> dict[str, object]:
+def _rendezvous(launch: LaunchSettings, port: int | None, local: str | None) -> dict[str, object]:
     """How the machines find each other."""
     address = launch.main_process_ip or _LOOPBACK
     conf = {"rdzv_conf": launch.rdzv_conf} if launch.rdzv_conf else {}
@@ -147,11 +147,11 @@ def _meeting(launch: LaunchSettings, port: int | None, own: str | None) -> dict[
         # need not in a container or behind a second network card.
         is_host = f"is_host={int(launch.machine_rank == 0)}"
         conf = {"rdzv_conf": f"{launch.rdzv_conf},{is_host}" if launch.rdzv_conf else is_host}
-    own = own or (address if launch.num_machines == 1 else None)
+    local = local or (address if launch.num_machines == 1 else None)
     return {
         "rdzv_backend": backend,
         "rdzv_endpoint": f"{address}:{port or 0}",
         "rdzv_id": "accel",
-        **({} if own is None else {"local_addr": own}),
+        **({} if local is None else {"local_addr": local}),
         **conf,
     }

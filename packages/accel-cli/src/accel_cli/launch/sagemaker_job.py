@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.launch.ending import run_program
+from accel_cli.launch.exit_codes import run_program
 from accel_state.errors import MissingDependencyError
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     Raises:
         MissingDependencyError: The SDK is not installed.
     """
-    told = json.loads(arguments[0])
+    request = json.loads(arguments[0])
     try:
         estimators = load("sagemaker.huggingface")
     except ImportError:
         raise MissingDependencyError(
             "Amazon SageMaker is reached with its SDK: `pip install 'accel-cli[sagemaker]'`."
         ) from None
-    estimators.HuggingFace(**told["estimator"]).fit(inputs=told["inputs"])
+    estimators.HuggingFace(**request["estimator"]).fit(inputs=request["inputs"])
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.orphans import children, end_what_is_left, kill
+from accel_cli.launch.orphans import children, end_descendants, kill
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -77,7 +77,7 @@ class Relay:
         try:
             yield
         finally:
-            end_what_is_left(self._workers)
+            end_descendants(self._workers)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

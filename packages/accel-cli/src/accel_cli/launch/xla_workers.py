@@ -8,7 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.launch.ending import run_program
+from accel_cli.launch.exit_codes import run_program
 from accel_state.errors import MissingDependencyError, SettingsError
 
 if TYPE_CHECKING:

@@ -171,9 +171,9 @@ def _only_index(folder: Path) -> CheckpointFiles:
     indexes = sorted(folder.glob(f"*{INDEX_SUFFIX}"))
     if len(indexes) == 1:
         return _indexed(indexes[0])
-    whole = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")) if not indexes else []
-    if len(whole) == 1:
-        return CheckpointFiles(files=(whole[0],))
-    seen = ", ".join(path.name for path in indexes or whole) or "none"
+    single = sorted(folder.glob(f"*{SAFETENSORS_SUFFIX}")) if not indexes else []
+    if len(single) == 1:
+        return CheckpointFiles(files=(single[0],))
+    seen = ", ".join(path.name for path in indexes or single) or "none"
     wanted = " or ".join((*_WHOLE, *_INDEXED))
     raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {seen}")

@@ -58,12 +58,12 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
         True
     """
     for group in tied_params:
-        places = [_place(model, name) for name in group]
-        held = [_read(module, leaf) for module, leaf in places]
+        owners = [_owner(model, name) for name in group]
+        held = [_read(module, leaf) for module, leaf in owners]
         chosen = next((tensor for tensor in held if tensor is not None and not tensor.is_meta), None)
         if chosen is None:
             continue
-        for module, leaf in places:
+        for module, leaf in owners:
             table = parameter_table(module)
             (table if leaf in table else buffer_table(module))[leaf] = chosen  # pyright: ignore[reportArgumentType] - a parameter stays one
 
@@ -86,7 +86,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     return bool(asked and callable(output) and output() is not None)
 
 
-def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+def _owner(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     prefix, _, leaf = name.rpartition(".")
     return model.get_submodule(prefix), leaf
 

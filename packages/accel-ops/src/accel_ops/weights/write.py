@@ -47,8 +47,8 @@ def save(
     Raises:
         TypeError: safetensors were asked for, into an open file.
     """
-    place = runtime.current_or_single().topology
-    if not (place.is_local_main if save_on_each_node else place.is_main):
+    topology = runtime.current_or_single().topology
+    if not (topology.is_local_main if save_on_each_node else topology.is_main):
         return
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:
@@ -137,7 +137,7 @@ def save_state_parts(
             tensors = {name: tensor for group in groups for name, tensor in group.items()}
             shards.append([*tensors])
             total += size
-            files.append(staged.enter_context(_beside(target / pattern.format(suffix=""))))
+            files.append(staged.enter_context(_replacing(target / pattern.format(suffix=""))))
             _fill(files[-1], lambda temporary, tensors=tensors: write(tensors, temporary))
             groups.clear()  # or they would be there until the next file is full
             del tensors
@@ -147,11 +147,11 @@ def save_state_parts(
     if plan.index is not None:
         text = json.dumps(plan.index, indent=2, sort_keys=True) + "\n"
         _replace(target / index_name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
-    _remove_older(target, pattern, index_name, plan)
+    _remove_previous(target, pattern, index_name, plan)
     return plan
 
 
-def _remove_older(folder: Path, pattern: str, index_name: str, plan: ShardPlan) -> None:
+def _remove_previous(folder: Path, pattern: str, index_name: str, plan: ShardPlan) -> None:
     stale = {*folder.glob(pattern.format(suffix="-*-of-*")), folder / pattern.format(suffix="")}
     if plan.index is None:
         stale.add(folder / index_name)
@@ -167,13 +167,13 @@ def _save_file(tensors: Mapping[str, Tensor], path: Path) -> None:
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
     """Write beside the target and rename: readers see the old file or the new one, mappings stay whole."""
-    with _beside(path) as temporary:
+    with _replacing(path) as temporary:
         _fill(temporary, write)
         temporary.replace(path)
 
 
 @contextlib.contextmanager
-def _beside(path: Path) -> Generator[Path]:
+def _replacing(path: Path) -> Generator[Path]:
     """A path of a file that is removed in the end, unless it has another name by then."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
-from accel_plugins.dcp.layout import INDEX_NAME, note_file
+from accel_plugins.dcp.layout import INDEX_NAME, local_metadata_file
 from accel_plugins.dcp.unpickle import unpickle
 from accel_state.errors import CheckpointError
 
@@ -52,8 +52,8 @@ def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
         CheckpointError: What they have written does not make whole tensors.
         OSError: A note is absent, or the index cannot be written.
     """
-    notes = [folder / note_file(rank) for rank in ranks]
-    found = [unpickle(note) for note in notes]
+    metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
+    found = [unpickle(note) for note in metadata_files]
     try:
         _, index = DefaultSavePlanner().create_global_plan([plan for plan, _ in found])
     except (ValueError, AssertionError) as error:
@@ -64,9 +64,9 @@ def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
     index.storage_data = {result.index: result.storage_data for _, results in found for result in results}
     index.storage_meta = StorageMeta()
     (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
-    for note in notes:
+    for note in metadata_files:
         note.unlink()
-    return [note.name for note in notes]
+    return [note.name for note in metadata_files]
 
 
 def read_index(folder: Path) -> Metadata:
@@ -84,10 +84,10 @@ def read_index(folder: Path) -> Metadata:
     index = unpickle(path)
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
         raise CheckpointError(f"{str(path)!r} is no index of a sharded state.")
-    places: Mapping[Any, Any] = index.storage_data
+    storage_data: Mapping[Any, Any] = index.storage_data
     try:
         entries(index)
-        names = [PurePath(place.relative_path) for place in places.values()]
+        names = [PurePath(place.relative_path) for place in storage_data.values()]
     except (AttributeError, TypeError, ValueError) as error:
         raise CheckpointError(f"{str(path)!r} is no index of a sharded state: {error}.") from error
     for name in names:

@@ -25,6 +25,6 @@ def shard_file(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
-def note_file(rank: int) -> str:
+def local_metadata_file(rank: int) -> str:
     """The note of a rank, which is there only while a folder is written."""
     return f"__{rank}.note"

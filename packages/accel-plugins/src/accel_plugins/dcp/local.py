@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_plugins.dcp.role import ShardedStates
+    from accel_plugins.dcp.protocol import ShardedStates
     from accel_state.topology import Topology
 
 _PART, _SHAPE = "part", "shape_of_whole"
@@ -38,15 +38,15 @@ def save_local(state: Any, path: Path, world_size: int) -> None:
 
 
 def load_local(
-    path: Path, world_size: int, room: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor]
+    path: Path, world_size: int, allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor]
 ) -> Any:
     """Read it back.
 
     Args:
         path: The file of this rank.
         world_size: Number of ranks now.
-        room: Makes a tensor that is divided as those here, from the keys that lead to it, and the shape and
-            the dtype of the whole.
+        allocate: Makes a tensor that is divided as those here, from the keys that lead to it, and the
+            shape and dtype of the full tensor.
 
     Raises:
         CheckpointError: It was written by another number of ranks, or divided in another way.
@@ -60,7 +60,7 @@ def load_local(
             "local "
             "state dicts can only be read by as many. Save with SHARDED_STATE_DICT instead."
         )
-    return _unpacked(found["state"], (), room, path)
+    return _unpacked(found["state"], (), allocate, path)
 
 
 def _packed(state: Any) -> Any:
@@ -75,16 +75,16 @@ def _packed(state: Any) -> Any:
 def _unpacked(
     state: Any,
     keys: tuple[Any, ...],
-    room: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor],
+    allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor],
     path: Path,
 ) -> Any:
     if not isinstance(state, dict):
         return state
     items: dict[Any, Any] = state
     if items.keys() != {_PART, _SHAPE}:
-        return {key: _unpacked(value, (*keys, key), room, path) for key, value in items.items()}
+        return {key: _unpacked(value, (*keys, key), allocate, path) for key, value in items.items()}
     part, shape = items[_PART], torch.Size(items[_SHAPE])
-    target: Any = room(keys, shape, part.dtype)
+    target: Any = allocate(keys, shape, part.dtype)
     local: Tensor = target.to_local() if isinstance(target, DTensor) else target
     if local.shape != part.shape:
         raise CheckpointError(
@@ -128,9 +128,9 @@ class LocalFiles:
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""
-        room = self.shards.room_for(optimizer, [model])
+        allocate = self.shards.state_allocator(optimizer, [model])
         path = self._file(directory, OPTIMIZER, index)
-        state = load_local(path, self.topology.world_size, lambda keys, *what: room(keys[1], *what))
+        state = load_local(path, self.topology.world_size, lambda keys, *what: allocate(keys[1], *what))
         self.shards.load_optimizer(optimizer, [model], state)
 
     def _file(self, directory: Path, stem: str, index: int) -> Path:

@@ -67,12 +67,12 @@ def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat:
         raise CheckpointError(f"{str(folder)!r} cannot be read: {reason}.") from error
 
 
-def read_all(folder: Path, room: Callable[[Entry], Any]) -> dict[str, Any]:
+def read_all(folder: Path, allocate: Callable[[Entry], Any]) -> dict[str, Any]:
     """Read everything that a folder has.
 
     Args:
         folder: With an index.
-        room: Makes the tensor that an entry with a shape is read into.
+        allocate: Makes the tensor that an entry with a shape is read into.
 
     Returns:
         Nested dictionaries and lists, as they were saved.
@@ -82,7 +82,7 @@ def read_all(folder: Path, room: Callable[[Entry], Any]) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for entry in entries(read_index(folder)):
-        _put(state, entry.path, None if entry.shape is None else room(entry))
+        _put(state, entry.path, None if entry.shape is None else allocate(entry))
     read_into(folder, state)
     return state
 
@@ -97,12 +97,12 @@ class _Planner(DefaultLoadPlanner):
 
 
 def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, strict: bool) -> None:
-    there = {entry.key: entry for entry in entries(index)}
+    present = {entry.key: entry for entry in entries(index)}
     for key, value in wanted.items():
-        entry = there.get(key)
+        entry = present.get(key)
         if entry is None:
             if strict:
-                near = get_close_matches(key, there, n=1)
+                near = get_close_matches(key, present, n=1)
                 raise CheckpointError(
                     f"{str(folder)!r} has no {key!r}" + (f"; the nearest is {near[0]!r}." if near else ".")
                 )

@@ -9,7 +9,7 @@ import torch
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.dcp.names import parameter_names, plain_name
-from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.protocol import StateForm
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_plugins.dcp.role import Room
+    from accel_plugins.dcp.protocol import StateAllocator
     from accel_plugins.roles import StateDict
 
 
-def always_whole() -> StateForm:
+def always_full() -> StateForm:
     """The form of strategies of which every rank has the whole model."""
     return StateForm.WHOLE
 
@@ -41,7 +41,7 @@ class TensorShards:
         ['weight', 'bias']
     """
 
-    form_now: Callable[[], StateForm] = always_whole
+    form_now: Callable[[], StateForm] = always_full
 
     def form(self) -> StateForm:
         """What `save_state` writes now."""
@@ -61,14 +61,14 @@ class TensorShards:
         """The optimizer's own tensors."""
         return named_state(optimizer.state_dict(), parameter_names(optimizer, models))
 
-    def room_for(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Room:
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Room that is divided like the parameter if it has its shape; else for the whole, on the CPU."""
         groups = zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True)
         parameters: dict[str, Tensor] = {}
         for names, group in groups:
             parameters |= zip(names, group["params"], strict=True)
 
-        return room_like(parameters)
+        return allocator_like(parameters)
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load, by the numbers that parameters have in this optimizer."""
@@ -159,17 +159,17 @@ def _core(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
 
 
-def room_like(parameters: Mapping[str, Tensor]) -> Room:
+def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
     """Room that is divided like the parameter of the same name if it has its shape; else for the whole.
 
     Args:
         parameters: By name.
     """
 
-    def room(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         parameter = parameters.get(name)
         if parameter is not None and parameter.shape == shape and shape:
             return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
         return torch.empty(shape, dtype=dtype)
 
-    return room
+    return allocate

@@ -80,7 +80,7 @@ class ShardWriter:
             place = _StorageInfo(self._file, begin, length)
             self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
 
-    def write_note(self, values: object, sink: ByteSink) -> None:
+    def write_local_metadata(self, values: object, sink: ByteSink) -> None:
         """Write the note of this rank; after `write_shards`."""
         del values
         sink.write(pickle.dumps((self._plan, self._results)))

@@ -10,15 +10,15 @@ if TYPE_CHECKING:
     import torch
 
 
-def adapted(loader: Any, whole: Any, device: torch.device) -> Any:
+def adapted(loader: Any, full: Any, device: torch.device) -> Any:
     """DeepSpeed's adapter around a loader that gives every rank batches of its own.
 
     Args:
         loader: Yields dictionaries with `input_ids`, `position_ids` and `labels`.
-        whole: The mesh of all axes.
+        full: The mesh of all axes.
         device: Through which parts travel between ranks.
     """
-    mesh = whole["sp"]
+    mesh = full["sp"]
     adapter = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter
     return adapter(
         loader,

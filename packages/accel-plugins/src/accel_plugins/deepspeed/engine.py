@@ -64,7 +64,7 @@ class DeepSpeedEngineWrapper:
             )
         if self._is_complete:
             self._carried = self._complete_gradients()
-        if self._forgets_to_scale:
+        if self._skips_scaling:
             loss = loss.float() * _scale_of(self.optimizer)
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with hang_monitor.collective_scope("backward"):
@@ -137,7 +137,7 @@ class DeepSpeedEngineWrapper:
             self._clip_plainly(configured)
         with hang_monitor.collective_scope("step"), self._clipping():
             self.engine.step()
-        self._forget()
+        self._clear_saved()
         return self.engine.was_step_applied()
 
     def discard(self) -> None:
@@ -159,7 +159,7 @@ class DeepSpeedEngineWrapper:
             optimizer.reset_cpu_buffers()
         if hasattr(optimizer, "micro_step_id"):
             optimizer.micro_step_id = -1 if hasattr(optimizer, "bit16_groups") else 0
-        self._forget()
+        self._clear_saved()
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the gradients of the last step, before clipping; `None` before any."""
@@ -167,7 +167,7 @@ class DeepSpeedEngineWrapper:
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
     @property
-    def _forgets_to_scale(self) -> bool:
+    def _skips_scaling(self) -> bool:
         """Whether the engine's `step` divides by a loss scale that its `backward` leaves out.
 
         So it is at stage 0 in float16, since engines have a method `scale`: they ask only the optimizers of
@@ -207,7 +207,7 @@ class DeepSpeedEngineWrapper:
                 now.add_(before)
         self._carried = {}
 
-    def _forget(self) -> None:
+    def _clear_saved(self) -> None:
         self._has_gradients = False
         self._limit = None
         self._known.clear()

@@ -50,16 +50,16 @@ class EngineFolder:
     def weights(self) -> dict[str, Tensor]:
         """The state dict of the model; in float32 where the engine has kept its weights so."""
         first = self.models[0]
-        divided = self.stage == 3
+        sharded = self.stage == 3
         found = {
             name: value
             for name, value in first["module"].items()
-            if not divided or name in first["buffer_names"] or not isinstance(value, torch.Tensor)
+            if not sharded or name in first["buffer_names"] or not isinstance(value, torch.Tensor)
         }
-        if divided:
+        if sharded:
             found |= self._frozen()
         if self.optimizers:
-            key = "fp32_flat_groups" if divided else "single_partition_of_fp32_groups"
+            key = "fp32_flat_groups" if sharded else "single_partition_of_fp32_groups"
             found |= dict(self._unflatten([one[key] for one in self.optimizers]))
         for name, same in (first.get("shared_params") or {}).items():
             if same in found:
@@ -97,10 +97,10 @@ class EngineFolder:
             )
         states: dict[str, dict[str, Any]] = {name: {} for name in self._names()}
         for name in sorted({key for base in bases for one in base["state"].values() for key in one}):
-            pieces = [
+            shards = [
                 [base["state"].get(index, {}).get(name) for index in self._indices(base)] for base in bases
             ]
-            self._sort_in(states, name, pieces)
+            self._sort_in(states, name, shards)
         groups = [
             {**{key: value for key, value in group.items() if key != "params"}, "params": names}
             for group, names in zip(bases[0]["param_groups"], self._names_of_groups(bases[0]), strict=False)
@@ -116,17 +116,17 @@ class EngineFolder:
         for group in base["param_groups"]:
             yield [name for _, part in zip(group["params"], shapes, strict=False) for name in part]
 
-    def _sort_in(self, states: dict[str, dict[str, Any]], name: str, pieces: Sequence[Sequence[Any]]) -> None:
+    def _sort_in(self, states: dict[str, dict[str, Any]], name: str, shards: Sequence[Sequence[Any]]) -> None:
         """Give every parameter what the optimizer keeps under one name."""
         flat = [
             all(isinstance(one, torch.Tensor) and one.dim() for one in column)
-            for column in zip(*pieces, strict=True)
+            for column in zip(*shards, strict=True)
         ]
         if all(flat):
-            for parameter, value in self._unflatten(pieces):
+            for parameter, value in self._unflatten(shards):
                 states[parameter][name] = value
             return
-        for group, value in zip(self._shapes(), pieces[0], strict=False):
+        for group, value in zip(self._shapes(), shards[0], strict=False):
             for parameter in group:  # each counts its own steps
                 states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -146,12 +146,12 @@ class EngineFolder:
             for name, shape in shapes.items()
         }
 
-    def _unflatten(self, pieces: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Take flat tensors apart: `pieces` has those of every rank, one for each group of shapes."""
+    def _unflatten(self, shards: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Take flat tensors apart: `shards` has those of every rank, one for each group of shapes."""
         apart = _by_parameter if self.stage == 3 else _by_range
         paddings = self.optimizers[0].get("param_alignment_paddings")
         for index, shapes in enumerate(self._shapes()):
-            columns = [rank[index] for rank in pieces]
+            columns = [rank[index] for rank in shards]
             yield from apart(shapes, columns, None if paddings is None else paddings[index])
 
 
@@ -217,9 +217,9 @@ def _by_range(
     shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """Stages 1 and 2: one flat tensor of all parameters, of which each rank has a range."""
-    whole, offset = torch.cat([*columns]), 0
+    full, offset = torch.cat([*columns]), 0
     for index, (name, shape) in enumerate(shapes.items()):
-        yield name, whole[offset : offset + _numel(shape)].view(torch.Size(shape))
+        yield name, full[offset : offset + _numel(shape)].view(torch.Size(shape))
         offset += _numel(shape) + (0 if paddings is None else paddings[index])
 
 
@@ -231,8 +231,8 @@ def _by_parameter(
     offset = 0
     for name, shape in shapes.items():
         size = math.ceil(_numel(shape) / len(columns))
-        whole = torch.cat([column[offset : offset + size] for column in columns])
-        yield name, whole[: _numel(shape)].view(torch.Size(shape))
+        full = torch.cat([column[offset : offset + size] for column in columns])
+        yield name, full[: _numel(shape)].view(torch.Size(shape))
         offset += size
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-def is_divided(parameter: torch.Tensor) -> bool:
+def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether stage 3 has divided a parameter among the ranks."""
     return "ds_id" in vars(parameter)
 
@@ -45,10 +45,10 @@ def GatheredParameters(  # noqa: N802 - the documented name
         [1.0, 1.0]
     """
     several = [params] if isinstance(params, torch.Tensor) else [*params]
-    divided = [one for one in several if is_divided(one)]
-    if not enabled or not divided:
+    sharded = [one for one in several if is_sharded(one)]
+    if not enabled or not sharded:
         yield
         return
     gather = part("runtime.zero").GatheredParameters
-    with gather(divided, modifier_rank=modifier_rank, fwd_module=fwd_module):
+    with gather(sharded, modifier_rank=modifier_rank, fwd_module=fwd_module):
         yield

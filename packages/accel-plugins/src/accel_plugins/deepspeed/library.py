@@ -70,7 +70,7 @@ def start(runtime: Runtime) -> ModuleType:
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
     """
-    _tell_place(runtime.topology)
+    _publish_topology(runtime.topology)
     with _for_device(runtime.device):
         deepspeed = load_library("the strategy 'deepspeed'")
         if not dist.is_initialized():
@@ -87,7 +87,7 @@ def start(runtime: Runtime) -> ModuleType:
     return deepspeed
 
 
-def _tell_place(topology: Topology) -> None:
+def _publish_topology(topology: Topology) -> None:
     """Set `LOCAL_RANK`, from which DeepSpeed learns its device whenever it likes, whoever launched this."""
     if "LOCAL_RANK" not in environ.read():
         environ.publish({"LOCAL_RANK": str(topology.local_rank)})

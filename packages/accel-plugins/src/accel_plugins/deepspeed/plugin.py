@@ -16,7 +16,7 @@ from accel_plugins.kwargs.base import expect_flags
 from accel_state import environ
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
-from accel_state.settings import combine, given_by_environ
+from accel_state.settings import combine, parse_environ
 from accel_state.settings.engines import DeepSpeedSettings
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        sources = self._take_from_environment()
+        sources = self._read_environment()
         expect_flags(self, "is_train_batch_min")
         expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", optional=True)
         if self.enable_msamp or self.msamp_opt_level is not None:
@@ -94,9 +94,9 @@ class DeepSpeedPlugin:
                 f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is not developed further and works "
                 "with no present version of PyTorch; use mixed_precision='bf16', or 'fp8' without DeepSpeed."
             )
-        said = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
-        self.hf_ds_config = _configuration(self.hf_ds_config, said)
-        known = {KEYS[name]: Known(value=value, source=sources[name]) for name, value in said.items()}
+        keywords = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
+        self.hf_ds_config = _configuration(self.hf_ds_config, keywords)
+        known = {KEYS[name]: Known(value=value, source=sources[name]) for name, value in keywords.items()}
         filled = fill(self.deepspeed_config, known)
         refuse_mismatches(filled.mismatches)
         self.deepspeed_config = filled.config
@@ -105,7 +105,7 @@ class DeepSpeedPlugin:
         for name, key in KEYS.items():
             value = self.get_value(key)
             setattr(self, name, None if value == AUTO else value)
-        self._settle_init_flag()
+        self._resolve_init_flag()
         self._selected = False
         self._link: Any = None
 
@@ -306,24 +306,24 @@ class DeepSpeedPlugin:
         memo[id(self)] = fresh
         return fresh
 
-    def _take_from_environment(self) -> dict[str, str]:
+    def _read_environment(self) -> dict[str, str]:
         """Take what was not given from the settings; return where every field comes from."""
-        merged = combine(given_by_environ(environ.read()))
+        merged = combine(parse_environ(environ.read()))
         section = merged.settings.deepspeed
         sources: dict[str, str] = {}
-        there = set() if section is None else {one.name for one in fields(section)}
+        present = set() if section is None else {one.name for one in fields(section)}
         for one in fields(self):
             value = getattr(self, one.name)
             sources[one.name] = f"DeepSpeedPlugin({one.name}={value!r})"
-            if value is None and one.name in there:
+            if value is None and one.name in present:
                 setattr(self, one.name, getattr(section, one.name))
-                sources[one.name] = merged.who(f"deepspeed.{one.name}").origin
+                sources[one.name] = merged.source_of(f"deepspeed.{one.name}").origin
         for name in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
             if str(getattr(self, name)).lower() == "none":
                 setattr(self, name, None)
         return sources
 
-    def _settle_init_flag(self) -> None:
+    def _resolve_init_flag(self) -> None:
         if self.hf_ds_config.is_zero3():
             if self.zero3_init_flag is None:
                 self.zero3_init_flag = True
@@ -353,7 +353,7 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     return plugin
 
 
-def _configuration(given: Any, said: dict[str, Any]) -> HfDeepSpeedConfig:
+def _configuration(given: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
     """The configuration that was given, or the usual one, with every field that it does not have."""
     if given is None:
         config = HfDeepSpeedConfig(
@@ -373,9 +373,9 @@ def _configuration(given: Any, said: dict[str, Any]) -> HfDeepSpeedConfig:
             "must be "
             'an object, such as {"stage": 2}.'
         )
-    if given is None and "zero_stage" not in said:
+    if given is None and "zero_stage" not in keywords:
         put(config.config, KEYS["zero_stage"], _DEFAULT_STAGE)
-    for name, value in said.items():
+    for name, value in keywords.items():
         node, last = config.find_config_node(KEYS[name])
         if (node is None or last not in node) and str(value).lower() != "none":
             put(config.config, KEYS[name], value)

@@ -62,7 +62,7 @@ class SequencePart:
         if "position_ids" not in found:
             positions = torch.arange(length, device=found[_KEY].device)
             found["position_ids"] = positions.expand(found[_KEY].shape[0], length)
-        self._refuse_what_needs_masks(found)
+        self._refuse_masks(found)
         if "labels" in found:
             labels = torch.nn.functional.pad(found.pop("labels"), (0, 1), value=_IGNORED)
             found["shift_labels"] = labels[..., 1:]
@@ -96,7 +96,7 @@ class SequencePart:
             )
         return shape[1]
 
-    def _refuse_what_needs_masks(self, batch: MutableMapping[str, Any]) -> None:
+    def _refuse_masks(self, batch: MutableMapping[str, Any]) -> None:
         mask, positions = batch.get("attention_mask"), batch["position_ids"]
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise UnsupportedError(

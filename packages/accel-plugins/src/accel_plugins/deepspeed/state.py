@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 import torch.distributed as dist
 
-from accel_plugins.deepspeed.gathered import GatheredParameters, is_divided
+from accel_plugins.deepspeed.gathered import GatheredParameters, is_sharded
 from accel_plugins.deepspeed.library import part
-from accel_plugins.sharding.parts import names_of_each
+from accel_plugins.sharding.shards import names_of_each
 from accel_state.errors import CheckpointError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ class EngineState:
         """
         found: dict[str, Any] = {}
         seen: dict[int, Any] = {}  # of tied weights, one is enough
-        to_host = any(is_divided(p) for p in self._module.parameters())
+        to_host = any(is_sharded(p) for p in self._module.parameters())
         for name, value in self._module.state_dict(keep_vars=True).items():
             if id(value) not in seen:
-                seen[id(value)] = self._whole(value, keep=keep, exact=exact, to_host=to_host)
+                seen[id(value)] = self._full(value, keep=keep, exact=exact, to_host=to_host)
             if keep:
                 found[name] = seen[id(value)]
         return found
@@ -63,13 +63,13 @@ class EngineState:
         Args:
             keep: Whether this rank needs them; else they are empty.
         """
-        if not any(is_divided(p) for p in self._module.parameters()):
+        if not any(is_sharded(p) for p in self._module.parameters()):
             yield self.weights(keep=keep, exact=False)
             return
         for names, value in names_of_each(self._module.state_dict(keep_vars=True)):
-            whole = self._whole(value, keep=keep, exact=False, to_host=True)
-            yield dict.fromkeys(names, whole) if keep else {}
-            del whole  # before the next one comes
+            full = self._full(value, keep=keep, exact=False, to_host=True)
+            yield dict.fromkeys(names, full) if keep else {}
+            del full  # before the next one comes
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
@@ -91,12 +91,12 @@ class EngineState:
             raise UnsupportedError(
                 "load_state_dict(assign=True): DeepSpeed's engine keeps the tensors that it has."
             )
-        own = self._module.state_dict(keep_vars=True)
-        missing, unexpected = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
+        shard = self._module.state_dict(keep_vars=True)
+        missing, unexpected = sorted(shard.keys() - state.keys()), sorted(state.keys() - shard.keys())
         problems = [
             f"{name} has the shape {tuple(state[name].shape)} in the state dict and "
             f"{tuple(_shape_of(value))} here"
-            for name, value in own.items()
+            for name, value in shard.items()
             if name in state
             and isinstance(value, torch.Tensor)
             and tuple(state[name].shape) != tuple(_shape_of(value))
@@ -111,12 +111,12 @@ class EngineState:
                 f"{'; '.join(problems[:_MOST])}{more}."
             )
         seen: set[int] = set()
-        for name, value in own.items():
+        for name, value in shard.items():
             if name in state and isinstance(value, torch.Tensor) and id(value) not in seen:
                 seen.add(id(value))
                 self._put(value, state[name])
         self._refresh()
-        for name, value in own.items():
+        for name, value in shard.items():
             if name in state and self._is_small(value):
                 self._put_master(value, state[name])
         return torch.nn.modules.module._IncompatibleKeys(missing, unexpected)  # pyright: ignore[reportPrivateUsage]
@@ -132,7 +132,7 @@ class EngineState:
             UnsupportedError: The optimizer keeps something for several parameters together.
         """
         outer = self._engine.optimizer
-        if not _divides(outer):
+        if not _shards(outer):
             base = getattr(outer, "optimizer", outer)
             return base.state_dict() if keep else {}
         groups, number = [], 0
@@ -146,19 +146,19 @@ class EngineState:
         for index, tensor in enumerate(self._tensors()):
             if not tensor.requires_grad:
                 continue
-            kept = self._kept_for(tensor)
+            saved = self._saved_state_for(tensor)
             single = {  # each counts its own steps
                 name: value.clone() if isinstance(value, torch.Tensor) else value
-                for name, value in kept.items()
+                for name, value in saved.items()
                 if not _is_flat(value)
             }
-            whole = {
+            full = {
                 name: _on_host(_get(tensor, name)) if keep else _get(tensor, name)
-                for name, value in kept.items()
+                for name, value in saved.items()
                 if _is_flat(value)
             }
-            if keep and kept:
-                states[index] = {**single, **whole}
+            if keep and saved:
+                states[index] = {**single, **full}
         return {"state": states, "param_groups": groups} if keep else {}
 
     @torch.no_grad()
@@ -169,7 +169,7 @@ class EngineState:
             CheckpointError: It is of other parameters.
         """
         outer = self._engine.optimizer
-        if not _divides(outer):
+        if not _shards(outer):
             getattr(outer, "optimizer", outer).load_state_dict(dict(state))
             return
         tensors = [*self._tensors()]
@@ -182,7 +182,7 @@ class EngineState:
             )
         for group, before in zip(outer.optimizer.param_groups, saved, strict=False):
             group.update({name: value for name, value in before.items() if name != "params"})
-        self._make_room(tensors, state["state"])
+        self._allocate_state(tensors, state["state"])
         order = [index for group in saved for index in group["params"]]
         for tensor, index in zip(tensors, order, strict=True):
             for name, value in state["state"].get(index, {}).items():
@@ -220,7 +220,8 @@ class EngineState:
             )
         index = {name: number for number, name in enumerate(name for group in mine for name in group)}
         groups = [
-            {**group, "params": [index[name] for name in own]} for group, own in zip(saved, mine, strict=True)
+            {**group, "params": [index[name] for name in shard]}
+            for group, shard in zip(saved, mine, strict=True)
         ]
         states = {index[name]: value for name, value in state["state"].items() if name in index}
         self.load_optimizer({"state": states, "param_groups": groups})
@@ -233,13 +234,13 @@ class EngineState:
         is_weight = isinstance(value, torch.nn.Parameter) and value.requires_grad
         return is_weight and value.dtype in {torch.bfloat16, torch.float16} and self._engine is not None
 
-    def _whole(self, value: Any, *, keep: bool, exact: bool, to_host: bool) -> Any:
+    def _full(self, value: Any, *, keep: bool, exact: bool, to_host: bool) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if exact and self._is_small(value):
             master = self._master(value)
             return _on_host(master) if keep else None
-        if not is_divided(value):
+        if not is_sharded(value):
             return (_on_host(value) if to_host else value.detach()) if keep else None
         with GatheredParameters([value]):
             return _on_host(value.detach().clone()) if keep else None
@@ -248,24 +249,24 @@ class EngineState:
         found = part("utils").safe_get_full_fp32_param(value)
         if found is not None:
             return found
-        kept = dict(_side_by_side(self._engine.optimizer))
-        return kept.get(id(value), value.detach().float())
+        saved = dict(_pairs(self._engine.optimizer))
+        return saved.get(id(value), value.detach().float())
 
     def _put(self, value: Tensor, new: Any) -> None:
         with GatheredParameters([value], modifier_rank=0):
-            if not is_divided(value) or dist.get_rank() == 0:
+            if not is_sharded(value) or dist.get_rank() == 0:
                 value.copy_(new[:] if not isinstance(new, torch.Tensor) else new)
 
     def _put_master(self, value: Tensor, new: Any) -> None:
-        whole = (new[:] if not isinstance(new, torch.Tensor) else new).to(value.device, torch.float32)
-        if is_divided(value):
-            part("utils").safe_set_local_fp32_param(value, _own_part(value, whole))
+        full = (new[:] if not isinstance(new, torch.Tensor) else new).to(value.device, torch.float32)
+        if is_sharded(value):
+            part("utils").safe_set_local_fp32_param(value, _local_shard(value, full))
         elif hasattr(value, "_hp_mapping"):
-            part("utils").safe_set_full_fp32_param(value, whole)
+            part("utils").safe_set_full_fp32_param(value, full)
         else:
-            kept = dict(_side_by_side(self._engine.optimizer))
-            if id(value) in kept:
-                kept[id(value)].copy_(whole)
+            saved = dict(_pairs(self._engine.optimizer))
+            if id(value) in saved:
+                saved[id(value)].copy_(full)
 
     def _refresh(self) -> None:
         refresh: Callable[[], None] | None = getattr(
@@ -277,7 +278,7 @@ class EngineState:
     def _flat_of(self, tensor: Tensor) -> Tensor:
         """The flat partition of this rank in which a parameter has its place."""
         outer = self._engine.optimizer
-        if is_divided(tensor):
+        if is_sharded(tensor):
             return outer.fp32_partitioned_groups_flat[outer.grad_position[outer.get_param_id(tensor)][0]]
         flat = getattr(outer, "single_partition_of_fp32_groups", None) or outer.fp32_groups_flat_partition
         for index, group in enumerate(getattr(outer, "bit16_groups", None) or outer.bf16_groups):
@@ -285,19 +286,19 @@ class EngineState:
                 return flat[index]
         raise AssertionError("every trained parameter is in a group")
 
-    def _kept_for(self, tensor: Tensor) -> dict[str, Any]:
+    def _saved_state_for(self, tensor: Tensor) -> dict[str, Any]:
         flat = self._flat_of(tensor)
-        kept = cast("dict[str, Any]", self._engine.optimizer.optimizer.state.get(flat, {}))
-        for name, value in kept.items():
+        saved = cast("dict[str, Any]", self._engine.optimizer.optimizer.state.get(flat, {}))
+        for name, value in saved.items():
             if _is_flat(value) and value.shape != flat.shape:
                 raise UnsupportedError(
                     f"The optimizer keeps {name!r} of shape {tuple(value.shape)} for parameters that "
                     "DeepSpeed has made one: it cannot be told apart which part belongs to which. Save the "
                     "engine's own folder."
                 )
-        return {name: value for name, value in kept.items() if value is not None}
+        return {name: value for name, value in saved.items() if value is not None}
 
-    def _make_room(self, tensors: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
+    def _allocate_state(self, tensors: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
         """Let every flat partition have what the state has, zero where it is as long as the partition."""
         outer = self._engine.optimizer
         sample = next(iter(states.values()), None)
@@ -307,25 +308,25 @@ class EngineState:
             if not tensor.requires_grad:
                 continue
             flat = self._flat_of(tensor)
-            kept = outer.optimizer.state[flat]
+            saved = outer.optimizer.state[flat]
             for name, value in sample.items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:
-                    kept[name] = value.clone() if isinstance(value, torch.Tensor) else value
-                elif name not in kept:
-                    kept[name] = torch.zeros_like(flat)
+                    saved[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                elif name not in saved:
+                    saved[name] = torch.zeros_like(flat)
         link: Callable[[], None] | None = getattr(outer, "_lazy_init_hp_params_optimizer_state", None)
         if link is not None:
             outer._hp_optimizer_states_linked = False
             link()
 
 
-def _divides(outer: Any) -> bool:
+def _shards(outer: Any) -> bool:
     """Whether an optimizer of DeepSpeed has made parameters flat and divided them."""
     names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
     return any(hasattr(outer, name) for name in names)
 
 
-def _side_by_side(outer: Any) -> Iterator[tuple[int, Tensor]]:
+def _pairs(outer: Any) -> Iterator[tuple[int, Tensor]]:
     """Every 16-bit parameter with its float32 copy, where an optimizer keeps them so."""
     for small, large in zip(
         getattr(outer, "fp16_groups", ()), getattr(outer, "fp32_groups", ()), strict=False
@@ -346,13 +347,13 @@ def _on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu()
 
 
-def _own_part(parameter: Any, whole: Tensor) -> Tensor:
+def _local_shard(parameter: Any, full: Tensor) -> Tensor:
     """The part of a whole tensor that this rank has, with zeros where the division leaves a rest."""
     numel: int = parameter.ds_tensor.numel()
-    flat = whole.flatten()
+    flat = full.flatten()
     begin = numel * dist.get_rank(parameter.ds_process_group)
-    own = flat[begin : begin + numel]
-    return torch.nn.functional.pad(own, (0, numel - own.numel()))
+    shard = flat[begin : begin + numel]
+    return torch.nn.functional.pad(shard, (0, numel - shard.numel()))
 
 
 def _get(parameter: Any, name: str) -> Tensor:
@@ -360,8 +361,8 @@ def _get(parameter: Any, name: str) -> Tensor:
 
 
 def _set(parameter: Any, name: str, value: Tensor) -> None:
-    whole = value.to(parameter.device, torch.float32)
-    if is_divided(parameter):
-        part("utils").safe_set_local_optimizer_state(parameter, _own_part(parameter, whole), name)
+    full = value.to(parameter.device, torch.float32)
+    if is_sharded(parameter):
+        part("utils").safe_set_local_optimizer_state(parameter, _local_shard(parameter, full), name)
     else:
-        part("utils").safe_set_full_optimizer_state(parameter, whole, name)
+        part("utils").safe_set_full_optimizer_state(parameter, full, name)

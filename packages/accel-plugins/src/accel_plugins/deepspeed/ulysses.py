@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel_plugins.parallelism.handlers import DeepSpeedSequenceParallelConfig
     from accel_state.runtime import Runtime
 
-_taken: dict[str, tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]] = {}
+_patched: dict[str, tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]] = {}
 """For every attention of transformers that was taken over, itself and what computes for which module."""
 
 
@@ -36,13 +36,13 @@ class SequenceParallel:
     """Divides sequences along a mesh, with DeepSpeed's attention for models of transformers.
 
     Args:
-        whole: Of all axes.
+        full_mesh: Of all axes.
         mesh: Of the one axis.
         handler: How.
         seen: The modules that compute with it.
     """
 
-    whole: DeviceMesh
+    full_mesh: DeviceMesh
     mesh: DeviceMesh
     handler: DeepSpeedSequenceParallelConfig
     seen: WeakKeyDictionary[nn.Module, Any] = field(default_factory=WeakKeyDictionary["nn.Module", Any])
@@ -53,7 +53,7 @@ class SequenceParallel:
         return self.mesh.size()
 
     @property
-    def divide(self) -> SequencePart:
+    def shard(self) -> SequencePart:
         """Cuts batches to the part of this rank."""
         fixed = not self.handler.sp_seq_length_is_variable
         return SequencePart(
@@ -70,12 +70,12 @@ class SequenceParallel:
 
     def unit(self) -> SimpleNamespace:
         """What DeepSpeed calls a model parallel unit: who shares a sequence, and who shares ZeRO's state."""
-        group, everyone = self.mesh.get_group(), dist.group.WORLD
-        found: dict[str, Any] = {"initialize_sequence_parallel": _is_there}
+        group, world = self.mesh.get_group(), dist.group.WORLD
+        found: dict[str, Any] = {"initialize_sequence_parallel": _check_available}
         for name, one in (
             ("sequence_parallel", group),
             ("model_parallel", group),  # as DeepSpeed's own unit has it
-            ("sequence_data_parallel", everyone),
+            ("sequence_data_parallel", world),
         ):
             found |= {
                 f"get_{name}_group": lambda one=one: one,
@@ -84,7 +84,7 @@ class SequenceParallel:
             }
         return SimpleNamespace(**found)
 
-    def examine(self, model: nn.Module) -> None:
+    def validate(self, model: nn.Module) -> None:
         """Refuse a model whose attention cannot be divided.
 
         Raises:
@@ -117,13 +117,13 @@ class SequenceParallel:
                 f"and values, of which {self.size} is neither a multiple nor a divisor."
             )
 
-    def take(self, model: nn.Module) -> None:
+    def register(self, model: nn.Module) -> None:
         """Let a model compute attention on divided sequences."""
         config: Any = model.config
         text = config.get_text_config()
         heads, shared = _heads(text)
-        length = self.divide.length
-        core, modules = _take_over(self.attention)
+        length = self.shard.length
+        core, modules = _patch_attention(self.attention)
         ulysses = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
             attn=core,
             batch_size=1,  # until a batch tells
@@ -142,12 +142,12 @@ class SequenceParallel:
 
     def release(self) -> None:
         """Let all models compute as they did before."""
-        for name, (core, modules) in [*_taken.items()]:
+        for name, (core, modules) in [*_patched.items()]:
             for module in [*self.seen]:
                 modules.pop(module, None)
             if not modules:
                 _functions()[name] = core
-                del _taken[name]
+                del _patched[name]
         self.seen.clear()
         part("utils.groups").mpu = None
 
@@ -182,32 +182,32 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
                 f"has no such axis here; use {instead}."
             )
     config.check_world(runtime.topology.world_size)
-    whole = config.get_device_mesh(runtime.device.type) if config.sp_enabled else None
-    if whole is None or config.sp_handler is None:
+    full_mesh = config.get_device_mesh(runtime.device.type) if config.sp_enabled else None
+    if full_mesh is None or config.sp_handler is None:
         return None
-    return SequenceParallel(whole=whole, mesh=whole["sp"], handler=config.sp_handler)
+    return SequenceParallel(full_mesh=full_mesh, mesh=full_mesh["sp"], handler=config.sp_handler)
 
 
-def _take_over(name: str) -> tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]:
+def _patch_attention(name: str) -> tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]:
     """Put a function in the place of an attention of transformers, which other modules still get."""
-    if name in _taken:
-        return _taken[name]
+    if name in _patched:
+        return _patched[name]
     functions = _functions()
-    core, modules = _taken[name] = functions[name], WeakKeyDictionary()
+    core, modules = _patched[name] = functions[name], WeakKeyDictionary()
 
     def attend(
         module: nn.Module, query: Any, key: Any, value: Any, mask: Any, *args: Any, **more: Any
     ) -> Any:
         ulysses = modules.get(module)
-        if ulysses is None or _sees_whole_sequences(module):
+        if ulysses is None or _sees_full_sequences(module):
             return core(module, query, key, value, mask, *args, **more)
-        return _divided(ulysses, name, module, (query, key, value), args, more)
+        return _shard_buffers(ulysses, name, module, (query, key, value), args, more)
 
     functions[name] = attend
     return core, modules
 
 
-def _divided(
+def _shard_buffers(
     ulysses: Any, name: str, module: Any, heads: tuple[Any, Any, Any], args: Any, more: dict[str, Any]
 ) -> Any:
     if "position_ids" not in more:
@@ -241,7 +241,7 @@ def _resize(ulysses: Any, rows: int) -> None:
         setattr(ulysses, name, type(getattr(ulysses, name))([length, rows, *rest]))
 
 
-def _sees_whole_sequences(module: nn.Module) -> bool:
+def _sees_full_sequences(module: nn.Module) -> bool:
     """Whether the loop at work is over a prepared loader that does not divide sequences."""
     loader = GradientState().active_dataloader
     if loader is None or getattr(loader, "divide", None) is not None:
@@ -265,6 +265,6 @@ def _functions() -> Any:
     return importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
 
 
-def _is_there(sequence_parallel_size: int) -> None:
+def _check_available(sequence_parallel_size: int) -> None:
     """Do nothing: the groups are made. DeepSpeed asks whether a unit has this function."""
     del sequence_parallel_size

@@ -71,7 +71,7 @@ class FullSharding:
         if plugin.forward_prefetch:
             _prefetch_forward(model)
 
-    def examine(self, model: nn.Module) -> None:
+    def validate(self, model: nn.Module) -> None:
         """Refuse what torch cannot shard.
 
         Raises:

@@ -45,16 +45,16 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
             f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} does not say in "
             "_no_split_modules what its blocks are; name their classes in transformer_cls_names_to_wrap."
         )
-    there = {type(module).__name__: type(module) for module in model.modules()}
-    missing = [name for name in wanted if name not in there]
+    classes = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in wanted if name not in classes]
     if missing and not declared:
-        near = get_close_matches(missing[0], there, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(there))}."
+        near = get_close_matches(missing[0], classes, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(classes))}."
         raise SettingsError(
             f"transformer_cls_names_to_wrap={wanted!r}: {type(model).__name__} has no module of a class "
             f"{missing[0]!r}; {hint}"
         )
-    found = {there[name] for name in wanted if name in there}
+    found = {classes[name] for name in wanted if name in classes}
     if not found:
         raise SettingsError(
             f"auto_wrap_policy='transformer_based_wrap': none of the classes {wanted}, which "
@@ -90,14 +90,14 @@ class SizePolicy:
 
     def __init__(self, least: int) -> None:
         self.least = least
-        self._taken: set[int] = set()
+        self._wrapped: set[int] = set()
 
     def __call__(self, module: nn.Module) -> bool:
         """Whether the module is sharded on its own."""
-        own = {id(one): one.numel() for one in module.parameters() if id(one) not in self._taken}
-        if sum(own.values()) < max(self.least, 1) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        sizes = {id(one): one.numel() for one in module.parameters() if id(one) not in self._wrapped}
+        if sum(sizes.values()) < max(self.least, 1) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return False
-        self._taken |= own.keys()
+        self._wrapped |= sizes.keys()
         return True
 
 

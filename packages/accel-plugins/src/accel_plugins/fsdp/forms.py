@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch.distributed.fsdp import StateDictType
 
-from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.protocol import StateForm
 
 if TYPE_CHECKING:
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin

@@ -101,7 +101,7 @@ def ensure_weights_retied(
     return init
 
 
-def give_values(
+def materialize_from_rank0(
     model: nn.Module, runtime: Runtime, plugin: FullyShardedDataParallelPlugin, *, everywhere: bool
 ) -> None:
     """Put a model on the device of a run, with values.

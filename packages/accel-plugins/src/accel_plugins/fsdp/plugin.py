@@ -30,8 +30,8 @@ from accel_plugins.fsdp.autowrap import (
     transformer_policy,
 )
 from accel_plugins.fsdp.dtypes import policy_of
+from accel_plugins.fsdp.env_flags import SWITCH, enable_fsdp_ram_efficient_loading
 from accel_plugins.fsdp.fields import RESHARDS, member_of, prefetch_of, reshard_of
-from accel_plugins.fsdp.ram import SWITCH, enable_fsdp_ram_efficient_loading
 from accel_plugins.kwargs.base import expect_flags, is_count
 from accel_state import environ
 from accel_state.errors import SettingsError
@@ -162,29 +162,29 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         given = {name for name in _OF_POLICIES if getattr(self, name)}
         from_outside = from_environ({**environ.read(), SWITCH: "true"}).fsdp or FsdpSettings()
-        said = {one.name for one in fields(from_outside)}
+        field_names = {one.name for one in fields(from_outside)}
         for name in (one.name for one in fields(self)):
-            if getattr(self, name) is None and name in said:
+            if getattr(self, name) is None and name in field_names:
                 setattr(self, name, getattr(from_outside, name))
         for name, default in _DEFAULTS.items():
             if getattr(self, name) is None:
                 setattr(self, name, default)
         if self.fsdp_version not in {1, 2}:
-            raise SettingsError(f"{self._place('fsdp_version')}: there are the versions 1 and 2.")
+            raise SettingsError(f"{self._field_of('fsdp_version')}: there are the versions 1 and 2.")
         expect_flags(self, *_FLAGS)
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = str(self.transformer_cls_names_to_wrap).split(",")
             self.transformer_cls_names_to_wrap = [name.strip() for name in names if name.strip()]
         elif self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = [*self.transformer_cls_names_to_wrap]
-        self._settle_sharding()
-        self._settle_wrapping(given)
+        self._resolve_sharding()
+        self._resolve_wrapping(given)
         self.set_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)  # pyright: ignore[reportArgumentType]
         if self.mixed_precision_policy is not None:
             self.mixed_precision_policy = policy_of(self.mixed_precision_policy, self.version)
             self.validate_mixed_precision_policy()
-        self._refuse_what_the_version_lacks()
+        self._check_torch_version()
         if self.cpu_ram_efficient_loading:
             if not self.sync_module_states:
                 raise SettingsError(
@@ -262,7 +262,7 @@ class FullyShardedDataParallelPlugin:
         kind = MixedPrecisionPolicy if self.version == 2 else MixedPrecision
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
             raise SettingsError(
-                f"{self._place('mixed_precision_policy')}: with fsdp_version={self.version} it must be a "
+                f"{self._field_of('mixed_precision_policy')}: with fsdp_version={self.version} it must be a "
                 f"{kind.__name__}."
             )
 
@@ -321,11 +321,11 @@ class FullyShardedDataParallelPlugin:
         kind = OffloadPolicy if self.version == 2 else CPUOffload
         if not isinstance(self.cpu_offload, kind):
             raise SettingsError(
-                f"{self._place('cpu_offload')}: with fsdp_version={self.version} it must be True, False or a "
-                f"{'CPUOffloadPolicy' if self.version == 2 else 'CPUOffload'}."
+                f"{self._field_of('cpu_offload')}: with fsdp_version={self.version} it must be True, False "
+                f"or a {'CPUOffloadPolicy' if self.version == 2 else 'CPUOffload'}."
             )
 
-    def _settle_sharding(self) -> None:
+    def _resolve_sharding(self) -> None:
         given, reshard = self.sharding_strategy, self.reshard_after_forward
         if self.version == 1:
             # Config files of version 1 say it under the name of version 2.
@@ -343,7 +343,7 @@ class FullyShardedDataParallelPlugin:
             self.sharding_strategy = member_of(ShardingStrategy, given, "sharding_strategy")
             if self.sharding_strategy not in _OF_BOTH_VERSIONS:
                 raise SettingsError(
-                    f"{self._place('sharding_strategy')} with fsdp_version=2: hybrid sharding is "
+                    f"{self._field_of('sharding_strategy')} with fsdp_version=2: hybrid sharding is "
                     "ParallelismConfig(dp_replicate_size=…, dp_shard_size=…), and no sharding at all is an "
                     "Accelerator without fsdp_plugin."
                 )
@@ -353,45 +353,47 @@ class FullyShardedDataParallelPlugin:
         self.reshard_after_forward = True if reshard is None else reshard
         if not isinstance(self.reshard_after_forward, int):
             raise SettingsError(
-                f"{self._place('reshard_after_forward')}: expected True, False or a number of ranks."
+                f"{self._field_of('reshard_after_forward')}: expected True, False or a number of ranks."
             )
 
-    def _settle_wrapping(self, given: Collection[str]) -> None:
-        self._settle_policy()
+    def _resolve_wrapping(self, given: Collection[str]) -> None:
+        self._resolve_policy()
         for name, policy in _OF_POLICIES.items():
             # A launcher exports what a file or its own defaults say, whether or not that has a use.
             if name in given and self.auto_wrap_policy != policy:
-                logger.warning("%s has no effect without auto_wrap_policy=%r.", self._place(name), policy)
+                logger.warning("%s has no effect without auto_wrap_policy=%r.", self._field_of(name), policy)
 
-    def _settle_policy(self) -> None:
+    def _resolve_policy(self) -> None:
         policy = self.auto_wrap_policy
         if isinstance(policy, str):
             name = policy.lower()
             if name not in POLICIES:
                 near = get_close_matches(name, POLICIES, n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {[*POLICIES]}."
-                raise SettingsError(f"{self._place('auto_wrap_policy')}: no such policy; {hint}")
+                raise SettingsError(f"{self._field_of('auto_wrap_policy')}: no such policy; {hint}")
             self.auto_wrap_policy = name
             if name == "size_based_wrap" and not is_count(self.min_num_params, least=0):
-                raise SettingsError(f"{self._place('min_num_params')}: expected a whole number of 0 or more.")
+                raise SettingsError(
+                    f"{self._field_of('min_num_params')}: expected a whole number of 0 or more."
+                )
         elif not callable(policy):
             raise SettingsError(
-                f"{self._place('auto_wrap_policy')}: expected a function or one of {[*POLICIES]}."
+                f"{self._field_of('auto_wrap_policy')}: expected a function or one of {[*POLICIES]}."
             )
 
-    def _refuse_what_the_version_lacks(self) -> None:
+    def _check_torch_version(self) -> None:
         if self.version == 1:
             return
         if self.param_init_fn is not None:
             raise SettingsError(
-                f"{self._place('param_init_fn')} with fsdp_version=2: give rank 0 a model with values, "
+                f"{self._field_of('param_init_fn')} with fsdp_version=2: give rank 0 a model with values, "
                 "and set "
                 "cpu_ram_efficient_loading=True; or use version 1."
             )
         for name, silent in _WITHOUT_EFFECT.items():
             value = getattr(self, name)
             if value is not None and value not in silent:
-                logger.warning("%s has no effect with fsdp_version=2.", self._place(name))
+                logger.warning("%s has no effect with fsdp_version=2.", self._field_of(name))
 
-    def _place(self, name: str) -> str:
+    def _field_of(self, name: str) -> str:
         return f"FullyShardedDataParallelPlugin({name}={getattr(self, name)!r})"

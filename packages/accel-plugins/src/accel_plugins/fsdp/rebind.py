@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class OptimizerBook:
+class ParamRemap:
     """Knows which parameter took the place of which, also for optimizers that are prepared later."""
 
     def __init__(self) -> None:

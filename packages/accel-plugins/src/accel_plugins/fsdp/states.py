@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from accel_plugins.dcp.names import plain_name
-from accel_plugins.dcp.tensors import TensorShards, check_groups, room_like
+from accel_plugins.dcp.tensors import TensorShards, allocator_like, check_groups
 from accel_plugins.fsdp.rebind import tied_names
 from accel_plugins.fsdp.roots import Roots, quiet, sharded_states
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_plugins.dcp.role import Room, StateForm
+    from accel_plugins.dcp.protocol import StateAllocator, StateForm
     from accel_plugins.roles import StateDict
 
 
@@ -72,12 +72,12 @@ class Fsdp1Shards:
         with sharded_states(root):
             return FullyShardedDataParallel.optim_state_dict(root, optimizer)
 
-    def room_for(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Room:
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Room that is divided as FSDP1 divides parameters in a sharded state dict."""
         root = self.roots.of_optimizer(optimizer, models)
         if root is None:
-            return self._plain.room_for(optimizer, models)
-        return room_like(self.model_tensors(root))
+            return self._plain.state_allocator(optimizer, models)
+        return allocator_like(self.model_tensors(root))
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a sharded state dict."""

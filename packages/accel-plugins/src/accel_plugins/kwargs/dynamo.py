@@ -10,7 +10,7 @@ from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
 from accel_state import environ
 from accel_state.errors import SettingsError
 from accel_state.labels import DynamoBackend
-from accel_state.settings import combine, given_by_environ
+from accel_state.settings import combine, parse_environ
 from accel_state.settings.merge import DEFAULT
 
 _DEFAULTS = {
@@ -53,12 +53,12 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        environment = combine(given_by_environ(environ.read()))
+        environment = combine(parse_environ(environ.read()))
         given = environment.settings.dynamo
         self.backend = _backend(given.backend if self.backend is None else self.backend)
         self.mode = given.mode if self.mode is None else self.mode
         self.fullgraph = given.use_fullgraph if self.fullgraph is None else self.fullgraph
-        if self.dynamic is None and environment.who("dynamo.use_dynamic") is not DEFAULT:
+        if self.dynamic is None and environment.source_of("dynamo.use_dynamic") is not DEFAULT:
             self.dynamic = given.use_dynamic
         if self.use_regional_compilation is None:
             self.use_regional_compilation = given.use_regional_compilation

@@ -97,7 +97,7 @@ class ParallelismConfig:
                     f"ParallelismConfig({name}={getattr(self, name)!r}): there is {only!r} only."
                 )
         for axis, kind in _HANDLERS.items():
-            self._settle_handler(axis, kind)
+            self._resolve_handler(axis, kind)
         if self.cp_enabled and self.sp_enabled:
             raise SettingsError(
                 f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): a sequence is "
@@ -105,7 +105,7 @@ class ParallelismConfig:
                 "by context parallelism or by sequence parallelism, not by both."
             )
 
-    def _settle_handler(self, axis: str, kind: type[Any]) -> None:
+    def _resolve_handler(self, axis: str, kind: type[Any]) -> None:
         name = f"{axis}_handler"
         handler = getattr(self, name)
         if handler is None:

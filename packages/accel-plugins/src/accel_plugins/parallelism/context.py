@@ -61,9 +61,9 @@ class ContextParallel:
         set_rotate_method(self.rotation)
         learn_attention()
         # Each rank gets a piece of the beginning and one of the end, where there are so many.
-        pieces = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
+        num_chunks = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
-            nullcontext() if pieces % 2 == 0 else _without_balance(),
+            nullcontext() if num_chunks % 2 == 0 else _without_balance(),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
             context_parallel(
                 self.mesh,
@@ -81,7 +81,7 @@ class ContextParallel:
             if name.endswith("self_attn"):
                 module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
-    def examine(self, model: nn.Module) -> None:
+    def validate(self, model: nn.Module) -> None:
         """Accept every model."""
 
     def _check(self, buffers: list[Tensor], dims: list[int], kept: set[Tensor]) -> None:
@@ -205,7 +205,7 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_causal=bool(causal),
         scale=kwargs.get("scale"),
     )
-    return _divided(out, query), _divided(logsumexp, query)
+    return _shard_like(out, query), _shard_like(logsumexp, query)
 
 
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -233,14 +233,14 @@ def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_causal=causal,
         scale=kwargs.get("scale"),
     )
-    return tuple(_divided(gradient, query) for gradient in gradients[:3])
+    return tuple(_shard_like(gradient, query) for gradient in gradients[:3])
 
 
 def _group(query: DTensor) -> Any:
     return query.device_mesh.get_group()
 
 
-def _divided(part: Tensor, like: DTensor) -> DTensor:
+def _shard_like(part: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(part, like.device_mesh, [Shard(_SEQUENCE)], run_check=False)
 
 

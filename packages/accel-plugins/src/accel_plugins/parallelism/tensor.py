@@ -54,7 +54,7 @@ class TensorParallel:
         if not model_has_dtensor(model):
             parallelize_module(model, self.mesh, plan_of(model))
 
-    def examine(self, model: nn.Module) -> None:
+    def validate(self, model: nn.Module) -> None:
         """Refuse a model without a plan.
 
         Raises:

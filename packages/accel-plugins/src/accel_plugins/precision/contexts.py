@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.precision.build import build_precision, build_scaler
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.labels import shares_gradients
+from accel_state.labels import has_sharded_gradients
 from accel_state.partial_state import PartialState
 
 if TYPE_CHECKING:
@@ -50,5 +50,5 @@ def get_grad_scaler(distributed_type: DistributedType | str | None = None, **kwa
         >>> get_grad_scaler(enabled=False).is_enabled()
         False
     """
-    shared = shares_gradients(distributed_type)
+    shared = has_sharded_gradients(distributed_type)
     return build_scaler(PartialState().device, GradScalerKwargs(**kwargs), shared=shared)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_plugins.sharding.parts import part_like
+from accel_plugins.sharding.shards import part_like
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _Held:
     state: Any
 
 
-class ParameterBook:
+class ShardRemap:
     """Knows which parameter has taken the place of which, also for optimizers that are prepared later."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class ParameterBook:
         """
         owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
         for optimizer in optimizers:
-            refuse_strangers(optimizer, lambda one: id(one) in owned or one in self._successors)
+            check_params_belong_to(optimizer, lambda one: id(one) in owned or one in self._successors)
 
     def add(self, model: nn.Module, before: Any) -> None:
         """Remember a model that was divided.
@@ -79,11 +79,11 @@ class ParameterBook:
             switch_parameters(optimizer, mapping)
 
 
-def let_go(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_Held]:
+def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_Held]:
     """Take the parameters of a model out of optimizers, so that their memory can be used for other things.
 
     Args:
-        optimizers: Are not to be used until `take_up`.
+        optimizers: Are not to be used until `reattach_params`.
         names: Id to name of the model's parameters.
     """
     held: list[_Held] = []
@@ -100,14 +100,14 @@ def let_go(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_H
     return held
 
 
-def take_up(held: Iterable[_Held], model: nn.Module) -> None:
+def reattach_params(held: Iterable[_Held], model: nn.Module) -> None:
     """Put the parameters that a model has now in place of those that were let go, with their states."""
     now = dict(model.named_parameters(remove_duplicate=False))
     for one in held:
         new = now[one.name]
         one.parameters[one.index] = new
         if one.state is not None:
-            one.optimizer.state[new] = _divided(one.state, new)
+            one.optimizer.state[new] = _shard_state(one.state, new)
 
 
 def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
@@ -126,7 +126,7 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
                 continue
             parameters[index] = new
             if parameter in optimizer.state:
-                optimizer.state[new] = _divided(optimizer.state.pop(parameter), new)
+                optimizer.state[new] = _shard_state(optimizer.state.pop(parameter), new)
 
 
 @contextmanager
@@ -160,7 +160,7 @@ def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**group, "params": parameters} for parameters in meshes.values()]
 
 
-def _divided(state: Any, like: Tensor) -> Any:
+def _shard_state(state: Any, like: Tensor) -> Any:
     if not isinstance(state, dict):
         return state
     items: dict[str, Any] = state
@@ -172,7 +172,7 @@ def _divided(state: Any, like: Tensor) -> Any:
     }
 
 
-def refuse_strangers(optimizer: Optimizer, is_known: Callable[[Tensor], bool]) -> None:
+def check_params_belong_to(optimizer: Optimizer, is_known: Callable[[Tensor], bool]) -> None:
     """Refuse an optimizer with parameters of no model.
 
     Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_ops.modules import extract_model_from_parallel
-from accel_plugins.sharding.parts import names_of_each, part_like, whole_of
+from accel_plugins.sharding.shards import gather_full_tensor, names_of_each, part_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -60,7 +60,7 @@ class ShardedPersister:
             found |= part
         return {name: found[name] for name in state} if keep else {}
 
-    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         """One tensor after the other, on the CPU; tied ones together."""
         return self._parts(_core(model).state_dict(keep_vars=True), keep=keep)
 
@@ -84,10 +84,10 @@ class ShardedPersister:
         """The state dict that the optimizer of one process has, on the CPU."""
         del models
         state = optimizer.state_dict()
-        whole: dict[Any, Any] = {}
+        full: dict[Any, Any] = {}
         for key, items in state["state"].items():
-            whole[key] = {name: self._whole(value, keep=keep) for name, value in items.items()}
-        return {**state, "state": whole} if keep else {}
+            full[key] = {name: self._full(value, keep=keep) for name, value in items.items()}
+        return {**state, "state": full} if keep else {}
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
@@ -105,15 +105,15 @@ class ShardedPersister:
 
     def _parts(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
         for names, value in names_of_each(state):
-            whole = self._whole(value, keep=keep)
-            yield dict.fromkeys(names, whole) if keep else {}
-            del whole  # before the next one comes
+            full = self._full(value, keep=keep)
+            yield dict.fromkeys(names, full) if keep else {}
+            del full  # before the next one comes
 
-    def _whole(self, value: Any, *, keep: bool) -> Any:
+    def _full(self, value: Any, *, keep: bool) -> Any:
         if not isinstance(value, Tensor):
             return value
-        whole = whole_of(value, self.device)
-        return whole.cpu() if keep else None
+        full = gather_full_tensor(value, self.device)
+        return full.cpu() if keep else None
 
 
 def _part(value: Any, owner: Tensor | None) -> Any:

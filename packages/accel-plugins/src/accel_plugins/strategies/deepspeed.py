@@ -10,16 +10,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_ops.modules import unwrap_once
+from accel_plugins.deepspeed.autofill import Facts, batch_size_of, complete, hidden_size_of
+from accel_plugins.deepspeed.capabilities import check_device_support
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
 from accel_plugins.deepspeed.fill import Known
 from accel_plugins.deepspeed.library import start
-from accel_plugins.deepspeed.offered import refuse_unoffered
 from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.deepspeed.request import check_request, config_names, parsed
 from accel_plugins.deepspeed.ulysses import sequences_of
-from accel_plugins.deepspeed.values import Facts, batch_size_of, complete, hidden_size_of
+from accel_plugins.deepspeed.validate import check_request, config_names, parsed
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.precision.engine import EnginePrecision
@@ -73,14 +73,14 @@ class DeepSpeedWrapper:
     def check(self, bundle: Bundle) -> None:
         """Refuse what no engine can be made of, and a configuration that contradicts it."""
         fresh = [model for model in bundle.models if not self._is_engine(model)]
-        whole = [model for model in fresh if not _is_divided(model)]
+        whole = [model for model in fresh if not _is_sharded(model)]
         check_materialised(replace(bundle, models=whole))
         plugin = self.plugin
-        refuse_unoffered(plugin.hf_ds_config)
+        check_device_support(plugin.hf_ds_config)
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
         if self.sequences is not None:
             for model in fresh:
-                self.sequences.examine(model)
+                self.sequences.validate(model)
         if fresh:
             self._config_for(fresh[0], bundle)
         if fresh and plugin.transformer_moe_cls_names:
@@ -97,7 +97,7 @@ class DeepSpeedWrapper:
             if self._is_engine(model):
                 continue
             if self.sequences is not None:
-                self.sequences.take(model)
+                self.sequences.register(model)
             if not bundle.optimizers and (evaluation or not self.plugin.hf_ds_config.is_zero3()):
                 models[index] = model.to(self.runtime.device)
                 continue
@@ -106,7 +106,7 @@ class DeepSpeedWrapper:
             if bundle.optimizers:
                 optimizers = [optimizer]
             if scheduler is not None and schedulers:
-                schedulers = [_in_place_of(one, scheduler) for one in schedulers]
+                schedulers = [_replacement_of(one, scheduler) for one in schedulers]
         return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -156,7 +156,7 @@ class DeepSpeedWrapper:
             _average_over_all_ranks(engine, engine.optimizer)
         _undo_first_step(optimizer)
         if bundle.optimizers:
-            self.stepper.take(DeepSpeedEngineWrapper(engine, groups=groups))
+            self.stepper.register(DeepSpeedEngineWrapper(engine, groups=groups))
         return engine, optimizer, scheduler
 
 
@@ -206,8 +206,8 @@ def build(
         sharding=BatchSharding(
             num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
         ),
-        mesh=None if sequences is None else sequences.whole,
-        divide=None if sequences is None else sequences.divide,
+        mesh=None if sequences is None else sequences.full_mesh,
+        divide=None if sequences is None else sequences.shard,
         features=_features(first),
         precision=EnginePrecision(name=first.mixed_precision, device_type=runtime.device.type),
         release=partial(_release, stepper, sequences),
@@ -252,8 +252,8 @@ def configuration_of(
         schedule_shards=1 if split_batches else world_size,
     )
     config = complete(plugin.deepspeed_config, facts)
-    divides = config["zero_optimization"].get("stage")
-    if isinstance(optimizer, Optimizer) and divides and "zero_allow_untested_optimizer" not in config:
+    stage = config["zero_optimization"].get("stage")
+    if isinstance(optimizer, Optimizer) and stage and "zero_allow_untested_optimizer" not in config:
         config["zero_allow_untested_optimizer"] = True  # who passes it wants it
     return config
 
@@ -303,7 +303,7 @@ def _average_over_all_ranks(*parts: Any) -> None:
             one.sequence_parallel_size = 1
 
 
-def _is_divided(model: nn.Module) -> bool:
+def _is_sharded(model: nn.Module) -> bool:
     return any("ds_id" in vars(parameter) for parameter in model.parameters())
 
 
@@ -321,5 +321,5 @@ def _follow(schedulers: Sequence[Any], before: Optimizer, now: Optimizer) -> Non
             one.optimizer = now
 
 
-def _in_place_of(given: Any, scheduler: Any) -> Any:
+def _replacement_of(given: Any, scheduler: Any) -> Any:
     return scheduler if isinstance(given, DummyScheduler) else given

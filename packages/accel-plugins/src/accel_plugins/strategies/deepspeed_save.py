@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_ops.modules import extract_model_from_parallel
-from accel_plugins.dcp.role import StateForm
-from accel_plugins.deepspeed.own_format import load_engine, save_engine
+from accel_plugins.dcp.protocol import StateForm
+from accel_plugins.deepspeed.native_checkpoint import load_engine, save_engine
 from accel_plugins.deepspeed.state import EngineState
 from accel_plugins.strategies.replicated import ReplicatedPersister
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_plugins.dcp.role import Room
+    from accel_plugins.dcp.protocol import StateAllocator
     from accel_plugins.roles import StateDict
     from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
     from accel_state.runtime import Runtime
@@ -71,10 +71,10 @@ class DeepSpeedPersister:
         state = self._state_of(model)
         return self._plain.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
 
-    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         """One tensor after the other where they are divided; tied ones together."""
         state = self._state_of(model)
-        return self._plain.whole_parts(model) if state is None else state.weight_parts(keep=keep)
+        return self._plain.iter_full_state_dict(model) if state is None else state.weight_parts(keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load such a state dict."""
@@ -142,10 +142,10 @@ class DeepSpeedShards:
         state = self.persister.full_optimizer_state(optimizer, models)
         return self.persister.state.named(state)
 
-    def room_for(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> Room:
+    def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Every rank reads whole tensors."""
         del optimizer, models
-        return _whole
+        return _full
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Take it back."""
@@ -153,6 +153,6 @@ class DeepSpeedShards:
         self.persister.state.load_named_optimizer(state)
 
 
-def _whole(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _full(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     del name
     return torch.empty(shape, dtype=dtype)

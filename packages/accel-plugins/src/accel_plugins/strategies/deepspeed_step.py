@@ -45,7 +45,7 @@ class DeepSpeedStepper:
             )
         return self._wrapper
 
-    def take(self, wrapper: DeepSpeedEngineWrapper) -> None:
+    def register(self, wrapper: DeepSpeedEngineWrapper) -> None:
         """Train this engine from now on."""
         self._wrapper = wrapper
 

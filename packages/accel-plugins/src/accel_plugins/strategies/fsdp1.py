@@ -18,15 +18,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 
 from accel_ops.modules import unwrap_once, without_compiler
-from accel_plugins.dcp.whole import ShardsPersister
+from accel_plugins.dcp.full_state import ShardsPersister
 from accel_plugins.fsdp.forms import form_of
-from accel_plugins.fsdp.loading import ensure_weights_retied, get_parameters_from_modules, give_values
+from accel_plugins.fsdp.loading import (
+    ensure_weights_retied,
+    get_parameters_from_modules,
+    materialize_from_rank0,
+)
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.rebind import OptimizerBook
+from accel_plugins.fsdp.rebind import ParamRemap
 from accel_plugins.fsdp.roots import Roots, quiet
 from accel_plugins.fsdp.states import Fsdp1Shards
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
-from accel_plugins.sharding.optimizers import refuse_strangers
+from accel_plugins.sharding.optimizers import check_params_belong_to
 from accel_plugins.strategies.fsdp1_step import Fsdp1Stepper
 from accel_plugins.strategies.replicated import check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
@@ -67,7 +71,7 @@ class Fsdp1Wrapper:
     plugin: FullyShardedDataParallelPlugin
     mesh: DeviceMesh
     roots: Roots
-    book: OptimizerBook
+    book: ParamRemap
     master_weights: str | None = None
 
     def check(self, bundle: Bundle) -> None:
@@ -81,7 +85,7 @@ class Fsdp1Wrapper:
         owned = {id(one) for model in models for one in model.parameters()}
         owned |= {id(one) for one in self.roots.parameters()}
         for optimizer in bundle.optimizers:
-            refuse_strangers(optimizer, lambda one: id(one) in owned or self.book.has_successor(one))
+            check_params_belong_to(optimizer, lambda one: id(one) in owned or self.book.has_successor(one))
             if optimizer.state and not self.book.knows(optimizer):
                 raise SettingsError(
                     f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot divide "
@@ -114,7 +118,7 @@ class Fsdp1Wrapper:
         on_cpu = device.type == "cpu"
         sync = bool(plugin.sync_module_states)
         if on_cpu:  # FSDP1 sends values only between accelerators
-            give_values(model, self.runtime, plugin, everywhere=sync)
+            materialize_from_rank0(model, self.runtime, plugin, everywhere=sync)
         init = plugin.param_init_fn
         if (
             not on_cpu
@@ -174,7 +178,7 @@ def build(
             plugin=plugin,
             mesh=_mesh(plugin, runtime),
             roots=roots,
-            book=OptimizerBook(),
+            book=ParamRemap(),
             master_weights=None if precision.name == "no" else precision.name,
         ),
         stepper=Fsdp1Stepper(

@@ -65,13 +65,13 @@ def build(
     tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
     context = _context(axes)
     stages = [*(() if tensor is None else (tensor,)), full]
-    divide = [*stages, *(() if context is None else (context.prepare,))]
+    shard = [*stages, *(() if context is None else (context.prepare,))]
     return Strategy(
         name="fsdp2",
         wrapper=ShardedWrapper(
             runtime=runtime,
-            divide=in_turn(divide),
-            examine=in_turn([stage.examine for stage in stages]),
+            shard=compose(shard),
+            validate=compose([stage.validate for stage in stages]),
             parameters_on=full.parameters_on(runtime.device),
             master_weights=None if precision.name == "no" else precision.name,
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
@@ -101,7 +101,7 @@ def _need_torch(version: str, what: str) -> None:
         )
 
 
-def in_turn(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
+def compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
     """One function of a model for several."""
 
     def each(model: nn.Module) -> None:

@@ -49,7 +49,7 @@ def place(bundle: Bundle, device: torch.device) -> list[nn.Module]:
         The models, in order; parameters stay the same objects, so that optimizers keep pointing at them.
     """
     return [
-        model.to(device) if bundle.may_place(index) else model for index, model in enumerate(bundle.models)
+        model.to(device) if bundle.may_move(index) else model for index, model in enumerate(bundle.models)
     ]
 
 
@@ -90,7 +90,7 @@ class ReplicatedPersister:
         del keep
         return _core(model).state_dict()
 
-    def whole_parts(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         """All at once: it is there anyway."""
         yield self.full_state_dict(model, keep=keep)
 

@@ -114,7 +114,7 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         return torch.zeros(())
     groups: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        axes, part = _divided(gradient)
+        axes, part = _local_shard(gradient)
         groups.setdefault(axes, []).append(part)
     powers = [_power_along(axes, parts, norm_type) for axes, parts in groups.items()]
     device = next((one.device for one in powers if one.device.type != "cpu"), powers[0].device)
@@ -122,21 +122,21 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return together.max() if norm_type == math.inf else together.sum() ** (1.0 / norm_type)
 
 
-def _divided(gradient: Tensor) -> tuple[tuple[Any, ...], Tensor]:
+def _local_shard(gradient: Tensor) -> tuple[tuple[Any, ...], Tensor]:
     """The mesh and those of its axes along which ranks have different elements, and what this rank has."""
     if not isinstance(gradient, DTensor):
         return (), gradient
     if any(placement.is_partial() for placement in gradient.placements):
-        whole = [Replicate() if one.is_partial() else one for one in gradient.placements]
-        gradient = gradient.redistribute(placements=whole)
+        replicated = [Replicate() if one.is_partial() else one for one in gradient.placements]
+        gradient = gradient.redistribute(placements=replicated)
     shards = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
     return (gradient.device_mesh, *shards), local_part(gradient)
 
 
 def _power_along(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: float) -> Tensor:
     """The p-th power of the norm over parts and ranks; the norm itself for the largest value."""
-    there = [part for part in parts if part.numel()]
-    norm = get_total_norm(there, norm_type) if there else parts[0].new_zeros(())
+    nonempty = [part for part in parts if part.numel()]
+    norm = get_total_norm(nonempty, norm_type) if nonempty else parts[0].new_zeros(())
     largest = norm_type == math.inf
     power = norm if largest else norm**norm_type
     if axes:

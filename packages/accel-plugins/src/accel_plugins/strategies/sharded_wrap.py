@@ -10,8 +10,8 @@ from torch.nn.parameter import is_lazy
 
 from accel_ops.modules import without_compiler
 from accel_plugins.sharding.master_weights import dtype_to_train, warn_about_master_weights
-from accel_plugins.sharding.optimizers import ParameterBook, let_go, take_up
-from accel_plugins.sharding.values import give_values, take_values
+from accel_plugins.sharding.materialize import materialize_from_rank0, to_meta
+from accel_plugins.sharding.optimizers import ShardRemap, detach_params, reattach_params
 from accel_plugins.strategies.replicated import place
 from accel_state.errors import SettingsError
 
@@ -31,8 +31,8 @@ class ShardedWrapper:
 
     Args:
         runtime: Of this process.
-        divide: Divides a model without values, in place.
-        examine: Raises `ValueError` for a model that cannot be divided; knows nothing of other ranks.
+        shard: Divides a model without values, in place.
+        validate: Raises `ValueError` for a model that cannot be divided; knows nothing of other ranks.
         parameters_on: Where parameters stay.
         master_weights: The name of the mixed precision under which trained parameters are put into float32;
             `None` where all keep their dtypes.
@@ -41,12 +41,12 @@ class ShardedWrapper:
     """
 
     runtime: Runtime
-    divide: Callable[[nn.Module], None]
-    examine: Callable[[nn.Module], None]
+    shard: Callable[[nn.Module], None]
+    validate: Callable[[nn.Module], None]
     parameters_on: torch.device
     master_weights: str | None = None
     only_main_has_values: bool = False
-    book: ParameterBook = field(default_factory=ParameterBook)
+    book: ShardRemap = field(default_factory=ShardRemap)
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what cannot be divided, on every rank as soon as one finds it; ranks compare their models.
@@ -59,16 +59,16 @@ class ShardedWrapper:
         models = [model for model in map(without_compiler, bundle.models) if not self.book.has(model)]
         try:
             for model in models:
-                self._examine(model)
+                self._validate(model)
             self.book.check(bundle.optimizers, map(without_compiler, bundle.models))
         except ValueError as error:
             problem = str(error)
-        told = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)]))
-        for rank, (text, _) in enumerate(told):
+        reports = self.runtime.collectives.all_gather_object((problem, [*map(_digest, models)]))
+        for rank, (text, _) in enumerate(reports):
             if text:
                 raise SettingsError(text if text == problem else f"rank {rank}: {text}")
-        for rank, (_, digests) in enumerate(told):
-            if digests != told[0][1]:
+        for rank, (_, digests) in enumerate(reports):
+            if digests != reports[0][1]:
                 raise SettingsError(
                     f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes "
                     "of their "
@@ -99,19 +99,19 @@ class ShardedWrapper:
         is_main = self.runtime.topology.is_main
         if self.master_weights is not None and is_main:
             warn_about_master_weights(model, self.master_weights)
-        values = take_values(
+        values = to_meta(
             model,
             keep=is_main,
             device=self.runtime.device,
             dtype_of=None if self.master_weights is None else dtype_to_train,
         )
-        held = let_go(bundle.optimizers, names)
-        self.divide(model)
-        give_values(model, values, self.runtime, parameters_on=self.parameters_on)
-        take_up(held, model)
+        held = detach_params(bundle.optimizers, names)
+        self.shard(model)
+        materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
+        reattach_params(held, model)
         self.book.add(model, values.before)
 
-    def _examine(self, model: nn.Module) -> None:
+    def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):
@@ -126,7 +126,7 @@ class ShardedWrapper:
                     f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
                     "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
                 )
-        self.examine(model)
+        self.validate(model)
 
 
 def _digest(model: nn.Module) -> str:

@@ -40,7 +40,7 @@ def build(
     return Strategy(
         name="tp",
         wrapper=ShardedWrapper(
-            runtime=runtime, divide=stage, examine=stage.examine, parameters_on=runtime.device
+            runtime=runtime, shard=stage, validate=stage.validate, parameters_on=runtime.device
         ),
         stepper=ShardedStepper(precision=precision, name="tp"),
         persister=ShardedPersister(is_main=runtime.topology.is_main, device=runtime.device),

@@ -22,11 +22,11 @@ from accel_plugins.testing.problem import (
 from accel_plugins.testing.trained import (
     Trained,
     accumulate,
-    are_whole,
+    are_full,
+    full,
     gradients,
     gradients_alone,
     prepare,
-    whole,
 )
 
 if TYPE_CHECKING:
@@ -72,11 +72,12 @@ class StrategySubject:
 def sharding_covers_every_shard(subject: StrategySubject) -> None:
     """Every rank names the same number of shards, and together they have all of them."""
     sharding = subject.make().sharding
-    said = subject.runtime.collectives.all_gather_object((sharding.num_shards, sharding.shard_index))
+    shards = subject.runtime.collectives.all_gather_object((sharding.num_shards, sharding.shard_index))
     demand(
-        {number for number, _ in said} == {sharding.num_shards}, f"the ranks disagree on num_shards: {said}."
+        {number for number, _ in shards} == {sharding.num_shards},
+        f"the ranks disagree on num_shards: {shards}.",
     )
-    missing = {*range(sharding.num_shards)} - {index for _, index in said}
+    missing = {*range(sharding.num_shards)} - {index for _, index in shards}
     demand(not missing, f"no rank has the shards {sorted(missing)} of {sharding.num_shards}.")
 
 
@@ -145,9 +146,11 @@ def gradients_stay_local_without_sync(subject: StrategySubject) -> None:
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), sgd)
     trained.backward(problem.shard(0), sync=False)
-    own = gradients(trained.core)
-    if are_whole(own):
-        demand_equal(own, gradients_alone(problem), subject.tolerance, "one rank's gradients within no_sync")
+    local = gradients(trained.core)
+    if are_full(local):
+        demand_equal(
+            local, gradients_alone(problem), subject.tolerance, "one rank's gradients within no_sync"
+        )
     trained.backward(problem.shard(1))
     both = problem.model()
     for step in (0, 1):
@@ -170,9 +173,7 @@ def clipping_by_norm_equals_one_process(subject: StrategySubject) -> None:
         stepper, parameters = trained.strategy.stepper, trained.model.parameters()
         norm = stepper.clip_grad_norm(parameters, 0.05, norm_type, optimizers=[trained.optimizer])
         if norm is not None:
-            demand_equal(
-                {"norm": whole(norm)}, {"norm": norms[0]}, subject.tolerance, f"the {norm_type}-norm"
-            )
+            demand_equal({"norm": full(norm)}, {"norm": norms[0]}, subject.tolerance, f"the {norm_type}-norm")
         trained.step()
         demand_equal(trained.state(), right, subject.tolerance, f"after clipping the {norm_type}-norm")
 
@@ -200,9 +201,9 @@ def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
         loss = loss_of(trained.model, problem.shard(0))
         trained.strategy.stepper.backward(loss, accumulation=2, sync=False, retain_graph=True)
         trained.strategy.stepper.backward(loss, accumulation=2, sync=False)
-    own = gradients(trained.core)
-    if are_whole(own):
-        demand_equal(own, gradients_alone(problem), subject.tolerance, "the gradients of two passes")
+    local = gradients(trained.core)
+    if are_full(local):
+        demand_equal(local, gradients_alone(problem), subject.tolerance, "the gradients of two passes")
 
 
 def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
@@ -237,7 +238,7 @@ def _items(num_shards: int) -> int:
     return sum(1 + index + 2 * step for step in (0, 1) for index in range(num_shards))
 
 
-def what_is_saved_is_loaded(subject: StrategySubject) -> None:
+def saved_state_is_loaded(subject: StrategySubject) -> None:
     """Model and optimizer go on after loading as if nothing had been in between."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), adamw)
@@ -250,7 +251,9 @@ def what_is_saved_is_loaded(subject: StrategySubject) -> None:
     trained.step()
     before = trained.state()
     one_by_one = {
-        name: whole(value) for part in persister.whole_parts(trained.model) for name, value in part.items()
+        name: full(value)
+        for part in persister.iter_full_state_dict(trained.model)
+        for name, value in part.items()
     }
     demand_equal(one_by_one, before, 0.0, "the state dict in parts")
     for index in (0, 1):
@@ -297,7 +300,7 @@ def evaluation_needs_no_training(subject: StrategySubject) -> None:
     inputs, _ = problem.shard(0)
     with torch.no_grad():
         found, right = model(inputs), problem.model()(inputs.cpu())
-    demand_equal({"output": whole(found)}, {"output": right}, subject.tolerance, "evaluation")
+    demand_equal({"output": full(found)}, {"output": right}, subject.tolerance, "evaluation")
 
 
 def several_models_are_trained(subject: StrategySubject) -> None:
@@ -325,8 +328,8 @@ def a_model_may_stay_where_it_is(subject: StrategySubject) -> None:
     """A model that may not be placed is not moved."""
     strategy, problem = subject.make(), subject.problem()
     bundle = strategy.wrapper.wrap(Bundle(models=[problem.model()], placements=[False]))
-    places = {p.device.type for p in strategy.wrapper.unwrap(bundle.models[0]).parameters()}
-    demand(places == {"cpu"}, f"a model that was to stay on the CPU is on {sorted(places)}.")
+    device_types = {p.device.type for p in strategy.wrapper.unwrap(bundle.models[0]).parameters()}
+    demand(device_types == {"cpu"}, f"a model that was to stay on the CPU is on {sorted(device_types)}.")
 
 
 STRATEGY_CHECKS: Mapping[str, Callable[[StrategySubject], None]] = {
@@ -342,7 +345,7 @@ STRATEGY_CHECKS: Mapping[str, Callable[[StrategySubject], None]] = {
         clipping_by_value_equals_one_process,
         backward_passes_its_arguments_on,
         gradients_can_be_divided_by_items,
-        what_is_saved_is_loaded,
+        saved_state_is_loaded,
         ranks_may_run_out_of_batches,
         evaluation_needs_no_training,
         several_models_are_trained,

@@ -60,7 +60,7 @@ class Trained:
     def state(self) -> dict[str, Tensor]:
         """The full state dict on the CPU."""
         return {
-            name: whole(value) for name, value in self.strategy.persister.full_state_dict(self.model).items()
+            name: full(value) for name, value in self.strategy.persister.full_state_dict(self.model).items()
         }
 
 
@@ -83,7 +83,7 @@ def accumulate(trained: Trained, batch: tuple[Tensor, Tensor], count: int) -> No
 
 def gradients(model: nn.Module) -> dict[str, Any]:
     """The whole gradients by parameter name; `None` where there is none."""
-    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
 
 
 def gradients_alone(problem: Problem) -> dict[str, Any]:
@@ -94,12 +94,12 @@ def gradients_alone(problem: Problem) -> dict[str, Any]:
     return gradients(model)
 
 
-def are_whole(found: Mapping[str, Any]) -> bool:
+def are_full(found: Mapping[str, Any]) -> bool:
     """Whether gradients can be looked at between passes; some strategies keep them elsewhere."""
     return all(gradient is not None for gradient in found.values())
 
 
-def whole(tensor: Any) -> Any:
+def full(tensor: Any) -> Any:
     """The tensor itself, all of it where it is divided among ranks, on the CPU."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu()

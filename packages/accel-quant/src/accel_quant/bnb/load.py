@@ -88,11 +88,11 @@ def load_and_quantize_model(
     register_slots()
     tied = find_tied_parameters(model)
     skipped = default_skipped(model) if config.skip_modules is None else list(config.skip_modules)
-    kept = list(config.keep_in_fp32_modules or ())
-    replaced = quantizer.replace_linears(model, [*skipped, *kept])
+    unquantized = list(config.keep_in_fp32_modules or ())
+    replaced = quantizer.replace_linears(model, [*skipped, *unquantized])
     if not replaced:
         _log.warning("No linear layer was quantised: all are in skip_modules or keep_in_fp32_modules.")
-    types = _types(model, replaced, kept, config)
+    types = _types(model, replaced, unquantized, config)
     plan = quantized_device_map(
         model,
         device_map,
@@ -153,7 +153,7 @@ class _Loader:
     ) -> None:
         """Take the model's own weights, or a checkpoint's; note those on the disk."""
         if checkpoint is None:
-            self.take(_own_weights(self.model, replaced), "the model")
+            self.take(_resident_weights(self.model, replaced), "the model")
         else:
             replaced.clear()
             for source in open_checkpoint(checkpoint):
@@ -226,8 +226,8 @@ class _Loader:
         return STATE_8BIT if part == STATE_8BIT else part.removeprefix("weight.")
 
     def _device(self, name: str) -> torch.device:
-        place = device_of(name, self.plan)
-        return torch.device("cpu" if place in (None, "disk") else place)  # pyright: ignore[reportArgumentType] - None is excluded
+        device = device_of(name, self.plan)
+        return torch.device("cpu" if device in (None, "disk") else device)  # pyright: ignore[reportArgumentType] - None is excluded
 
     def _quantized(self, layer: str, value: Tensor) -> nn.Parameter:
         owner = self.model.get_submodule(layer)
@@ -246,12 +246,12 @@ class _Loader:
     def _plain(self, name: str, value: Tensor) -> None:
         self._seen.add(name)
         dtype = self.types.get(name) if value.is_floating_point() else None
-        place = device_of(name, self.plan)
+        device = device_of(name, self.plan)
         set_module_tensor_to_device(
             self.model, name, self._device(name), value=value, dtype=dtype, clear_cache=False
         )
         site = sites_of(self.model.get_submodule(name.rpartition(".")[0]))[name.rpartition(".")[2]]
-        if place == "disk" and not site.is_buffer:
+        if device == "disk" and not site.is_buffer:
             self._write(name, site.table[site.leaf].data)
 
     def _write(self, name: str, value: Tensor) -> None:
@@ -263,13 +263,13 @@ class _Loader:
 
 def _mapped(weight: Any, folder: Path, name: str, index: Index) -> Any:
     value = load_offloaded_weight(folder / f"{name}.dat", index[name])
-    kept = dict(vars(weight))
-    if "CB" in kept:
-        kept["CB"] = value
-    return type(weight)(value, requires_grad=False, **kept)
+    unquantized = dict(vars(weight))
+    if "CB" in unquantized:
+        unquantized["CB"] = value
+    return type(weight)(value, requires_grad=False, **unquantized)
 
 
-def _own_weights(model: nn.Module, replaced: dict[str, nn.Linear]) -> Iterator[tuple[str, Tensor]]:
+def _resident_weights(model: nn.Module, replaced: dict[str, nn.Linear]) -> Iterator[tuple[str, Tensor]]:
     """Give the weights of a loaded model, each replaced layer dropped as soon as it was given."""
     for name, site in sites_of(model).items():
         layer = name.rpartition(".")[0]
@@ -285,7 +285,10 @@ def _tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
 
 
 def _types(
-    model: nn.Module, layers: Mapping[str, nn.Linear], kept: Sequence[str], config: BnbQuantizationConfig
+    model: nn.Module,
+    layers: Mapping[str, nn.Linear],
+    unquantized: Sequence[str],
+    config: BnbQuantizationConfig,
 ) -> dict[str, torch.dtype]:
     """Say the types of all floating tensors that are not quantised."""
     found: dict[str, torch.dtype] = {}
@@ -295,5 +298,5 @@ def _types(
         if site.table[site.leaf].is_floating_point() and not (
             module in layers and name == f"{module}.weight"
         ):
-            found[name] = torch.float32 if is_listed(module, kept) else rest
+            found[name] = torch.float32 if is_listed(module, unquantized) else rest
     return found

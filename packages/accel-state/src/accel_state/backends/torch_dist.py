@@ -76,21 +76,21 @@ class TorchCollectives:
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Send some bytes to every rank, each rank as many as it likes."""
-        room, ranks, own = self.chunk_bytes, self.world_size, self.rank
+        limit, ranks, own = self.chunk_bytes, self.world_size, self.rank
         if not len(self._rows):
             with torch.inference_mode(mode=False):  # else later calls outside of it could not write here
-                self._rows = torch.empty(ranks, room, dtype=torch.uint8)
-                self._sent = torch.empty(ranks * room, dtype=torch.uint8)
+                self._rows = torch.empty(ranks, limit, dtype=torch.uint8)
+                self._sent = torch.empty(ranks * limit, dtype=torch.uint8)
         nbytes = len(chunk)
         sizes = [nbytes] * ranks
-        sizes[own] = room  # gloo wants as much from a rank to itself as it has room for
+        sizes[own] = limit  # gloo wants as much from a rank to itself as it has room for
         sent = self._sent[: sum(sizes)]
         sent[: (own + 1) * nbytes].view(own + 1, nbytes).copy_(chunk)
-        sent[own * nbytes + room :].view(ranks - own - 1, nbytes).copy_(chunk)
+        sent[own * nbytes + limit :].view(ranks - own - 1, nbytes).copy_(chunk)
         with collective_scope("exchange"):
             deferred = meanwhile is not None
             rows = self._rows.view(-1)
-            work = dist.all_to_all_single(rows, sent, [room] * ranks, sizes, async_op=deferred)
+            work = dist.all_to_all_single(rows, sent, [limit] * ranks, sizes, async_op=deferred)
             _finish(work, meanwhile)
         return self._rows
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from accel_state.settings.engines import MegatronSettings as MegatronSettings
     from accel_state.settings.engines import ParallelismSettings as ParallelismSettings
     from accel_state.settings.environ import from_environ as from_environ
-    from accel_state.settings.environ import given_by_environ as given_by_environ
+    from accel_state.settings.environ import parse_environ as parse_environ
     from accel_state.settings.environ import to_environ as to_environ
     from accel_state.settings.environ import worker_environ as worker_environ
+    from accel_state.settings.error_collector import Problems as Problems
     from accel_state.settings.file import default_config_file as default_config_file
-    from accel_state.settings.file import given_by_file as given_by_file
+    from accel_state.settings.file import parse_file as parse_file
     from accel_state.settings.file import to_content as to_content
     from accel_state.settings.merge import Given as Given
     from accel_state.settings.merge import Layer as Layer
@@ -32,11 +33,10 @@ if TYPE_CHECKING:
     from accel_state.settings.model import TrainingSettings as TrainingSettings
     from accel_state.settings.option import Option as Option
     from accel_state.settings.options import OPTIONS as OPTIONS
-    from accel_state.settings.places import HostSettings as HostSettings
-    from accel_state.settings.places import MpiSettings as MpiSettings
-    from accel_state.settings.places import SageMakerSettings as SageMakerSettings
-    from accel_state.settings.places import TpuSettings as TpuSettings
-    from accel_state.settings.problems import Problems as Problems
+    from accel_state.settings.remote import HostSettings as HostSettings
+    from accel_state.settings.remote import MpiSettings as MpiSettings
+    from accel_state.settings.remote import SageMakerSettings as SageMakerSettings
+    from accel_state.settings.remote import TpuSettings as TpuSettings
 
 __all__ = [
     "OPTIONS",
@@ -63,8 +63,8 @@ __all__ = [
     "combine",
     "default_config_file",
     "from_environ",
-    "given_by_environ",
-    "given_by_file",
+    "parse_environ",
+    "parse_file",
     "to_content",
     "to_environ",
     "weigh",
@@ -79,8 +79,8 @@ _MODULES = {
         "MegatronSettings",
         "ParallelismSettings",
     ),
-    "environ": ("from_environ", "given_by_environ", "to_environ", "worker_environ"),
-    "file": ("default_config_file", "given_by_file", "to_content"),
+    "environ": ("from_environ", "parse_environ", "to_environ", "worker_environ"),
+    "file": ("default_config_file", "parse_file", "to_content"),
     "merge": ("Given", "Layer", "Merged", "combine", "weigh"),
     "model": (
         "DynamoSettings",
@@ -92,8 +92,8 @@ _MODULES = {
     ),
     "option": ("Option",),
     "options": ("OPTIONS",),
-    "places": ("HostSettings", "MpiSettings", "SageMakerSettings", "TpuSettings"),
-    "problems": ("Problems",),
+    "remote": ("HostSettings", "MpiSettings", "SageMakerSettings", "TpuSettings"),
+    "error_collector": ("Problems",),
 }
 
 __getattr__, __dir__ = attach(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from accel_state.settings.error_collector import Problems
 from accel_state.settings.merge import Given, Layer, combine, parse
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.options import BY_PATH, BY_VARIABLE
-from accel_state.settings.problems import Problems
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,7 +23,7 @@ IN_PARTS: Mapping[str, tuple[str, ...]] = {
 """Settings that other launchers hand over in several variables; those that are not set are false."""
 
 
-def given_by_environ(environ: Mapping[str, str]) -> dict[str, Given]:
+def parse_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     """Read every documented variable that is set.
 
     Args:
@@ -65,7 +65,7 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
         >>> from_environ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}).fsdp.fsdp_version
         2
     """
-    return combine(given_by_environ(environ)).settings
+    return combine(parse_environ(environ)).settings
 
 
 def to_environ(settings: Settings) -> dict[str, str]:

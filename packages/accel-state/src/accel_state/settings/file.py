@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
+from accel_state.settings.error_collector import Problems
+from accel_state.settings.legacy import translate
 from accel_state.settings.merge import Given, Layer, parse
 from accel_state.settings.model import Settings, value_at
-from accel_state.settings.older import translate
 from accel_state.settings.options import BY_KEY, OPTIONS
-from accel_state.settings.problems import Problems
 from accel_state.settings.rows.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def default_config_folder(environ: Mapping[str, str]) -> Path:
     return Path(home).expanduser() / "accelerate"
 
 
-def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
+def parse_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
     """Read the settings of a config file.
 
     Args:
@@ -83,7 +83,7 @@ def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
         SettingsError: Keys are unknown, or their values cannot be used; the message names all.
 
     Example:
-        >>> given_by_file({"num_machines": 2}, "c.yaml")["launch.num_machines"].value
+        >>> parse_file({"num_machines": 2}, "c.yaml")["launch.num_machines"].value
         2
     """
     found: dict[str, Given] = {}
@@ -108,7 +108,7 @@ def given_by_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
 
 
 def to_content(settings: Settings) -> dict[str, Any]:
-    """Write settings as the table of a config file; `given_by_file` reads it.
+    """Write settings as the table of a config file; `parse_file` reads it.
 
     Args:
         settings: What to write. An engine is written as `distributed_type`.

@@ -65,7 +65,7 @@ class Merged:
     given: Mapping[str, Given]
     conflicts: tuple[str, ...] = ()
 
-    def who(self, path: str) -> Given:
+    def source_of(self, path: str) -> Given:
         """Who decided about `path`; `DEFAULT` if nobody did."""
         return self.given.get(path, DEFAULT)
 

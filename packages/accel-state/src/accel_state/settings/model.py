@@ -12,7 +12,7 @@ from accel_state.settings.engines import (
     MegatronSettings,
     ParallelismSettings,
 )
-from accel_state.settings.places import HostSettings, MpiSettings, SageMakerSettings, TpuSettings
+from accel_state.settings.remote import HostSettings, MpiSettings, SageMakerSettings, TpuSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

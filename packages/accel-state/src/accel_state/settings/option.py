@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Said: TypeAlias = "Callable[[str], Any]"
+Answers: TypeAlias = "Callable[[str], Any]"
 """Tells the value that a path has so far."""
 
 
@@ -49,7 +49,7 @@ class Option:
     more_keys: tuple[str, ...] = ()
     launched: str | None = None
     question: str | None = None
-    when: Callable[[Said], bool] | None = None
+    when: Callable[[Answers], bool] | None = None
     unasked: str | None = None
 
     @property

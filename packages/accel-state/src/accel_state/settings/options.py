@@ -10,8 +10,8 @@ from accel_state.settings.rows.fsdp import FSDP
 from accel_state.settings.rows.launch import LAUNCH
 from accel_state.settings.rows.megatron import MEGATRON
 from accel_state.settings.rows.parallelism import PARALLELISM
-from accel_state.settings.rows.places import MPI, SAGEMAKER, TPU
 from accel_state.settings.rows.process import PROCESS
+from accel_state.settings.rows.remote import MPI, SAGEMAKER, TPU
 from accel_state.settings.rows.training import DYNAMO, TRAINING
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from accel_state.testing.copies import Copy
 from accel_state.testing.memory import Pool
 from accel_state.testing.operators import OperatorMode, TransferMode
 from accel_state.testing.queues import LateEvent, LateStream, Schedule
-from accel_state.testing.storages import Kind, Storages, byte_range, place_in_code
+from accel_state.testing.storages import Kind, Storages, byte_range, user_line
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -119,7 +119,7 @@ class LateDevice:
             if kinds.count(Kind.PINNED) != 1:
                 raise ValueError(
                     f"a copy from {kinds[1].name.lower()} to {kinds[0].name.lower()} memory at "
-                    f"{place_in_code()} is not between pinned host memory, made by `pinned`, and the device: "
+                    f"{user_line()} is not between pinned host memory, made by `pinned`, and the device: "
                     f"a real device would copy it while the host waits"
                 )
             self._copy(target, source)
@@ -202,7 +202,7 @@ class LateDevice:
                 stream.run()
             on_host = Kind.PINNED in kinds and Kind.DEVICE not in kinds
             actor = self._begin(None if on_host else stream)
-            where = place_in_code()
+            where = user_line()
             for tensor, is_write in touched:
                 self._access(actor, tensor, name, where, writes=is_write)
             return actor if kinds - {Kind.UNKNOWN} else None
@@ -222,7 +222,7 @@ class LateDevice:
             stream = self.current_stream()
             if actor is self.host:
                 return
-            where = place_in_code()
+            where = user_line()
             for tensor in outputs:
                 if actor is not None:
                     self._storages.find(tensor).kind = Kind.DEVICE
@@ -263,7 +263,7 @@ class LateDevice:
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
         stream = self.current_stream()
-        where = place_in_code()
+        where = user_line()
         actor = self._begin(stream)
         for tensor, writes in ((source, False), (target, True)):
             tracked = self._storages.find(tensor)
@@ -292,7 +292,7 @@ class LateDevice:
 
     def _allocate(self, nbytes: int, kind: Kind, owner: Actor) -> tuple[Tensor, Block]:
         block, tensor = self._pool.take(nbytes, owner)
-        block.where = place_in_code()
+        block.where = user_line()
         tracked = self._storages.find(tensor)
         tracked.kind, tracked.block, tracked.history = kind, block, block.history
         return tensor, block
@@ -316,7 +316,7 @@ class LateDevice:
         block.until = [stream.reaches_end() for stream in streams]
         if not block.until and block.owner is not self.host:
             self._streams[block.owner.number - 1].submit(block.poison)
-        self._pool.give_back(block)
+        self._pool.free_block(block)
 
     def finish(self) -> None:
         """Run what is pending, and `check`."""

@@ -95,6 +95,6 @@ class Pool:
             blocks.append(self._freed.popleft())
         return blocks
 
-    def give_back(self, block: Block) -> None:
+    def free_block(self, block: Block) -> None:
         """Make a freed block available, at once or when its conditions hold."""
         (self._waiting if block.until else self._free).append(block)

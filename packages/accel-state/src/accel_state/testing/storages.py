@@ -99,7 +99,7 @@ def byte_range(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.itemsize
 
 
-def place_in_code() -> str:
+def user_line() -> str:
     """Return the innermost lines of the caller's code that are neither torch's nor this package's."""
     frame = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     lines: list[str] = []

@@ -80,11 +80,11 @@ if TYPE_CHECKING:
     from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig
     from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
     from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
-    from accel_plugins.fsdp.loading import ensure_weights_retied
-    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-    from accel_plugins.fsdp.ram import (
+    from accel_plugins.fsdp.env_flags import (
         disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading,
     )
+    from accel_plugins.fsdp.loading import ensure_weights_retied
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
     from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
     from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
     from accel_plugins.kwargs.base import KwargsHandler
@@ -307,11 +307,11 @@ _EXPORTS = {
     **dict.fromkeys(("HfDeepSpeedConfig",), "accel_plugins.deepspeed.hf_config"),
     **dict.fromkeys(("map_pytorch_optim_to_deepspeed",), "accel_plugins.deepspeed.optimizers"),
     **dict.fromkeys(("DeepSpeedPlugin", "get_active_deepspeed_plugin"), "accel_plugins.deepspeed.plugin"),
-    **dict.fromkeys(("ensure_weights_retied",), "accel_plugins.fsdp.loading"),
-    **dict.fromkeys(("FullyShardedDataParallelPlugin",), "accel_plugins.fsdp.plugin"),
     **dict.fromkeys((
         "disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_loading",
-    ), "accel_plugins.fsdp.ram"),
+    ), "accel_plugins.fsdp.env_flags"),
+    **dict.fromkeys(("ensure_weights_retied",), "accel_plugins.fsdp.loading"),
+    **dict.fromkeys(("FullyShardedDataParallelPlugin",), "accel_plugins.fsdp.plugin"),
     **dict.fromkeys(("GradientAccumulationPlugin",), "accel_plugins.kwargs.accumulation"),
     **dict.fromkeys(("AutocastKwargs", "GradScalerKwargs"), "accel_plugins.kwargs.amp"),
     **dict.fromkeys(("KwargsHandler",), "accel_plugins.kwargs.base"),

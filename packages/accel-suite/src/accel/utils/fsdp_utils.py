@@ -13,10 +13,10 @@ from accel_state._lazy import attach
 if TYPE_CHECKING:
     from accel_ops.weights.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
     from accel_plugins.fsdp.autowrap import fsdp2_prepare_auto_wrap_policy
-    from accel_plugins.fsdp.loading import ensure_weights_retied, get_parameters_from_modules
-    from accel_plugins.fsdp.ram import (
+    from accel_plugins.fsdp.env_flags import (
         disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading,
     )
+    from accel_plugins.fsdp.loading import ensure_weights_retied, get_parameters_from_modules
     from accel_plugins.precision.sharded_scaler import get_fsdp2_grad_scaler
     from accel_train.checkpoint.fsdp_files import (
         load_fsdp_model, load_fsdp_optimizer, save_fsdp_model, save_fsdp_optimizer,
@@ -40,10 +40,10 @@ __all__ = [
 _EXPORTS = {
     **dict.fromkeys(("SAFE_WEIGHTS_NAME", "WEIGHTS_NAME"), "accel_ops.weights.names"),
     **dict.fromkeys(("fsdp2_prepare_auto_wrap_policy",), "accel_plugins.fsdp.autowrap"),
-    **dict.fromkeys(("ensure_weights_retied", "get_parameters_from_modules"), "accel_plugins.fsdp.loading"),
     **dict.fromkeys((
         "disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_loading",
-    ), "accel_plugins.fsdp.ram"),
+    ), "accel_plugins.fsdp.env_flags"),
+    **dict.fromkeys(("ensure_weights_retied", "get_parameters_from_modules"), "accel_plugins.fsdp.loading"),
     **dict.fromkeys(("get_fsdp2_grad_scaler",), "accel_plugins.precision.sharded_scaler"),
     **dict.fromkeys((
         "load_fsdp_model", "load_fsdp_optimizer", "save_fsdp_model", "save_fsdp_optimizer",

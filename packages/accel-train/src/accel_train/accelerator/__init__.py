@@ -13,8 +13,8 @@ from accel_train.accelerator.project import ProjectFacet
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
 from accel_train.accelerator.tracking import TrackingFacet
-from accel_train.given import sort_plugins
 from accel_train.parts import UNSET, Arguments, build_parts
+from accel_train.plugin_args import sort_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from accel_train.checkpoint.saving import Saving
+    from accel_train.checkpoint.writer import Saving
 
 
 class StateIoFacet(Facet):
@@ -231,7 +231,7 @@ class StateIoFacet(Facet):
         """
         parts = self._parts
         commits = parts.checkpoints.commits
-        tensors = parts.strategy.persister.whole_parts(model, keep=commits)
+        tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
         try:
             if commits:
                 save_state_parts(

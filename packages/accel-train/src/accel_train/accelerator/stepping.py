@@ -14,7 +14,7 @@ from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.strategies.sync import sync_in_backward
 from accel_plugins.strategy import Feature
 from accel_train.accelerator.facet import Facet
-from accel_train.data.evenness import evenness
+from accel_train.data.even_batches import evenness
 from accel_train.lomo import fused_backward
 from accel_train.optimizer import AcceleratedOptimizer
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
     from accel_state.gradient_state import GradientState
-    from accel_train.items import ItemCount
     from accel_train.sync import Accumulation
+    from accel_train.token_normalizer import ItemCount
 
 
 class SteppingFacet(Facet):
@@ -214,7 +214,7 @@ class SteppingFacet(Facet):
         parts = self._parts
         _check_parameters(parameters, "clip_grad_norm_")
         optimizers = self._scaled_optimizers("clip_grad_norm_()")
-        self._settle()
+        self._normalize_gradients()
         return parts.strategy.stepper.clip_grad_norm(parameters, max_norm, norm_type, optimizers=optimizers)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
@@ -233,7 +233,7 @@ class SteppingFacet(Facet):
         strategy = self._parts.strategy
         strategy.require(Feature.CLIP_GRAD_VALUE, what)
         optimizers = self._scaled_optimizers(what)
-        self._settle()
+        self._normalize_gradients()
         strategy.stepper.clip_grad_value(parameters, clip_value, optimizers=optimizers)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
@@ -246,7 +246,7 @@ class SteppingFacet(Facet):
             RuntimeError: A scaled loss is being accumulated, so that the gradients are not complete.
         """
         known = self._scaled_optimizers("unscale_gradients()")
-        self._settle()
+        self._normalize_gradients()
         if optimizer is not None:
             given: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
             known = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in given]
@@ -347,7 +347,7 @@ class SteppingFacet(Facet):
         if sync and not parts.items.is_held:
             parts.items.settle()
 
-    def _settle(self) -> None:
+    def _normalize_gradients(self) -> None:
         """Complete the gradients of a window that nobody has declared complete, as without `accumulate`."""
         if self._parts.gradient_state.sync_gradients:
             self._parts.items.settle()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import write_weights
 from accel_train.checkpoint.rng import read_rng
-from accel_train.checkpoint.saving import Part
+from accel_train.checkpoint.writer import Part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -67,7 +67,7 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
     return parts
 
 
-def own_parts(contents: Contents, *, rank: int, device: torch.device) -> list[Part]:
+def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[Part]:
     """List what every rank writes for itself: where its loaders are, and its random numbers.
 
     Args:

@@ -21,9 +21,9 @@ from accel_train.checkpoint.files import (
     sizes_in,
     write_text,
 )
+from accel_train.checkpoint.foreign import check_foreign
 from accel_train.checkpoint.lock import FolderLock, holder, lock, try_lock
 from accel_train.checkpoint.manifest import Manifest
-from accel_train.checkpoint.unmarked import check_unmarked
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -72,14 +72,14 @@ def begin(target: Path) -> Staging:
         if target.is_dir():
             staging = layout.staging_inside(target, nonce)
             _clean(target, target)
-            beside = layout.lock_beside(target)
+            lock_file = layout.lock_path(target)
             with contextlib.suppress(OSError):  # of a folder above that may be closed to us
-                other = try_lock(beside) if beside.exists() else None
+                other = try_lock(lock_file) if lock_file.exists() else None
                 if other is not None:
                     _clean(target.parent, target)
                     other.release()
         else:
-            staging = layout.staging_beside(target, nonce)
+            staging = layout.staging_path(target, nonce)
             _clean(target.parent, target)
         make_folder(staging)
     except BaseException:
@@ -92,7 +92,7 @@ def _locked(target: Path) -> FolderLock:
     make_folder(target.parent)
     while True:
         inside = target.is_dir()
-        path = layout.lock_inside(target) if inside else layout.lock_beside(target)
+        path = layout.lock_inside(target) if inside else layout.lock_path(target)
         held = lock(path, target, patience=_LOCK_PATIENCE)
         if target.is_dir() == inside:
             return held
@@ -101,7 +101,7 @@ def _locked(target: Path) -> FolderLock:
 
 def _clean(folder: Path, target: Path) -> None:
     for entry in folder.iterdir():
-        if _is_leftover(entry, target):
+        if _is_trash(entry, target):
             remove(entry)
 
 
@@ -230,7 +230,7 @@ def check(folder: Path) -> Manifest | None:
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        check_unmarked(folder)
+        check_foreign(folder)
         return None
     complaints = manifest.complaints(sizes_in(folder))
     if complaints:
@@ -285,14 +285,14 @@ def numbers(project: Path) -> list[int]:
 
 def delete(folder: Path) -> None:
     """Delete a checkpoint; while that lasts, it has a name that nobody takes for a checkpoint."""
-    doomed = layout.doomed(folder, secrets.token_hex(4))
-    move(folder, doomed)
-    remove(doomed)
+    trash_path = layout.trash_path(folder, secrets.token_hex(4))
+    move(folder, trash_path)
+    remove(trash_path)
 
 
-def _is_leftover(entry: Path, target: Path) -> bool:
+def _is_trash(entry: Path, target: Path) -> bool:
     """Whether what lies beside or inside a checkpoint was left there, also by numbered ones before it."""
-    owner = layout.leftover_of(entry.name)
+    owner = layout.target_of_trash(entry.name)
     if owner is None or not owner:
         return owner is not None and entry.parent == target
     numbered = layout.iteration_of(target.name) is not None and layout.iteration_of(owner) is not None

@@ -11,7 +11,7 @@ from accel_plugins import dcp
 from accel_plugins.dcp.layout import is_sharded_folder
 from accel_plugins.dcp.local import LocalFiles
 from accel_plugins.dcp.names import plain_name
-from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.fsdp.forms import form_of
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train.checkpoint import layout
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_plugins.dcp.role import ShardedStates
+    from accel_plugins.dcp.protocol import ShardedStates
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
     from accel_plugins.roles import Persister
     from accel_state.topology import Topology

@@ -161,7 +161,7 @@ def iteration_of(name: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-def staging_beside(target: Path, nonce: str) -> Path:
+def staging_path(target: Path, nonce: str) -> Path:
     """Where a checkpoint is written whose folder does not exist yet."""
     return target.with_name(f".{target.name}.{_SAVING}{nonce}")
 
@@ -176,11 +176,11 @@ def lock_inside(target: Path) -> Path:
     return target / LOCK_NAME
 
 
-def lock_beside(target: Path) -> Path:
+def lock_path(target: Path) -> Path:
     """The lock of those who make a checkpoint's folder; numbered ones in the same place share it.
 
     Example:
-        >>> lock_beside(Path("run/checkpoint_3")).name, lock_beside(Path("run/best")).name
+        >>> lock_path(Path("run/checkpoint_3")).name, lock_path(Path("run/best")).name
         ('.accel-lock', '.best.accel-lock')
     """
     return target.with_name(
@@ -188,12 +188,12 @@ def lock_beside(target: Path) -> Path:
     )
 
 
-def doomed(target: Path, nonce: str) -> Path:
+def trash_path(target: Path, nonce: str) -> Path:
     """What a checkpoint is called while it is being deleted."""
     return target.with_name(f".{target.name}.{_DELETING}{nonce}")
 
 
-def leftover_of(name: str) -> str | None:
+def target_of_trash(name: str) -> str | None:
     """Say for which checkpoint a process made a folder, in which it then died while saving or deleting.
 
     Args:
@@ -203,8 +203,8 @@ def leftover_of(name: str) -> str | None:
         The name of the checkpoint beside it, `""` for the one around it, `None` if it is no such folder.
 
     Example:
-        >>> leftover_of(".checkpoint_3.saving-12ab"), leftover_of(".saving-12ab"), leftover_of("checkpoint_3")
-        ('checkpoint_3', '', None)
+        >>> target_of_trash(".checkpoint_3.saving-12ab"), target_of_trash("checkpoint_3")
+        ('checkpoint_3', None)
     """
     found = _LEFTOVER.fullmatch(name)
     return None if found is None else (found[2] or "")

@@ -13,8 +13,7 @@ from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.opening import WHAT, first_problem, open_first_whole
-from accel_train.checkpoint.restore import (
+from accel_train.checkpoint.apply import (
     restore_model,
     restore_positions,
     restore_rng,
@@ -23,6 +22,7 @@ from accel_train.checkpoint.restore import (
     step_of,
     warn_about_more_models,
 )
+from accel_train.checkpoint.opening import WHAT, first_problem, open_newest_complete
 from accel_train.checkpoint.rotation import complete_everywhere
 from accel_train.checkpoint.sharded import model_loader, optimizer_loader
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping
 
-    from accel_train.checkpoint.restore import Source
+    from accel_train.checkpoint.apply import Source
     from accel_train.checkpoint.run import Run
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def load(
     location = to_model.pop("map_location", "cpu")
     location = run.runtime.device if location == "on_device" else location or "cpu"
     candidates = _candidates(run, input_dir)
-    source = open_first_whole(run, candidates, {"map_location": location, "options": options})
+    source = open_newest_complete(run, candidates, {"map_location": location, "options": options})
     failure: Exception | None = None
     try:
         _restore(run, source, to_model)
@@ -133,7 +133,7 @@ def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path
 
 def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
     """What all ranks say, once they agree on what is asked for."""
-    mine = _look(run, asked) if run.commits else Answer(asked=asked)
+    mine = _find_candidates(run, asked) if run.commits else Answer(asked=asked)
     answers = [Answer(**json.loads(text)) for text in run.main.exchange(what, json.dumps(asdict(mine)))]
     shared = not run.project.save_on_each_node
     if any(answer.asked != asked for answer in answers if shared or None in {answer.asked, asked}):
@@ -147,7 +147,7 @@ def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
     return answers
 
 
-def _look(run: Run, asked: str | None) -> Answer:
+def _find_candidates(run: Run, asked: str | None) -> Answer:
     """What is there, on the host of this rank."""
     try:
         complete, following = None, 0

@@ -157,12 +157,12 @@ def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
         >>> shares({name: FileRecord(size=size, checksum="") for name, size in sizes.items()}, 2)
         [['a'], ['b', 'c']]
     """
-    divided: list[tuple[int, list[str]]] = [(0, []) for _ in range(parts)]
+    assigned: list[tuple[int, list[str]]] = [(0, []) for _ in range(parts)]
     for name in sorted(files, key=lambda name: (-files[name].size, name)):
-        least = min(range(parts), key=lambda part: divided[part][0])
-        total, names = divided[least]
-        divided[least] = (total + files[name].size, [*names, name])
-    return [names for _, names in divided]
+        least = min(range(parts), key=lambda part: assigned[part][0])
+        total, names = assigned[least]
+        assigned[least] = (total + files[name].size, [*names, name])
+    return [names for _, names in assigned]
 
 
 def _typed(value: object, kind: type[_Value]) -> _Value:

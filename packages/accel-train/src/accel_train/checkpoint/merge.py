@@ -70,14 +70,14 @@ def _merge(folder: Path, target: Path, *, safe: bool) -> None:
             for name, entry in tensors.items()
             if entry.shape is not None and entry.dtype is not None
         }
-        room = create_safetensors(temporary, rows)
-        dcp.read_into(folder, {entry.key: room[name] for name, entry in tensors.items()}, flat=True)
+        mapped = create_safetensors(temporary, rows)
+        dcp.read_into(folder, {entry.key: mapped[name] for name, entry in tensors.items()}, flat=True)
         if not safe:
-            beside = temporary.with_suffix(".bin")
-            torch.save(room, beside)
+            temporary_bin = temporary.with_suffix(".bin")
+            torch.save(mapped, temporary_bin)
             remove(temporary)
-            temporary = beside
-        del room
+            temporary = temporary_bin
+        del mapped
         move(temporary, target)
     finally:
         remove(temporary)

@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state import runtime
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.contents import Contents, own_parts, shared_parts
-from accel_train.checkpoint.encode import read_object, write_object
-from accel_train.checkpoint.files import FileWriter, make_folder, move
-from accel_train.checkpoint.folder import read_manifest
-from accel_train.checkpoint.manifest import FileRecord, Manifest
-from accel_train.checkpoint.restore import (
+from accel_train.checkpoint.apply import (
     Source,
     restore_model,
     restore_positions,
@@ -20,6 +15,11 @@ from accel_train.checkpoint.restore import (
     restore_states,
     step_of,
 )
+from accel_train.checkpoint.contents import Contents, rank_files, shared_parts
+from accel_train.checkpoint.encode import read_object, write_object
+from accel_train.checkpoint.files import FileWriter, make_folder, move
+from accel_train.checkpoint.folder import read_manifest
+from accel_train.checkpoint.manifest import FileRecord, Manifest
 
 if TYPE_CHECKING:
     import os
@@ -61,7 +61,7 @@ def save_accelerator_state(
     Returns:
         The folder.
     """
-    here = runtime.current_or_single()
+    current = runtime.current_or_single()
     target = Path(output_dir)
     make_folder(target)
     contents = Contents(
@@ -71,14 +71,14 @@ def save_accelerator_state(
         dataloaders=dataloaders,
         scaler={} if scaler is None else scaler.state_dict(),
     )
-    writes = here.topology.is_local_main if save_on_each_node else process_index == 0
+    writes = current.topology.is_local_main if save_on_each_node else process_index == 0
     shared = shared_parts(contents, safe=safe_serialization) if writes else []
     records = {
         part.name: _write(target / part.name, part.write_to)
-        for part in [*shared, *own_parts(contents, rank=process_index, device=here.device)]
+        for part in [*shared, *rank_files(contents, rank=process_index, device=current.device)]
     }
     if writes:
-        manifest = Manifest(world_size=here.topology.world_size, step=step, files=records)
+        manifest = Manifest(world_size=current.topology.world_size, step=step, files=records)
         _write(target / layout.MANIFEST_NAME, lambda sink: sink.write(manifest.to_text().encode()))
     return target
 
@@ -115,15 +115,15 @@ def load_accelerator_state(
     Raises:
         CheckpointError: A file is absent or damaged, or holds what is not read without trust.
     """
-    here = runtime.current_or_single()
+    current = runtime.current_or_single()
     folder = Path(input_dir)
     source = Source(
         folder=folder,
         manifest=read_manifest(folder),
         rank=process_index,
-        world_size=here.topology.world_size,
-        device=here.device,
-        map_location=here.device if map_location == "on_device" else map_location or "cpu",
+        world_size=current.topology.world_size,
+        device=current.device,
+        map_location=current.device if map_location == "on_device" else map_location or "cpu",
         options=load_kwargs or {},
     )
     for index, model in enumerate(models):
@@ -148,8 +148,8 @@ def save_custom_state(
         index: Number of the object.
         save_on_each_node: Whether one process of every host saves.
     """
-    place = runtime.current_or_single().topology
-    if place.is_local_main if save_on_each_node else place.is_main:
+    topology = runtime.current_or_single().topology
+    if topology.is_local_main if save_on_each_node else topology.is_main:
         _write(Path(path) / layout.custom_name(index), lambda sink: write_object(obj.state_dict(), sink))
 
 
@@ -169,15 +169,15 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
 
 def _write(path: Path, write: Callable[[Any], object]) -> FileRecord:
     """Write beside the target, then put it there."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.unlink(missing_ok=True)
-    writer = FileWriter(beside, to_disk=True)
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    writer = FileWriter(temporary, to_disk=True)
     try:
         write(writer)
     except BaseException:
         writer.abandon()
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
     record = writer.finish()
-    move(beside, path)
+    move(temporary, path)
     return record

@@ -12,8 +12,8 @@ import xxhash
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
+from accel_train.checkpoint.apply import Source
 from accel_train.checkpoint.manifest import shares
-from accel_train.checkpoint.restore import Source
 from accel_train.checkpoint.sharded import model_loader, optimizer_loader
 
 if TYPE_CHECKING:
@@ -34,16 +34,16 @@ class View:
 
     Args:
         digest: Of its manifest; empty without one.
-        settled: Whether it was the same checkpoint all the time.
+        committed: Whether it was the same checkpoint all the time.
         problem: Why it cannot be loaded.
     """
 
     digest: str
-    settled: bool
+    committed: bool
     problem: str
 
 
-def open_first_whole(run: Run, candidates: Sequence[Path], options: Mapping[str, Any]) -> Source:
+def open_newest_complete(run: Run, candidates: Sequence[Path], options: Mapping[str, Any]) -> Source:
     """Open the first of several checkpoints that is whole, on all ranks alike.
 
     Args:
@@ -56,7 +56,7 @@ def open_first_whole(run: Run, candidates: Sequence[Path], options: Mapping[str,
     """
     problems: list[str] = []
     for folder in candidates:
-        found = _open_settled(run, folder, options)
+        found = _open_committed(run, folder, options)
         if isinstance(found, Source):
             return found
         problems.append(found)
@@ -70,7 +70,7 @@ def first_problem(problems: Iterable[str]) -> str:
     return next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one), "")
 
 
-def _open_settled(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str:
+def _open_committed(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str:
     """Open a checkpoint; if it is replaced meanwhile, the next one in its place. Return what is damaged."""
     for _ in range(_ATTEMPTS):
         found = _attempt(run, folder, options)
@@ -134,13 +134,13 @@ def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) 
     text = "" if source.manifest is None else source.manifest.to_text()
     mine = View(
         digest=xxhash.xxh3_64(text.encode()).hexdigest() if text else "",
-        settled=blocked or source.is_unchanged(),
+        committed=blocked or source.is_unchanged(),
         problem=problem,
     )
     views = [View(**json.loads(one)) for one in run.main.exchange(WHAT, json.dumps(asdict(mine)))]
     digests = {view.digest for view in views if view.digest}
     one_folder = not run.project.save_on_each_node
-    if not all(view.settled for view in views) or (one_folder and len(digests) > 1):
+    if not all(view.committed for view in views) or (one_folder and len(digests) > 1):
         return None
     return first_problem(view.problem for view in views)
 
@@ -175,7 +175,7 @@ def _open_models(run: Run, source: Source) -> bool:
     if run.load_hooks:  # they may load models themselves, and take them from the list
         return False
     count = len(run.prepared.models)
-    whole = [index for index in range(count) if model_loader(run, source, index) is None]
-    for index in whole:
+    full = [index for index in range(count) if model_loader(run, source, index) is None]
+    for index in full:
         source.open(source.weights_name(index))
-    return len(whole) == count
+    return len(full) == count

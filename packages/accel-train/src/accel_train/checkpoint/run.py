@@ -9,19 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.agreement import agreement_of
 from accel_train.checkpoint.staging import HostStaging
+from accel_train.checkpoint.store_gather import agreement_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from accel_plugins.dcp.role import ShardedStates
+    from accel_plugins.dcp.protocol import ShardedStates
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_plugins.roles import Persister, PrecisionPolicy
     from accel_state.runtime import Runtime
-    from accel_train.checkpoint.agreement import Agreement
-    from accel_train.checkpoint.saving import Saving
+    from accel_train.checkpoint.store_gather import Agreement
+    from accel_train.checkpoint.writer import Saving
     from accel_train.parts import Prepared
     from accel_train.sync import Synchronizer
 

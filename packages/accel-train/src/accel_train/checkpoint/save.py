@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.protocol import StateForm
 from accel_state.errors import (
     CheckpointError,
     CheckpointWriteError,
@@ -16,9 +16,10 @@ from accel_state.errors import (
     SettingsError,
 )
 from accel_train.checkpoint import folder, layout
-from accel_train.checkpoint.contents import Contents, own_parts, shared_parts
+from accel_train.checkpoint.contents import Contents, rank_files, shared_parts
 from accel_train.checkpoint.manifest import Manifest
-from accel_train.checkpoint.saving import (
+from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, save_native, sharded_parts
+from accel_train.checkpoint.writer import (
     Job,
     Part,
     Report,
@@ -27,7 +28,6 @@ from accel_train.checkpoint.saving import (
     staged_parts,
     write_parts,
 )
-from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, save_own, sharded_parts
 
 if TYPE_CHECKING:
     import os
@@ -213,7 +213,7 @@ def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | No
 def _begin(request: Request, target: Path) -> tuple[Staging | None, Answer]:
     """Make the folder in which is written."""
     if request.iteration is not None and target.exists():
-        return None, _taken(request, target)
+        return None, _reserve(request, target)
     try:
         begun = folder.begin(target)
     except CheckpointWriteError as error:
@@ -224,11 +224,11 @@ def _begin(request: Request, target: Path) -> tuple[Staging | None, Answer]:
         return None, Answer(request=request, problem=f"{str(name)!r} could not be made: {reason}")
     if request.iteration is not None and target.exists():  # another job was faster
         begun.discard()
-        return None, _taken(request, target)
+        return None, _reserve(request, target)
     return begun, Answer(request=request, staging=str(begun.path))
 
 
-def _taken(request: Request, target: Path) -> Answer:
+def _reserve(request: Request, target: Path) -> Answer:
     number = max(folder.numbers(target.parent)) + 1
     problem = (
         f"{str(target)!r} is there already, of an earlier run. Go on from it with load_state(), or set "
@@ -261,8 +261,8 @@ def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
 def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     """Run the hooks; return what this rank writes."""
     prepared, form = run.prepared, form_of(run)
-    whole = form is StateForm.WHOLE
-    weights = [run.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if whole]
+    full = form is StateForm.WHOLE
+    weights = [run.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
     for hook in tuple(run.save_hooks.values()):
         hook(prepared.models, weights, str(job.staging))
     contents = Contents(
@@ -270,7 +270,7 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
         optimizers=[
             run.persister.full_optimizer_state(one.optimizer, prepared.models, keep=run.commits)
             for one in prepared.optimizers
-            if whole
+            if full
         ],
         schedulers=prepared.schedulers,
         dataloaders=prepared.dataloaders,
@@ -281,5 +281,5 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     if form is StateForm.SHARDED:
         shared += sharded_parts(run)
     elif form is StateForm.OWN:
-        save_own(run, job.staging)
-    return [*shared, *own_parts(contents, rank=job.rank, device=run.runtime.device)]
+        save_native(run, job.staging)
+    return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]

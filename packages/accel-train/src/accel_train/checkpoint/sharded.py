@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_plugins import dcp
-from accel_plugins.dcp.layout import is_sharded_folder, note_file, shard_file
+from accel_plugins.dcp.layout import is_sharded_folder, local_metadata_file, shard_file
 from accel_plugins.dcp.names import parameter_names
-from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.dcp.tensors import numbered_state
 from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, read_folder
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train.checkpoint import layout
-from accel_train.checkpoint.saving import Part
+from accel_train.checkpoint.writer import Part
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.dcp import Entry
-    from accel_train.checkpoint.restore import Source
+    from accel_train.checkpoint.apply import Source
     from accel_train.checkpoint.run import Run
 
 MODEL_KEY = "model"
@@ -73,7 +73,7 @@ def parts_of_folder(folder: str, state: Mapping[str, Any], rank: int) -> list[Pa
     writer = dcp.ShardWriter(state, rank)
     return [
         Part(name=f"{folder}/{shard_file(rank)}", read=writer.local_values, write=writer.write_shards),
-        Part(name=f"{folder}/{note_file(rank)}", read=list, write=writer.write_note),
+        Part(name=f"{folder}/{local_metadata_file(rank)}", read=list, write=writer.write_local_metadata),
     ]
 
 
@@ -92,7 +92,7 @@ def check_shared(run: Run) -> None:
         )
 
 
-def save_own(run: Run, staging: Path) -> None:
+def save_native(run: Run, staging: Path) -> None:
     """Let the strategy write models and optimizers in its own form."""
     prepared = run.prepared
     for index, model in enumerate(prepared.models):
@@ -122,7 +122,7 @@ def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] 
     if is_sharded_folder(folder):
         dcp.read_index(folder)
         return partial(restore_model_shards, run, folder)
-    if form_of(run) is StateForm.OWN and not _is_whole(source, index):
+    if form_of(run) is StateForm.OWN and not _is_full(source, index):
         return lambda model, **_: run.persister.load_model(model, source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
@@ -162,7 +162,7 @@ def _restore_engine_optimizer(run: Run, engine: Path, optimizer: Optimizer) -> N
     run.persister.load_full_optimizer_state(optimizer, models, state)
 
 
-def _is_whole(source: Source, index: int) -> bool:
+def _is_full(source: Source, index: int) -> bool:
     names = (
         *(layout.weights_name(index, safe=safe) for safe in (True, False)),
         layout.fsdp_weights_name(index),
@@ -183,7 +183,7 @@ def restore_model_shards(
         **options: More arguments of `Module.load_state_dict`.
     """
     if run.shards is None:
-        state = dcp.read_all(folder, _whole)
+        state = dcp.read_all(folder, _full)
         run.persister.load_full_state_dict(model, _inside(state), strict=strict, **options)
         return
     tensors = run.shards.model_tensors(model)
@@ -210,19 +210,19 @@ def restore_optimizer_shards(run: Run, folder: Path, optimizer: Optimizer) -> No
     """
     models = run.prepared.models
     if run.shards is None:
-        state = _inside(dcp.read_all(folder, _whole))
+        state = _inside(dcp.read_all(folder, _full))
         state.setdefault("state", {})
         names = [group["params"] for group in state["param_groups"]]
         run.persister.load_full_optimizer_state(optimizer, models, numbered_state(state, names))
         return
-    make = run.shards.room_for(optimizer, models)
+    make = run.shards.state_allocator(optimizer, models)
 
-    def room(entry: Entry) -> Tensor:
+    def allocate(entry: Entry) -> Tensor:
         if len(entry.path) > 3 and entry.path[1] == "state":
             return make(str(entry.path[2]), entry.shape or torch.Size(), entry.dtype or torch.float32)
-        return _whole(entry)
+        return _full(entry)
 
-    state = _inside(dcp.read_all(folder, room))
+    state = _inside(dcp.read_all(folder, allocate))
     state.setdefault("state", {})
     run.shards.load_optimizer(optimizer, models, state)
 
@@ -233,5 +233,5 @@ def _inside(state: dict[str, Any]) -> dict[str, Any]:
     return values[0] if len(values) == 1 and isinstance(values[0], dict) else state
 
 
-def _whole(entry: Entry) -> Tensor:
+def _full(entry: Entry) -> Tensor:
     return torch.empty(entry.shape or (), dtype=entry.dtype)

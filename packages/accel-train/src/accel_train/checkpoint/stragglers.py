@@ -28,22 +28,28 @@ class StragglerMonitor:
     """Judge the ranks for which another one waits.
 
     Args:
-        what: What all ranks are doing, for the messages.
+        operation: What all ranks are doing, for the messages.
         monitor: What ranks post about themselves; `None` where nothing is monitored.
         rank: Index of this process. Rank 0 looks where all ranks are before it raises; the others, of which
             there may be thousands, look only at rank 0 and themselves.
         world_size: Number of processes.
-        judges_places: Whether a rank that is in another collective, or has ended, cannot come any more.
+        compare_locations: Whether a rank that is in another collective, or has ended, cannot come any more.
     """
 
     def __init__(
-        self, what: str, monitor: HangMonitor | None, *, rank: int, world_size: int, judges_places: bool
+        self,
+        operation: str,
+        monitor: HangMonitor | None,
+        *,
+        rank: int,
+        world_size: int,
+        compare_locations: bool,
     ) -> None:
-        self._what = what
+        self._operation = operation
         self._monitor = monitor
         self._rank = rank
         self._shown: Sequence[int] = range(world_size) if rank == 0 else (0, rank)
-        self._judges_places = judges_places
+        self._compare_locations = compare_locations
         self._pause = max(POLL_S, world_size / RANKS_PER_S)
         self._began = self._polled = time.monotonic()
         self._warned = rank > 1  # one of the ranks that wait for rank 0 warns for all
@@ -69,27 +75,27 @@ class StragglerMonitor:
             reason = None if status is None else self._judge(status, self._monitor.count, now)
             if reason is not None:
                 raise DistributedOperationException(
-                    f"{self._what} must be called on every rank, but rank {rank} {reason}: "
+                    f"{self._operation} must be called on every rank, but rank {rank} {reason}: "
                     f"{format_statuses(self._monitor.statuses(self._shown))}."
                 )
         if now - self._began >= WARN_AFTER_S and not self._warned:
             self._warned = True
             statuses = self._monitor.statuses(self._shown)
             logger.warning(
-                "%s waits for %s: %s.", self._what, format_ranks(missing), format_statuses(statuses)
+                "%s waits for %s: %s.", self._operation, format_ranks(missing), format_statuses(statuses)
             )
 
     def _judge(self, status: RankStatus, collective: int, now: float) -> str | None:
         """Return why a rank will not come, if that is certain."""
         # In another collective, which needs this rank; for some time, since statuses may be a second old.
-        elsewhere = status.inside and status.collective >= collective
-        place = (status.collective, status.location) if elsewhere else None
-        old_place, since, heartbeat, heard = self._seen.get(status.rank, (None, now, -1, now))
-        since = since if place is not None and place == old_place else now
+        passed = status.inside and status.collective >= collective
+        location = (status.collective, status.location) if passed else None
+        old_location, since, heartbeat, heard = self._seen.get(status.rank, (None, now, -1, now))
+        since = since if location is not None and location == old_location else now
         heard = heard if status.heartbeat == heartbeat else now
-        self._seen[status.rank] = (place, since, status.heartbeat, heard)
-        if self._judges_places and status.exited:
+        self._seen[status.rank] = (location, since, status.heartbeat, heard)
+        if self._compare_locations and status.exited:
             return "has ended"
-        if self._judges_places and now - since >= STUCK_S:
+        if self._compare_locations and now - since >= STUCK_S:
             return "waits elsewhere"
         return "gives no sign of life" if now - heard >= SILENT_S else None

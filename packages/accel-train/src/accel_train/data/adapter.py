@@ -17,10 +17,10 @@ from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.indices import INDEXING, IndexSource, index_source
 from accel_train.data.iterable_shard import DeliveringCollate, Delivery, EpochAware, IterableDatasetShard
 from accel_train.data.reading import (
+    FakeWorkerInfo,
     Position,
     Reading,
     SamplerReading,
-    StandInWorker,
     StatefulReading,
     StreamReading,
 )
@@ -108,8 +108,8 @@ class DataLoaderAdapter(DataLoader[Any]):
 
     def __len__(self) -> int:
         """Number of batches of this rank, less those that the next pass skips."""
-        whole, rest = divmod(super().__len__(), self._batches_per_step)
-        return max(0, whole + (rest > 0 and not self._drop_last) - self.skip_batches)
+        full_steps, rest = divmod(super().__len__(), self._batches_per_step)
+        return max(0, full_steps + (rest > 0 and not self._drop_last) - self.skip_batches)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that comes next, for the samplers and the dataset.
@@ -244,7 +244,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
 
     @property
-    def is_divided(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether this rank reads a part of the data, and others read the rest."""
         return self._shards > 1
 
@@ -305,7 +305,7 @@ class DataLoaderAdapter(DataLoader[Any]):
             options |= self._indices.options(start, position.order)
             return SamplerReading(iter(DataLoader(self.dataset, **options)), self._indices.shard, start)
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
-        options["worker_init_fn"] = StandInWorker(self.worker_init_fn, position.next_worker)
+        options["worker_init_fn"] = FakeWorkerInfo(self.worker_init_fn, position.next_worker)
         batches = iter(DataLoader(self._stream_from(position.consumed), **options))
         return StreamReading(batches, self._inner_stride, position.consumed, position.next_worker)
 

@@ -78,7 +78,7 @@ class ShardPlan:
         return self.rows * self.num_processes
 
     @property
-    def batches_per_round(self) -> int:
+    def batches_per_step_all_ranks(self) -> int:
         """Number of batches of the divided batch sampler in a complete round."""
         return 1 if self.split else self.num_processes
 
@@ -89,8 +89,8 @@ class ShardPlan:
 
     def count(self, total: int) -> int:
         """Give how many batches this rank gets out of `total` samples."""
-        whole, rest = divmod(total, self.stride)
-        return whole + (
+        full_steps, rest = divmod(total, self.stride)
+        return full_steps + (
             not self.drop_last and rest > 0 and (self.even or rest > self.rows * self.process_index)
         )
 
@@ -117,8 +117,8 @@ class ShardPlan:
 
     def count_batches(self, batches: int) -> int:
         """Give how many batches this rank gets out of `batches` whole ones."""
-        whole, rest = divmod(batches, self.batches_per_round)
-        return whole + (not self.drop_last and rest > 0 and (self.even or rest > self.process_index))
+        full_steps, rest = divmod(batches, self.batches_per_step_all_ranks)
+        return full_steps + (not self.drop_last and rest > 0 and (self.even or rest > self.process_index))
 
     def deal(
         self, batches: Iterable[Sequence[int]], head: Iterable[int] = ()
@@ -134,39 +134,39 @@ class ShardPlan:
         """
         stream = iter(batches)
         seen = list(head)
-        turn = list(islice(stream, self.batches_per_round))
-        while turn and not (self.drop_last and len(turn) < self.batches_per_round):
-            following = list(islice(stream, self.batches_per_round))
+        step_batches = list(islice(stream, self.batches_per_step_all_ranks))
+        while step_batches and not (self.drop_last and len(step_batches) < self.batches_per_step_all_ranks):
+            following = list(islice(stream, self.batches_per_step_all_ranks))
             if self.pads and len(seen) < self.stride:
-                seen.extend(chain.from_iterable(turn))
-            own = self._own(turn)
-            padding = self._padding(turn, own, seen) if self.split or not following else []
-            if own or padding:
-                yield own + padding, len(own)
-            turn = following
+                seen.extend(chain.from_iterable(step_batches))
+            local = self._local_indices(step_batches)
+            padding = self._padding(step_batches, local, seen) if self.split or not following else []
+            if local or padding:
+                yield local + padding, len(local)
+            step_batches = following
 
-    def _own(self, turn: list[Sequence[int]]) -> list[int]:
+    def _local_indices(self, step_batches: list[Sequence[int]]) -> list[int]:
         """This rank's part of a round, as far as there is one."""
         if not self.split:
-            return list(turn[self.process_index]) if self.process_index < len(turn) else []
-        rows = self._rows_of(turn[0])
-        return list(turn[0][self.process_index * rows : (self.process_index + 1) * rows])
+            return list(step_batches[self.process_index]) if self.process_index < len(step_batches) else []
+        rows = self._rows_of(step_batches[0])
+        return list(step_batches[0][self.process_index * rows : (self.process_index + 1) * rows])
 
     def _rows_of(self, batch: Sequence[int]) -> int:
         """How many samples of a batch that is split each rank gets; custom samplers may exceed their size."""
         return max(-(-len(batch) // self.num_processes), 0 if self.batch_size is None else self.rows)
 
-    def _padding(self, turn: list[Sequence[int]], own: list[int], seen: list[int]) -> list[int]:
+    def _padding(self, step_batches: list[Sequence[int]], local: list[int], seen: list[int]) -> list[int]:
         if not self.pads:
             return []
         if self.split:
-            rows = self._rows_of(turn[0])
-            before = self.process_index * rows - len(turn[0])
+            rows = self._rows_of(step_batches[0])
+            before = self.process_index * rows - len(step_batches[0])
         else:
-            rows = self.rows if self.process_index >= len(turn) - 1 else len(own)
-            before = (self.process_index - len(turn) + 1) * rows - len(turn[-1])
+            rows = self.rows if self.process_index >= len(step_batches) - 1 else len(local)
+            before = (self.process_index - len(step_batches) + 1) * rows - len(step_batches[-1])
         before = max(0, before)
-        return [seen[i % len(seen)] for i in range(before, before + rows - len(own))]
+        return [seen[i % len(seen)] for i in range(before, before + rows - len(local))]
 
 
 class BatchSamplerShard(BatchSampler):
@@ -249,7 +249,7 @@ class BatchSamplerShard(BatchSampler):
     @property
     def stride(self) -> int:
         """By how much one batch on every rank moves the position forward."""
-        return self.plan.stride if self.counts_samples else self.plan.batches_per_round
+        return self.plan.stride if self.counts_samples else self.plan.batches_per_step_all_ranks
 
     def __len__(self) -> int:
         """Number of batches of this rank."""
@@ -296,14 +296,14 @@ class BatchSamplerShard(BatchSampler):
             self.order = record_order(sampler) if order is None else order
             known = known_order(sampler) if self.counts_samples else None
             if known is not None and plan.num_processes > 1:
-                shares = _cut(known, plan.spans(len(known), position))
+                parts = _cut(known, plan.spans(len(known), position))
             else:
                 batches, head = self._rest(position, known)
-                shares = None if plan.num_processes == 1 else plan.deal(batches, head)
-        if shares is None:
+                parts = None if plan.num_processes == 1 else plan.deal(batches, head)
+        if parts is None:
             yield from batches
             return
-        for number, (batch, real) in enumerate(shares):
+        for number, (batch, real) in enumerate(parts):
             if real != len(batch):
                 padded[number], self.padded_rows = real, len(batch)
             yield batch

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.runtime import current_or_single
+from accel_train.data.data_parallel_rank import shard_of_ranks
+from accel_train.data.device_transfer import placing
 from accel_train.data.iterable_shard import Delivery
-from accel_train.data.mesh import shard_of_ranks
-from accel_train.data.placing import placing
-from accel_train.data.post import Receiver, Sender
 from accel_train.data.prepared import PreparedLoader
-from accel_train.data.reading import Launch, Position, launched, look_ahead
-from accel_train.data.rounds import Division, SliceFn
+from accel_train.data.reading import Position, StartCopy, launched, prefetch_batches
+from accel_train.data.row_split import Division, SliceFn
+from accel_train.data.scatter import Receiver, Sender
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -51,19 +51,21 @@ class MainReading:
         self._shard_of = shard_of
         self._read: deque[list[Any]] = deque()
 
-    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each part of the main process, with whether it is the last one."""
         if self._collectives.world_size == 1:
-            return look_ahead((part for (part,) in self._parts()), launch)
-        return launched(Sender(self._parts(), self._collectives).pairs(), launch)
+            return prefetch_batches((part for (part,) in self._parts()), start_copy)
+        return launched(Sender(self._parts(), self._collectives).pairs(), start_copy)
 
     def _parts(self) -> Iterator[list[Delivery | None]]:
         inner = self._inner = self._open_inner()  # here, where the others are told if it fails
-        for turn in self._division.rounds(inner.batches):
+        for step_batches in self._division.rounds(inner.batches):
             if not self._read and not self.taken:
                 inner.opened()
-            self._read.append(turn)
-            parts = self._division.parts([item.batch if type(item) is Delivery else item for item in turn])
+            self._read.append(step_batches)
+            parts = self._division.parts(
+                [item.batch if type(item) is Delivery else item for item in step_batches]
+            )
             yield [parts[shard] for shard in self._shard_of]
 
     def opened(self) -> dict[int, int]:
@@ -99,9 +101,9 @@ class RemoteReading:
         self.taken = 0
         self._collectives = collectives
 
-    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each part of this process, with whether it is the last one."""
-        return launched(Receiver(self._collectives).pairs(), launch)
+        return launched(Receiver(self._collectives).pairs(), start_copy)
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
@@ -176,9 +178,9 @@ class DataLoaderDispatcher(PreparedLoader):
         self._non_blocking = _non_blocking
         self._collectives = runtime.collectives
         self._reads = self._collectives.rank == 0
-        everyone = [*range(self._collectives.world_size)]
-        self._shard_of = everyone if torch_device_mesh is None else shard_of_ranks(torch_device_mesh)
-        self._batches_per_step = self._division.batches_per_round
+        all_ranks = [*range(self._collectives.world_size)]
+        self._shard_of = all_ranks if torch_device_mesh is None else shard_of_ranks(torch_device_mesh)
+        self._batches_per_step = self._division.batches_per_step_all_ranks
 
     @property
     def divider(self) -> Any:
@@ -197,7 +199,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this process's parts."""
-        return self._pass(placing(self.device, ahead=self._non_blocking))
+        return self._pass(placing(self.device, prefetching=self._non_blocking))
 
     def _open(self) -> Reading:
         if self._reads:

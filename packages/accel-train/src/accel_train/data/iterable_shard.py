@@ -57,13 +57,13 @@ class Delivery:
     Args:
         batch: What the loader yields.
         real: How many of its samples are not padding; None for all.
-        real_in_round: The same over all ranks, where `real` is given.
+        real_in_step: The same over all ranks, where `real` is given.
         worker: The worker process that made it, or None for the loader's own.
     """
 
     batch: Any
     real: int | None = None
-    real_in_round: int | None = None
+    real_in_step: int | None = None
     worker: int | None = None
 
     def pin_memory(self) -> Delivery:
@@ -193,11 +193,11 @@ class IterableDatasetShard(IterableDataset[Any]):
     def __len__(self) -> int:
         """Number of samples of this rank, if the dataset has a length."""
         plan = self.plan
-        whole, rest = divmod(len(self.dataset), plan.stride)
+        full_steps, rest = divmod(len(self.dataset), plan.stride)
         if not rest or plan.drop_last:
-            return whole * plan.rows
+            return full_steps * plan.rows
         low = plan.process_index * plan.rows
-        return whole * plan.rows + (plan.rows if plan.pads else min(max(rest - low, 0), plan.rows))
+        return full_steps * plan.rows + (plan.rows if plan.pads else min(max(rest - low, 0), plan.rows))
 
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's samples."""
@@ -206,26 +206,26 @@ class IterableDatasetShard(IterableDataset[Any]):
         start = self.starts[0 if info is None else info.id] if self.starts else 0
         stream, head = self._open(start, plan.stride if plan.pads else 0)
         low, high = plan.process_index * plan.rows, (plan.process_index + 1) * plan.rows
-        while len(turn := list(islice(stream, plan.stride))) == plan.stride:
+        while len(step_samples := list(islice(stream, plan.stride))) == plan.stride:
             if plan.pads and len(head) < plan.stride:
-                head += turn
-            yield from turn[low:high]
-        if not turn or plan.drop_last:
+                head += step_samples
+            yield from step_samples[low:high]
+        if not step_samples or plan.drop_last:
             return
-        real = turn[low:high]
+        real = step_samples[low:high]
         padding: list[Any] = []
         if plan.pads:
-            head += turn
-            first = max(low - len(turn), 0)  # what comes before it pads the parts of other ranks
+            head += step_samples
+            first = max(low - len(step_samples), 0)  # what comes before it pads the parts of other ranks
             padding = [head[index % len(head)] for index in range(first, first + plan.rows - len(real))]
-        yield from self._marked(real, padding, len(turn)) if self.mark_padding else real + padding
+        yield from self._marked(real, padding, len(step_samples)) if self.mark_padding else real + padding
 
-    def _marked(self, real: list[Any], padding: list[Any], real_in_round: int) -> Iterator[Any]:
+    def _marked(self, real: list[Any], padding: list[Any], real_in_step: int) -> Iterator[Any]:
         if real and not padding:
-            real[-1] = Marked(real[-1], real_in_round, is_padding=False)
+            real[-1] = Marked(real[-1], real_in_step, is_padding=False)
         yield from real
         for sample in padding:
-            yield Marked(sample, real_in_round, is_padding=True)
+            yield Marked(sample, real_in_step, is_padding=True)
 
     def _open(self, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
         """The samples from `start` on, and the first `needed` ones as far as they come before."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.rng import synchronize_rng_states
-from accel_train.data.placing import placing
+from accel_train.data.device_transfer import placing
 from accel_train.data.prepared import PreparedLoader
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class DataLoaderShard(PreparedLoader):
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this rank's batches."""
         return self._pass(
-            placing(self.device, ahead=self._non_blocking or self.pin_memory), before=self._synchronize
+            placing(self.device, prefetching=self._non_blocking or self.pin_memory), before=self._synchronize
         )
 
     def _synchronize(self) -> None:

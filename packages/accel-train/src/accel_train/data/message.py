@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from accel_ops.packing import below_autograd, copy_all
+from accel_train.data.batch_spec import BatchSpec
 from accel_train.data.iterable_shard import Delivery
-from accel_train.data.template import Template
 
 ALIGNMENT = 16
 _FIXED = 7  # numbers in a header before the shapes
@@ -32,7 +32,7 @@ class Next(IntEnum):
 
 
 @dataclass(slots=True)
-class Parcel:
+class TensorPayload:
     """A part of a round, taken apart for sending.
 
     Args:
@@ -45,7 +45,7 @@ class Parcel:
         nbytes: Bytes of the message, header included.
     """
 
-    template: Template
+    template: BatchSpec
     tensors: list[Tensor]
     objects: bytes
     facts: tuple[int, int, int]
@@ -53,7 +53,7 @@ class Parcel:
     nbytes: int
 
 
-def take_apart(delivery: Delivery | None, template: Template | None = None) -> Parcel:
+def flatten_batch(delivery: Delivery | None, template: BatchSpec | None = None) -> TensorPayload:
     """Take a batch apart.
 
     Args:
@@ -63,15 +63,23 @@ def take_apart(delivery: Delivery | None, template: Template | None = None) -> P
     batch = None if delivery is None else delivery.batch
     leaves = None if template is None else template.take(batch)
     if template is None or leaves is None:
-        template = Template.of(batch)
+        template = BatchSpec.of(batch)
         leaves = template.take(batch) or []
-    tensors = [leaf for leaf, hole in zip(leaves, template.holes, strict=True) if hole.dtype is not None]
-    objects = [leaf for leaf, hole in zip(leaves, template.holes, strict=True) if hole.dtype is None]
+    tensors = [
+        leaf
+        for leaf, tensor_spec in zip(leaves, template.tensor_specs, strict=True)
+        if tensor_spec.dtype is not None
+    ]
+    objects = [
+        leaf
+        for leaf, tensor_spec in zip(leaves, template.tensor_specs, strict=True)
+        if tensor_spec.dtype is None
+    ]
     content = _to_bytes(objects) if delivery is not None and objects else b""
-    facts = (0, -1, -1) if delivery is None else (1, _known(delivery.real), _known(delivery.real_in_round))
+    facts = (0, -1, -1) if delivery is None else (1, _known(delivery.real), _known(delivery.real_in_step))
     shapes = [size for tensor in tensors for size in tensor.shape]
     nbytes = _header_bytes(len(shapes)) + sum([_aligned(tensor.nbytes) for tensor in tensors])
-    return Parcel(template, tensors, content, facts, shapes, nbytes + _aligned(len(content)))
+    return TensorPayload(template, tensors, content, facts, shapes, nbytes + _aligned(len(content)))
 
 
 class Slot:
@@ -83,11 +91,11 @@ class Slot:
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
-        self._written: tuple[Template, list[int]] | None = None
+        self._written: tuple[BatchSpec, list[int]] | None = None
         self._header = buffer[:0]
-        self._places: list[Tensor] = []
+        self._views: list[Tensor] = []
 
-    def write(self, parcel: Parcel, following: Next, following_bytes: int, *, is_last: bool) -> None:
+    def write(self, parcel: TensorPayload, following: Next, following_bytes: int, *, is_last: bool) -> None:
         """Write a message.
 
         Args:
@@ -102,25 +110,25 @@ class Slot:
         with torch.no_grad():
             self._header.copy_(torch.tensor(header))
             if parcel.tensors:
-                copy_all(self._places, parcel.tensors)
+                copy_all(self._views, parcel.tensors)
         if parcel.objects:
             end = parcel.nbytes - _aligned(len(parcel.objects)) + len(parcel.objects)
             content = torch.frombuffer(bytearray(parcel.objects), dtype=torch.uint8)
             self.buffer[end - len(parcel.objects) : end].copy_(content)
 
-    def _lay_out(self, parcel: Parcel) -> None:
+    def _lay_out(self, parcel: TensorPayload) -> None:
         self._header = self.buffer[: 8 * (_FIXED + len(parcel.shapes))].view(torch.int64)
         start = _header_bytes(len(parcel.shapes))
-        self._places = []
+        self._views = []
         for tensor in parcel.tensors:
-            place = self.buffer[start : start + tensor.nbytes]
-            self._places.append(place.view(tensor.dtype).view(tensor.shape))
+            offset = self.buffer[start : start + tensor.nbytes]
+            self._views.append(offset.view(tensor.dtype).view(tensor.shape))
             start += _aligned(tensor.nbytes)
         self._written = (parcel.template, parcel.shapes)
 
 
 @dataclass(slots=True)
-class Letter:
+class Message:
     """A message as it was read.
 
     Args:
@@ -136,7 +144,7 @@ class Letter:
     following_bytes: int
 
 
-def read(buffer: Tensor, template: Template) -> Letter:
+def read(buffer: Tensor, template: BatchSpec) -> Message:
     """Read a message; its tensors share the buffer's memory.
 
     Args:
@@ -145,30 +153,30 @@ def read(buffer: Tensor, template: Template) -> Letter:
     """
     count = _FIXED + template.dims
     header: list[int] = buffer[: 8 * count].view(torch.int64).tolist()
-    following, following_bytes, is_last, there, real, real_in_round, objects_bytes = header[:_FIXED]
-    start, place = _header_bytes(template.dims), _FIXED
+    following, following_bytes, is_last, has_batch, real, real_in_step, objects_bytes = header[:_FIXED]
+    start, offset = _header_bytes(template.dims), _FIXED
     leaves: list[Any] = []
     with below_autograd():  # in-place changes of one tensor do not concern the others
-        for hole in template.holes:
-            if hole.dtype is None:
+        for tensor_spec in template.tensor_specs:
+            if tensor_spec.dtype is None:
                 leaves.append(None)
                 continue
-            shape = header[place : place + hole.dims]
-            place += hole.dims
-            nbytes = math.prod(shape) * hole.dtype.itemsize
-            leaves.append(buffer[start : start + nbytes].view(hole.dtype).view(shape))
+            shape = header[offset : offset + tensor_spec.dims]
+            offset += tensor_spec.dims
+            nbytes = math.prod(shape) * tensor_spec.dtype.itemsize
+            leaves.append(buffer[start : start + nbytes].view(tensor_spec.dtype).view(shape))
             start += _aligned(nbytes)
     if objects_bytes:
         objects = iter(_from_bytes(buffer[start : start + objects_bytes].numpy().tobytes()))
         leaves = [
-            next(objects) if hole.dtype is None else leaf
-            for hole, leaf in zip(template.holes, leaves, strict=True)
+            next(objects) if tensor_spec.dtype is None else leaf
+            for tensor_spec, leaf in zip(template.tensor_specs, leaves, strict=True)
         ]
     delivery = None
-    if there:
+    if has_batch:
         batch = template.build(iter(leaves))
-        delivery = Delivery(batch, None if real < 0 else real, None if real_in_round < 0 else real_in_round)
-    return Letter(delivery, bool(is_last), Next(following), following_bytes)
+        delivery = Delivery(batch, None if real < 0 else real, None if real_in_step < 0 else real_in_step)
+    return Message(delivery, bool(is_last), Next(following), following_bytes)
 
 
 def _known(count: int | None) -> int:

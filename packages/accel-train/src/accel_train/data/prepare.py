@@ -10,13 +10,13 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from accel_state.labels import RNGType
 from accel_state.runtime import current_or_single
 from accel_train.data.adapter import is_stateful
+from accel_train.data.data_parallel_rank import shard_of_ranks
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.indices import INDEXING, index_source, loader_options
 from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
-from accel_train.data.mesh import shard_of_ranks
 from accel_train.data.samplers import innermost_sampler
-from accel_train.data.sharing import SharedOrder, share_order
+from accel_train.data.shuffle_sync import SharedOrder, sync_shuffle
 from accel_train.data.skip import SkipDataLoader
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from accel_train.data.rounds import SliceFn
+    from accel_train.data.row_split import SliceFn
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ def prepare_data_loader(
     if not isinstance(dataloader, DataLoader):
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
     runtime = current_or_single()
-    world, index, together = _shares(torch_device_mesh, num_processes, process_index)
+    world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
     shards: dict[str, Any] = {
         "num_processes": world,
         "process_index": index,
@@ -107,18 +107,20 @@ def prepare_data_loader(
     order = _order(
         dataloader, shards, together, rng_types=rng_types or (), seedable=use_seedable_sampler, seed=data_seed
     )
-    options = loader_options(dataloader) | order.options() | _kept(dataloader)
+    options = loader_options(dataloader) | order.options() | _copied_arguments(dataloader)
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
     options["device"] = (runtime.device if device is None else device) if put_on_device else None
     options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
         return _dispatcher(dataloader, shards, options | {"slice_fn": slice_fn_for_dispatch})
-    dataset, options = _divided(dataloader, options, shards)
+    dataset, options = _sharded(dataloader, options, shards)
     shared = {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     return DataLoaderShard(dataset, **shared, **options)
 
 
-def _shares(mesh: Any, num_processes: int | None, process_index: int | None) -> tuple[int, int, int]:
+def _data_parallel_shape(
+    mesh: Any, num_processes: int | None, process_index: int | None
+) -> tuple[int, int, int]:
     """Among how many the data is divided, which part this rank gets, how many share an order of samples."""
     topology = current_or_single().topology
     shard_of = [*range(topology.world_size)] if mesh is None else shard_of_ranks(mesh)
@@ -143,7 +145,7 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
     return innermost_sampler(_indices_of(dataloader))
 
 
-def _divided(
+def _sharded(
     dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
     """The dataset and the options with which one rank's loader is made."""
@@ -152,7 +154,7 @@ def _divided(
         indexing = {name: value for name, value in options.items() if name in INDEXING}
         plain = {name: value for name, value in options.items() if name not in INDEXING}
         return dataset, plain | index_source(dataset, indexing, **shards).options()
-    if shards["num_processes"] == 1 or _is_divided_dataset(dataset):
+    if shards["num_processes"] == 1 or _is_sharded_dataset(dataset):
         return dataset, options
     size = dataloader.batch_size
     if shards["split_batches"] and size is None:
@@ -194,7 +196,7 @@ def _order(
         return SharedOrder(rng_types=tuple(kind for kind in kinds if kind is not RNGType.GENERATOR))
     several = shards["num_processes"] > 1
     _check_samplers(dataloader, several=several, pads=shards["even_batches"] and not _drops_last(dataloader))
-    return share_order(
+    return sync_shuffle(
         _indices_of(dataloader),
         batched=dataloader.batch_sampler is not None,
         num_processes=together,
@@ -208,7 +210,7 @@ def _warn(argument: str, reason: str) -> None:
     logger.warning("%s has no effect: %s.", argument, reason)
 
 
-def _kept(dataloader: DataLoader[Any]) -> dict[str, Any]:
+def _copied_arguments(dataloader: DataLoader[Any]) -> dict[str, Any]:
     """What a prepared loader takes over from a loader besides what torch's loaders know."""
     skip = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
     return {"skip_batches": skip, "_drop_last": _drops_last(dataloader)}
@@ -222,7 +224,7 @@ def _indices_of(dataloader: DataLoader[Any]) -> Any:
     return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
 
 
-def _is_divided_dataset(dataset: Any) -> bool:
+def _is_sharded_dataset(dataset: Any) -> bool:
     """Whether ranks get different samples of an iterable dataset already."""
     if isinstance(dataset, IterableDatasetShard):
         return dataset.num_processes > 1
@@ -239,7 +241,7 @@ def _dispatches(
         )
     if asked is not None:
         return asked
-    iterable = isinstance(dataloader.dataset, IterableDataset) and not _is_divided_dataset(dataloader.dataset)
+    iterable = isinstance(dataloader.dataset, IterableDataset) and not _is_sharded_dataset(dataloader.dataset)
     return put_on_device and several and iterable
 
 

@@ -15,8 +15,8 @@ from accel_train.data.samplers import innermost_sampler
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from accel_train.data.placing import Placing
-    from accel_train.data.reading import Launch, Reading
+    from accel_train.data.device_transfer import Placing
+    from accel_train.data.reading import Reading, StartCopy
 
 _END: Any = object()
 
@@ -188,10 +188,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             reading = self._open()
             advance, padded = reading.advance, None
             facts = vars(self)  # torch's loaders have a slow `__setattr__`
-            launch, land = (None, None) if placing is None else (placing.launch, placing.land)
+            start_copy, land = (None, None) if placing is None else (placing.start_copy, placing.land)
             if self.divide is not None:
-                launch = _sharding_first(self.divide, launch)
-            for item, is_last in reading.pairs(launch):
+                start_copy = _sharding_first(self.divide, start_copy)
+            for item, is_last in reading.pairs(start_copy):
                 if padded is None:  # by now the order is drawn
                     padded, self.remainder = reading.opened(), reading.remainder
                 delivery = item if type(item) is Delivery else None
@@ -217,17 +217,17 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
 
     def _last(self, delivery: Delivery | None) -> None:
         """Find out how many samples the last round has, where that was not known before."""
-        if delivery is not None and delivery.real_in_round is not None:
-            self.remainder = delivery.real_in_round % self.stride
-        elif self.remainder < 0 and not self.is_divided and (rows := self.batch_size_seen) is not None:
+        if delivery is not None and delivery.real_in_step is not None:
+            self.remainder = delivery.real_in_step % self.stride
+        elif self.remainder < 0 and not self.is_sharded and (rows := self.batch_size_seen) is not None:
             self.remainder = rows % self.stride
 
 
-def _sharding_first(shard: Callable[[Any], Any], launch: Launch | None) -> Launch:
+def _sharding_first(shard: Callable[[Any], Any], start_copy: StartCopy | None) -> StartCopy:
     """Shard batches where they were read: checks need no device then, and only shards are copied."""
 
     def shard_and_launch(item: Any) -> Any:
         item = replace(item, batch=shard(item.batch)) if type(item) is Delivery else shard(item)
-        return item if launch is None else launch(item)
+        return item if start_copy is None else start_copy(item)
 
     return shard_and_launch

@@ -61,22 +61,24 @@ class Position:
         )
 
 
-Launch = Callable[[Any], Any]
+StartCopy = Callable[[Any], Any]
 
 
-def look_ahead(batches: Iterator[Any], launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+def prefetch_batches(
+    batches: Iterator[Any], start_copy: StartCopy | None = None
+) -> Iterator[tuple[Any, bool]]:
     """Yield every item with whether it is the last one; one more is always read already.
 
     Args:
         batches: The items.
-        launch: What is made of an item as soon as it was read.
+        start_copy: What is made of an item as soon as it was read.
 
     Example:
-        >>> list(look_ahead(iter("abc")))
+        >>> list(prefetch_batches(iter("abc")))
         [('a', False), ('b', False), ('c', True)]
     """
-    if launch is not None:
-        batches = map(launch, batches)
+    if start_copy is not None:
+        batches = map(start_copy, batches)
     item = next(batches, _END)
     while item is not _END:
         upcoming = next(batches, _END)
@@ -84,17 +86,17 @@ def look_ahead(batches: Iterator[Any], launch: Launch | None = None) -> Iterator
         item = upcoming
 
 
-def launched(pairs: Iterator[tuple[Any, bool]], launch: Launch | None) -> Iterator[tuple[Any, bool]]:
-    """The same pairs; with `launch`, one more is always read and launched already.
+def launched(pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None) -> Iterator[tuple[Any, bool]]:
+    """The same pairs; with `start_copy`, one more is always read and launched already.
 
     Args:
         pairs: Items, with whether each is the last one.
-        launch: What is made of an item as soon as it was read; None to read nothing ahead.
+        start_copy: What is made of an item as soon as it was read; None to read nothing ahead.
     """
-    if launch is None:
+    if start_copy is None:
         yield from pairs
         return
-    for (item, is_last), _ in look_ahead((launch(item), is_last) for item, is_last in pairs):
+    for (item, is_last), _ in prefetch_batches((start_copy(item), is_last) for item, is_last in pairs):
         yield item, is_last
 
 
@@ -122,11 +124,11 @@ class Reading(Protocol):
         """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
         ...
 
-    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one.
 
         Args:
-            launch: What is made of a batch one step before it is yielded.
+            start_copy: What is made of a batch one step before it is yielded.
         """
         ...
 
@@ -162,9 +164,9 @@ class SamplerReading:
         self._start = start
         self._order: OrderState | None = None
 
-    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one."""
-        return look_ahead(self.batches, launch)
+        return prefetch_batches(self.batches, start_copy)
 
     @property
     def remainder(self) -> int:
@@ -207,9 +209,9 @@ class StreamReading:
         self._consumed = list(starts)
         self._next_worker = next_worker
 
-    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one."""
-        return look_ahead(self.batches, launch)
+        return prefetch_batches(self.batches, start_copy)
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
@@ -249,9 +251,9 @@ class StatefulReading:
             self._states.append(self._loader.state_dict())
             yield batch
 
-    def pairs(self, launch: Launch | None = None) -> Iterator[tuple[Any, bool]]:
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one."""
-        return look_ahead(self.batches, launch)
+        return prefetch_batches(self.batches, start_copy)
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
@@ -267,7 +269,7 @@ class StatefulReading:
         return Position(unit="stateful", order={"state": self._state, "shards": self._shards})
 
 
-class StandInWorker:
+class FakeWorkerInfo:
     """A `worker_init_fn` that lets every worker stand in for another, so that the right one begins.
 
     Torch's loader begins with worker 0; a pass that goes on where worker 2 had its turn calls that one 0.

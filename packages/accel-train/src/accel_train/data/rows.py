@@ -32,7 +32,7 @@ def count_rows(batch: Any) -> int | None:
     return rows
 
 
-def take_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
+def select_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
     """Give some rows of a batch; what does not have a row per sample is kept whole.
 
     Args:
@@ -41,7 +41,7 @@ def take_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
         total: How many rows the batch has.
 
     Example:
-        >>> take_rows({"ids": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0], 3)
+        >>> select_rows({"ids": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0], 3)
         {'ids': tensor([2, 0]), 'text': ['c', 'a']}
     """
     if isinstance(batch, Tensor):
@@ -53,7 +53,7 @@ def take_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
     inside = children(batch)
     if inside is None:
         return batch
-    return rebuild(batch, [take_rows(value, rows, total) for _, value in inside])
+    return rebuild(batch, [select_rows(value, rows, total) for _, value in inside])
 
 
 def join_rows(batches: Sequence[Any]) -> Any:

@@ -13,7 +13,7 @@ from accel_cli.commands.estimate.trace import storage_key
 from accel_ops.dtensors import local_part
 from accel_plugins.dcp import local
 from accel_plugins.dcp.layout import INDEX_NAME, shard_file
-from accel_plugins.dcp.role import StateForm
+from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.dcp.write import ShardWriter
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.sharded import form_of
@@ -31,7 +31,7 @@ all ranks write parts in the strategy's own way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Divided:
+class Sharded:
     """How a strategy that does not run here divides what it saves among the ranks.
 
     Args:
@@ -58,11 +58,11 @@ def files_of(run: Any, *, safe: bool) -> Iterator[tuple[str, int, int]]:
         run: What is saved, `accel_train.checkpoint.run.Run`.
         safe: Whether weights are written as safetensors.
     """
-    prepared, divided = run.prepared, run.shards if isinstance(run.shards, Divided) else None
-    if divided is not None and divided.stage is not None:
-        yield from _of_deepspeed(run, divided.stage, divided.width)
+    prepared, sharded = run.prepared, run.shards if isinstance(run.shards, Sharded) else None
+    if sharded is not None and sharded.stage is not None:
+        yield from _of_deepspeed(run, sharded.stage, sharded.width)
     else:
-        yield from _WRITERS[form_of(run)](run, safe, divided is not None)
+        yield from _WRITERS[form_of(run)](run, safe, sharded is not None)
     if run.commits:
         yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
         yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
@@ -71,11 +71,11 @@ def files_of(run: Any, *, safe: bool) -> Iterator[tuple[str, int, int]]:
     yield layout.rng_name(run.rank), 0, 0
 
 
-def _whole(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+def _full(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
     del estimated
     if run.commits:
         for index, model in enumerate(run.prepared.models):
-            nbytes = whole_nbytes(model.state_dict())
+            nbytes = full_nbytes(model.state_dict())
             yield layout.weights_name(index, safe=safe), nbytes, nbytes
         for index, optimizer in enumerate(run.prepared.optimizers):
             nbytes = _state_nbytes(optimizer)
@@ -99,7 +99,7 @@ def _folders(run: Any) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]
     for index, model in enumerate(prepared.models):
         yield (
             layout.sharded_model_name(index),
-            whole_nbytes(model.state_dict()),
+            full_nbytes(model.state_dict()),
             lambda model=model: {"model": run.shards.model_tensors(model)},
         )
     for index, optimizer in enumerate(prepared.optimizers):
@@ -117,7 +117,7 @@ def _local(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, in
     del safe, estimated
     ranks, prepared = run.runtime.topology.world_size, run.prepared
     for index, model in enumerate(prepared.models):
-        nbytes = whole_nbytes(model.state_dict())
+        nbytes = full_nbytes(model.state_dict())
         yield local.local_file(local.MODEL, index, run.rank), nbytes // ranks, nbytes
     for index, optimizer in enumerate(prepared.optimizers):
         nbytes = _state_nbytes(optimizer)
@@ -125,7 +125,7 @@ def _local(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, in
 
 
 _WRITERS: Mapping[StateForm, Callable[[Any, bool, bool], Iterator[tuple[str, int, int]]]] = {
-    StateForm.WHOLE: _whole,
+    StateForm.WHOLE: _full,
     StateForm.SHARDED: _sharded,
     StateForm.OWN: _local,
 }
@@ -153,7 +153,7 @@ def _of_deepspeed(run: Any, stage: int, width: int) -> Iterator[tuple[str, int, 
             )
 
 
-def whole_nbytes(data: Any) -> int:
+def full_nbytes(data: Any) -> int:
     """Bytes of all tensors in nested data, each once; a divided one counts whole.
 
     Args:
@@ -168,5 +168,5 @@ def whole_nbytes(data: Any) -> int:
 
 def _state_nbytes(optimizer: Any) -> int:
     """That of Adam, if it has not stepped yet."""
-    known = whole_nbytes([*optimizer.state.values()])
+    known = full_nbytes([*optimizer.state.values()])
     return known or ADAM * sum(one.numel() for group in optimizer.param_groups for one in group["params"])

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from accel_cli.commands.check.observer import Observer
+    from accel_cli.commands.check.recorder import CollectiveRecorder
     from accel_state.backends.base import ReduceOp
 
 
@@ -21,13 +21,13 @@ class AloneCollectives:
     """The seam of communication, `accel_state.backends.base.Collectives`, with nobody at the other end.
 
     Args:
-        observer: Who is told.
+        recorder: Who is told.
         rank: Index of this process.
         world_size: How many there would be.
     """
 
-    def __init__(self, observer: Observer, rank: int, world_size: int) -> None:
-        self._observer = observer
+    def __init__(self, recorder: CollectiveRecorder, rank: int, world_size: int) -> None:
+        self._recorder = recorder
         self.rank = rank
         self.world_size = world_size
 
@@ -85,49 +85,49 @@ class AloneCollectives:
         self._do("wait_for_everyone")
 
     def _do(self, kind: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self._observer.saw(kind)
+        self._recorder.saw(kind)
         if meanwhile is not None:
             meanwhile()
 
 
-def operations(observer: Observer, world_size: int) -> dict[str, Callable[..., Any]]:
+def operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
     """The operations on nested data, as `accel_ops.collect` and `accel_ops.pad` have them.
 
     Args:
-        observer: Who is told.
+        recorder: Who is told.
         world_size: How many ranks there would be.
     """
 
     def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
         del same_shapes
-        observer.saw("gather")
+        recorder.saw("gather")
         return recursively_apply(_repeated, tensor, error_on_other_type=True)
 
     def _repeated(leaf: Tensor) -> Tensor:
         return torch.cat([leaf.reshape(1) if leaf.ndim == 0 else leaf] * world_size)
 
     def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
-        observer.saw("gather_object")
+        recorder.saw("gather_object")
         return [*object] * world_size
 
     def broadcast(tensor: Any, from_process: int = 0) -> Any:
         del from_process
-        observer.saw("broadcast")
+        recorder.saw("broadcast")
         return tensor
 
     def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
         del from_process
-        observer.saw("broadcast_object_list")
+        recorder.saw("broadcast_object_list")
         return object_list
 
     def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
         del reduction
-        observer.saw("reduce")
+        recorder.saw("reduce")
         return recursively_apply(lambda leaf: leaf * scale, tensor, error_on_other_type=True)
 
     def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         del dim, pad_index, pad_first
-        observer.saw("pad_across_processes")
+        recorder.saw("pad_across_processes")
         return tensor
 
     made = (gather, gather_object, broadcast, broadcast_object_list, reduce, pad_across_processes)

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.commands.check.players import play
-from accel_cli.commands.check.record import File, Order, Record, differences, ranks_to_try
+from accel_cli.commands.check.rank_runner import play
+from accel_cli.commands.check.trace import File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
-from accel_cli.config_file import given_by_config
+from accel_cli.config_file import settings_from_config
 from accel_cli.output import Table, show
-from accel_cli.secrets_kept import without_secrets
+from accel_cli.redact import redact
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import combine, given_by_environ, worker_environ
+from accel_state.settings import combine, parse_environ, worker_environ
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -59,7 +59,7 @@ def run(options: Namespace) -> int:
         raise SettingsError(f"script {options.script!r}: there is no such file.")
     memory = None if options.memory is None else _memory(options.memory)
     variables = read()
-    merged = combine(given_by_environ(variables), given_by_config(options.config_file, variables))
+    merged = combine(parse_environ(variables), settings_from_config(options.config_file, variables))
     orders = [
         Order(
             script=options.script,
@@ -71,16 +71,16 @@ def run(options: Namespace) -> int:
         )
         for rank in _ranks(options)
     ]
-    records = play(orders, player_environ(merged, variables), timeout=options.timeout)
-    found = look(records, merged, options.world, memory)
+    records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
+    found = find_problems(records, merged, options.world, memory)
     if options.json:
         show(_as_json(found, merged))
     else:
-        _tell(found, merged, options, memory)
+        _print_findings(found, merged, options, memory)
     return int(bool(found.problems))
 
 
-def look(records: Sequence[Record], merged: Merged, world: int, memory: int | None) -> Findings:
+def find_problems(records: Sequence[Record], merged: Merged, world: int, memory: int | None) -> Findings:
     """Draw conclusions.
 
     Args:
@@ -105,7 +105,7 @@ def look(records: Sequence[Record], merged: Merged, world: int, memory: int | No
         ]
     asked = merged.settings.launch.num_processes
     if asked not in {None, world}:
-        origin = merged.who("launch.num_processes").origin
+        origin = merged.source_of("launch.num_processes").origin
         problems.append(f"{origin} is {asked}, but --world is {world}.")
     return Findings(records=tuple(records), estimates=estimates, problems=tuple(problems))
 
@@ -131,7 +131,7 @@ def _ranks(options: Namespace) -> tuple[int, ...]:
     return ranks
 
 
-def player_environ(merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
+def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
     """The environment of a process that plays a rank: that of a worker, on the CPU.
 
     Args:
@@ -152,9 +152,9 @@ def estimate_of(record: Record, world: int) -> Estimate:
         world: How many ranks there would be.
     """
     if record.parts:
-        here = {"working": record.parts["working"]} if record.offloaded else record.parts
-        host = sum(record.parts.values()) - sum(here.values())
-        return Estimate(strategy=_title(record), parts=here, host=host + record.host)
+        shown = {"working": record.parts["working"]} if record.offloaded else record.parts
+        host = sum(record.parts.values()) - sum(shown.values())
+        return Estimate(strategy=_title(record), parts=shown, host=host + record.host)
     assert record.sizes is not None  # noqa: S101 - for ourselves
     width = 4 if record.precision == "no" else 2
     job = Job(sizes=record.sizes, devices=world, width=width, moments=record.moments, buckets=record.buckets)
@@ -168,10 +168,10 @@ def _title(record: Record) -> str:
     return f"{record.strategy}: {axes}" if axes else record.strategy
 
 
-def _tell(found: Findings, merged: Merged, options: Namespace, memory: int | None) -> None:
+def _print_findings(found: Findings, merged: Merged, options: Namespace, memory: int | None) -> None:
     if not options.quiet:
         given = [
-            f"  {path}: {without_secrets(path, str(one.value))} ({one.origin})"
+            f"  {path}: {redact(path, str(one.value))} ({one.origin})"
             for path, one in sorted(merged.given.items())
         ]
         show("settings that differ from the defaults:", *(given or ["  none"]), "")
@@ -194,12 +194,12 @@ def _ranks_table(found: Findings, memory: int | None) -> Table:
 
     def row(record: Record) -> tuple[str, ...]:
         one = found.estimates.get(record.rank)
-        taken = "-" if one is None else convert_bytes(one.device)
-        verdict = "-" if one is None or memory is None else ("fits" if fits(one, memory) else "too large")
+        used = "-" if one is None else convert_bytes(one.device)
+        fit = "-" if one is None or memory is None else ("fits" if fits(one, memory) else "too large")
         result = "failed" if record.stopped else "passed"
         strategy = "-" if one is None else one.strategy
         host = ("-" if one is None else convert_bytes(one.host),) if is_host_shown else ()
-        return (str(record.rank), result, strategy, str(len(record.events)), taken, *host, verdict)
+        return (str(record.rank), result, strategy, str(len(record.events)), used, *host, fit)
 
     host = ("main memory",) if is_host_shown else ()
     head = ("rank", "result", "strategy", "collectives", "memory", *host, "verdict")
@@ -246,13 +246,13 @@ def checkpoints(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for record in records:
-        own: dict[str, list[File]] = {}
+        files_by_rank: dict[str, list[File]] = {}
         for file in record.files:
             if file.form:
-                own.setdefault(file.where, []).append(file)
-        for where, files in own.items():
+                files_by_rank.setdefault(file.where, []).append(file)
+        for where, files in files_by_rank.items():
             plan = found.setdefault(where, {"form": files[0].form, "total": 0, "largest part": 0})
-            plan["total"] = max(plan["total"], sum(file.whole for file in files))
+            plan["total"] = max(plan["total"], sum(file.full_nbytes for file in files))
             plan["largest part"] = max(plan["largest part"], sum(file.nbytes for file in files))
     return found
 
@@ -261,8 +261,8 @@ def _checkpoints(found: Findings) -> list[str]:
     def size(plan: dict[str, Any]) -> str:
         if not plan["total"]:
             return "the rank that writes was not tried"
-        whole, part = (convert_bytes(plan[key]) for key in ("total", "largest part"))
-        return f"about {whole}, at most {part} by a rank"
+        full_nbytes, part = (convert_bytes(plan[key]) for key in ("total", "largest part"))
+        return f"about {full_nbytes}, at most {part} by a rank"
 
     return [
         f"checkpoint at {where}: {plan['form']} ({_BY_FORM[plan['form']]}); {size(plan)}"
@@ -273,7 +273,7 @@ def _checkpoints(found: Findings) -> list[str]:
 def _as_json(found: Findings, merged: Merged) -> str:
     facts: dict[str, Any] = {
         "settings": {
-            path: {"value": without_secrets(path, str(one.value)), "origin": one.origin}
+            path: {"value": redact(path, str(one.value)), "origin": one.origin}
             for path, one in sorted(merged.given.items())
         },
         "ranks": {

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from accel_cli.commands.estimate.memory import Buckets
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.request import check_request
+from accel_plugins.deepspeed.validate import check_request
 from accel_plugins.strategies.deepspeed import configuration_of
 from accel_plugins.strategies.replicated import check_materialised
 
@@ -34,7 +34,7 @@ _KEYS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStandIn:
+class FakeEngine:
     """Refuses what the engine would refuse, and makes of a model what it would make, undivided.
 
     Args:
@@ -42,14 +42,14 @@ class EngineStandIn:
         world_size: Among how many ranks.
         accumulation: Micro-batches of a step.
         split_batches: Whether a batch of a loader is divided among the ranks.
-        told: Is told the buckets, once they are known.
+        on_buckets: Is told the buckets, once they are known.
     """
 
     plugin: DeepSpeedPlugin
     world_size: int
     accumulation: Known
     split_batches: bool
-    told: Callable[[Buckets], None]
+    on_buckets: Callable[[Buckets], None]
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what no engine can be made of, and a configuration that contradicts it."""
@@ -62,7 +62,7 @@ class EngineStandIn:
         """Give models their precision, and let something real stand where the configuration is to decide."""
         if not bundle.models or evaluation:
             return bundle
-        self.told(buckets_of(self._configuration(bundle)))
+        self.on_buckets(buckets_of(self._configuration(bundle)))
         dtype = DTYPES.get(self.plugin.mixed_precision)
         models = [model if dtype is None else model.to(dtype) for model in bundle.models]
         optimizers: list[Any] = [_real(one) for one in bundle.optimizers]

@@ -45,9 +45,9 @@ def on_parts(optimizer: Optimizer) -> Generator[None]:
     if type(optimizer) not in ELEMENTWISE:
         yield
         return
-    whole = [[*group["params"]] for group in optimizer.param_groups]
-    parts = [[_part(one) for one in group] for group in whole]
-    pairs = [pair for own, theirs in zip(parts, whole, strict=True) for pair in zip(own, theirs, strict=True)]
+    full = [[*group["params"]] for group in optimizer.param_groups]
+    parts = [[_part(one) for one in group] for group in full]
+    pairs = [pair for own, theirs in zip(parts, full, strict=True) for pair in zip(own, theirs, strict=True)]
     state: Any = optimizer.state
     _put(optimizer, parts)
     for part, one in pairs:
@@ -56,7 +56,7 @@ def on_parts(optimizer: Optimizer) -> Generator[None]:
     try:
         yield
     finally:
-        _put(optimizer, whole)
+        _put(optimizer, full)
         for part, one in pairs:
             if part is not one and part in state:
                 state[one] = {name: _like(value, one) for name, value in state.pop(part).items()}
@@ -79,10 +79,10 @@ def _local(value: Any) -> Any:
     return local_part(value) if isinstance(value, Tensor) else value
 
 
-def _like(value: Any, whole: Any) -> Any:
+def _like(value: Any, full: Any) -> Any:
     """The divided tensor of which something is this rank's part, if it is as long as that of a parameter."""
-    if not isinstance(value, Tensor) or value.shape != local_part(whole).shape:
+    if not isinstance(value, Tensor) or value.shape != local_part(full).shape:
         return value
-    meta = TensorMeta(whole.shape, whole.stride(), value.dtype)
-    spec = DTensorSpec(whole.device_mesh, whole.placements, tensor_meta=meta)
+    meta = TensorMeta(full.shape, full.stride(), value.dtype)
+    spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
     return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `part_like`

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from accel_cli.commands.check.checkpoint import Divided
-from accel_cli.commands.check.engine import EngineStandIn
-from accel_cli.commands.check.observer import Chosen
+from accel_cli.commands.check.checkpoint import Sharded
+from accel_cli.commands.check.engine import FakeEngine
 from accel_cli.commands.check.parts import on_parts
-from accel_plugins.dcp.role import StateForm
+from accel_cli.commands.check.recorder import Chosen
+from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.forms import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_cli.commands.check.observer import Observer
+    from accel_cli.commands.check.recorder import CollectiveRecorder
     from accel_plugins.bundle import Bundle
     from accel_plugins.roles import PrecisionPolicy
     from accel_state.runtime import Runtime
@@ -67,29 +67,29 @@ class ObservedWrapper:
     """Tells an observer which models are prepared.
 
     Args:
-        observer: Who is told.
+        recorder: Who is told.
         inner: Does the work.
-        divides: Whether models are divided by it.
+        shards: Whether models are divided by it.
     """
 
-    def __init__(self, observer: Observer, inner: Any, *, divides: bool) -> None:
-        self._observer = observer
+    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, shards: bool) -> None:
+        self._recorder = recorder
         self._inner = inner
-        self._divides = divides
+        self._shards = shards
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what the strategy refuses."""
-        with self._observer.silence():
+        with self._recorder.silence():
             self._inner.check(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Wrap, and tell."""
         if bundle.models and not evaluation:
-            self._observer.saw("prepare")
-        with self._observer.silence():
+            self._recorder.saw("prepare")
+        with self._recorder.silence():
             wrapped = self._inner.wrap(bundle, evaluation=evaluation)
         if wrapped.models and not evaluation:
-            self._observer.prepared(wrapped.models, divided=self._divides)
+            self._recorder.prepared(wrapped.models, sharded=self._shards)
         return wrapped
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -101,13 +101,13 @@ class ObservedStepper:
     """Steps as it is told, and tells an observer when ranks would bring gradients together.
 
     Args:
-        observer: Who is told.
+        recorder: Who is told.
         inner: Does the work.
         communicates: Whether it communicates by itself, so that the observer sees it anyway.
     """
 
-    def __init__(self, observer: Observer, inner: Any, *, communicates: bool) -> None:
-        self._observer = observer
+    def __init__(self, recorder: CollectiveRecorder, inner: Any, *, communicates: bool) -> None:
+        self._recorder = recorder
         self._inner = inner
         self._communicates = communicates
 
@@ -117,7 +117,7 @@ class ObservedStepper:
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Add the gradients of `loss / accumulation` to the parameters."""
         if sync and not self._communicates:
-            self._observer.saw("backward")
+            self._recorder.saw("backward")
         self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -126,7 +126,7 @@ class ObservedStepper:
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
         """Step the optimizer, and tell that what it makes is its state."""
-        with self._observer.stepping(optimizer):
+        with self._recorder.stepping(optimizer):
             if self._communicates:
                 with on_parts(optimizer):
                     return self._inner.step(optimizer, closure)
@@ -134,11 +134,13 @@ class ObservedStepper:
         return True
 
 
-def loading(observer: Observer, load: Callable[[str], Callable[..., Strategy]]) -> Callable[[str], Any]:
+def loading(
+    recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
+) -> Callable[[str], Any]:
     """Make what takes the place of `accel_plugins.registry.load`.
 
     Args:
-        observer: Who is told.
+        recorder: Who is told.
         load: The real one.
     """
 
@@ -147,12 +149,12 @@ def loading(observer: Observer, load: Callable[[str], Callable[..., Strategy]]) 
             settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
         ) -> Strategy:
             is_real = name in REAL
-            make = load(name) if is_real else partial(_stand_in, observer, name)
-            with observer.outside():  # meshes of ranks need their values
+            make = load(name) if is_real else partial(_fake_strategy, recorder, name)
+            with recorder.outside():  # meshes of ranks need their values
                 plain = make(settings, runtime, precision, handlers)
-            observer.strategy = _chosen(name, plain, handlers, plain.precision or precision)
-            wrapper = ObservedWrapper(observer, plain.wrapper, divides=is_real)
-            stepper: Any = ObservedStepper(observer, plain.stepper, communicates=is_real)
+            recorder.strategy = _chosen(name, plain, handlers, plain.precision or precision)
+            wrapper = ObservedWrapper(recorder, plain.wrapper, shards=is_real)
+            stepper: Any = ObservedStepper(recorder, plain.stepper, communicates=is_real)
             return replace(plain, wrapper=wrapper, stepper=stepper)
 
         return build
@@ -160,8 +162,8 @@ def loading(observer: Observer, load: Callable[[str], Callable[..., Strategy]]) 
     return observed
 
 
-def _stand_in(
-    observer: Observer,
+def _fake_strategy(
+    recorder: CollectiveRecorder,
     name: str,
     settings: Settings,
     runtime: Runtime,
@@ -169,14 +171,14 @@ def _stand_in(
     handlers: Mapping[type, Any],
 ) -> Strategy:
     del settings
-    place = runtime.topology
-    shards: Any = Divided(saved=form_of(_plugin(handlers))) if name == "fsdp1" else None
+    topology = runtime.topology
+    shards: Any = Sharded(saved=form_of(_plugin(handlers))) if name == "fsdp1" else None
     plain = Strategy(
         name=name,
         wrapper=UnchangedWrapper(),
         stepper=TorchStepper(precision=precision),
-        persister=ReplicatedPersister(is_main=place.is_main),
-        sharding=BatchSharding(num_shards=place.world_size, shard_index=place.rank),
+        persister=ReplicatedPersister(is_main=topology.is_main),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=frozenset(Feature),
         shards=shards,
     )
@@ -184,21 +186,21 @@ def _stand_in(
         return plain
     plugin = _engine(handlers)
     plugin.set_mixed_precision(precision.name)
-    own: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
+    engine_precision: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
     stage = int(plugin.get_value("zero_optimization.stage", 0))
-    shards = Divided(saved=StateForm.OWN, stage=stage, width=_width(own.name))
+    shards = Sharded(saved=StateForm.OWN, stage=stage, width=_width(engine_precision.name))
     loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
     return replace(
         plain,
-        wrapper=EngineStandIn(
+        wrapper=FakeEngine(
             plugin=plugin,
-            world_size=place.world_size,
+            world_size=topology.world_size,
             accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
             split_batches=loading.split_batches,
-            told=partial(setattr, observer, "buckets"),
+            on_buckets=partial(setattr, recorder, "buckets"),
         ),
-        stepper=TorchStepper(precision=own),
-        precision=own,
+        stepper=TorchStepper(precision=engine_precision),
+        precision=engine_precision,
         shards=shards,
     )
 

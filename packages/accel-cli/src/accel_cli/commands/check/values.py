@@ -121,9 +121,9 @@ def _unique(
     tensor: Tensor, ordered: bool = True, return_inverse: bool = False, return_counts: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
     del ordered
-    places = tensor.new_empty(tensor.shape if return_inverse else 0, dtype=torch.int64)
+    positions = tensor.new_empty(tensor.shape if return_inverse else 0, dtype=torch.int64)
     counts = tensor.new_empty(tensor.numel() if return_counts else 0, dtype=torch.int64)
-    return tensor.reshape(-1).clone(), places, counts
+    return tensor.reshape(-1).clone(), positions, counts
 
 
 def _yes(*tensors: Any) -> bool:

@@ -12,7 +12,7 @@ from accel_bigmodel.device_map.infer import infer_auto_device_map
 from accel_bigmodel.explanation import explain
 from accel_cli.commands.estimate.inputs import passes_of_batch
 from accel_cli.commands.estimate.memory import STRATEGIES, Job, estimate
-from accel_cli.commands.estimate.skeleton import skeleton_of
+from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.commands.estimate.suggest import Suggestion, devices_needed, fits, suggest
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.commands.estimate.weights import sizes_of, weights_in
@@ -44,7 +44,7 @@ def run(options: Namespace) -> int:
     """
     memory = _size(options.memory, "--memory")
     host = _size(options.host_memory, "--host_memory")
-    model = skeleton_of(
+    model = meta_model(
         options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
     )
     weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
@@ -149,10 +149,10 @@ def _training_table(
     per_machine = min(options.devices_per_machine, job.devices)
 
     def row(one: Estimate) -> tuple[str, ...]:
-        verdict = () if memory is None else ("fits" if fits(one, memory, host, per_machine) else "too large",)
+        fit = () if memory is None else ("fits" if fits(one, memory, host, per_machine) else "too large",)
         cells = (convert_bytes(one.parts[kind]) if one.parts[kind] else "-" for kind in kinds)
         offloaded = convert_bytes(one.host) if one.host else "-"
-        return (one.strategy, convert_bytes(one.device), *cells, offloaded, *verdict)
+        return (one.strategy, convert_bytes(one.device), *cells, offloaded, *fit)
 
     batch = "" if options.batch_size is None else (
         f", {options.batch_size} x {options.sequence_length} tokens each"
@@ -176,10 +176,10 @@ def _advice(suggestion: Suggestion | None, again: Job, memory: int) -> list[str]
 
 def _placement(model: nn.Module, memory: int, devices: int) -> str:
     """The device map of inference in half precision."""
-    room = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
+    budget = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
     device_map = infer_auto_device_map(
         model,
-        room,
+        budget,
         no_split_module_classes=getattr(model, "_no_split_modules", None),
         dtype=torch.float16,
     )

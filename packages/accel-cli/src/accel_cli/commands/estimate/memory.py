@@ -242,7 +242,9 @@ def _reducing(blocks: tuple[int, ...], finished: int) -> int:
     return sent + finished
 
 
-def _zero(job: Job, *, stage: int, optimizer_away: bool = False, weights_away: bool = False) -> Parts:
+def _zero(
+    job: Job, *, stage: int, optimizer_offloaded: bool = False, weights_offloaded: bool = False
+) -> Parts:
     """DeepSpeed: weights in the precision of the computation, and float32 copies of a shard of them.
 
     In the passes there is, besides, the bucket. Stages 1 and 2 have the gradients of the shard twice, as they
@@ -259,32 +261,34 @@ def _zero(job: Job, *, stage: int, optimizer_away: bool = False, weights_away: b
     weights = width * (_ceil(sizes.parameters, job.devices) if stage == 3 else sizes.parameters)
     optimizer = (MASTER + ADAM) * shard
     bucket = width * buckets.reduce
-    room = width * shard if stage == 3 else 0
+    gather_buffer = width * shard if stage == 3 else 0
     sorting = width * min(buckets.reduce, sizes.trainable) if stage == 3 else 0
     gathered = width * min(buckets.live, sizes.parameters) if stage == 3 else 0
     arriving = width * min(buckets.prefetch, sizes.parameters) if stage == 3 else 0
-    passing = width * sizes.largest if stage < 3 and optimizer_away else 0
+    passing = width * sizes.largest if stage < 3 and optimizer_offloaded else 0
 
     def at(moment: Moment) -> tuple[int, int, int]:
         """Gradients, what communicates, and the rest."""
         mine = width * min(moment.gradients, shard)
         all_of_them = width * moment.gradients if stage == 1 else 0
-        found = room if stage == 3 else mine + (all_of_them or mine)
+        found = gather_buffer if stage == 3 else mine + (all_of_them or mine)
         communication = bucket + gathered + max(sorting, arriving) + passing
-        return all_of_them if optimizer_away else found, communication, moment.activations
+        return all_of_them if optimizer_offloaded else found, communication, moment.activations
 
-    stepping = (MASTER * shard + room, bucket if stage == 3 else 0, job.step(job.devices, flat=True))
+    stepping = (MASTER * shard + gather_buffer, bucket if stage == 3 else 0, job.step(job.devices, flat=True))
     passes = [at(moment) for moment in job.passes]
-    gradients, communication, working = max(passes if optimizer_away else [*passes, stepping], key=sum)
-    here = {
-        "parameters": (0 if weights_away else weights) + sizes.buffers,
+    gradients, communication, working = max(passes if optimizer_offloaded else [*passes, stepping], key=sum)
+    on_device = {
+        "parameters": (0 if weights_offloaded else weights) + sizes.buffers,
         "gradients": gradients,
-        "optimizer": 0 if optimizer_away else optimizer,
+        "optimizer": 0 if optimizer_offloaded else optimizer,
         "communication": communication,
         "working": working,
     }
-    away = optimizer + MASTER * shard + (room or width * shard) + passing if optimizer_away else 0
-    return here, away + (weights if weights_away else 0)
+    host = (
+        optimizer + MASTER * shard + (gather_buffer or width * shard) + passing if optimizer_offloaded else 0
+    )
+    return on_device, host + (weights if weights_offloaded else 0)
 
 
 def _ceil(elements: int, devices: int) -> int:
@@ -299,16 +303,16 @@ STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
     "FSDP2, gathered once": partial(_fsdp2, keep=True, offload=False),
     "ZeRO-3": partial(_zero, stage=3),
     "FSDP2": partial(_fsdp2, keep=False, offload=False),
-    "ZeRO-2, offloaded": partial(_zero, stage=2, optimizer_away=True),
-    "ZeRO-3, offloaded": partial(_zero, stage=3, optimizer_away=True, weights_away=True),
+    "ZeRO-2, offloaded": partial(_zero, stage=2, optimizer_offloaded=True),
+    "ZeRO-3, offloaded": partial(_zero, stage=3, optimizer_offloaded=True, weights_offloaded=True),
     "FSDP2, offloaded": partial(_fsdp2, keep=False, offload=True),
 }
 """The strategies; those further down take less of a device and more time."""
 
 VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
     "DDP, gradients in buckets": partial(_replicated, buckets=0),
-    "ZeRO-1, offloaded": partial(_zero, stage=1, optimizer_away=True),
-    "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_away=True),
-    "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_away=True),
+    "ZeRO-1, offloaded": partial(_zero, stage=1, optimizer_offloaded=True),
+    "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_offloaded=True),
+    "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_offloaded=True),
 }
 """What a script may ask for besides."""

@@ -90,7 +90,7 @@ class Ledger(TorchDispatchMode):
             self._alive[key] = ("gradients", size, reference)
             self._lengths[key] = parameter.numel()
             self._elements += parameter.numel()
-            self._note()
+            self._update_peak()
 
     def stepping(self) -> AbstractContextManager[None]:
         """Within it, what comes into being is an optimizer's state, which is not counted."""
@@ -111,18 +111,18 @@ class Ledger(TorchDispatchMode):
             return
         size = storage.nbytes()
 
-        def forget(_: object) -> None:
+        def on_free(_: object) -> None:
             if key in self._alive:
                 was, _, _ = self._alive.pop(key)
                 self._bytes[was] -= size
                 self._elements -= self._lengths.pop(key, 0)
 
         kind = "activations" if kind == "back" else kind
-        self._alive[key] = (kind, size, weakref.ref(storage, forget))
+        self._alive[key] = (kind, size, weakref.ref(storage, on_free))
         self._bytes[kind] += size
-        self._note()
+        self._update_peak()
 
-    def _note(self) -> None:
+    def _update_peak(self) -> None:
         self.host = max(self.host, self._bytes["host"])
         elements = self._elements
         now = Moment(activations=self._bytes["activations"], casts=self._bytes["casts"], gradients=elements)

@@ -70,10 +70,10 @@ def processes(session: Session) -> str:
     device = accelerator.device
     index = torch.tensor([accelerator.process_index], device=device)
     ranks = gather(index).tolist()
-    places = gather_object([(accelerator.local_process_index, str(device))])
+    devices = gather_object([(accelerator.local_process_index, str(device))])
     _expect(ranks, [*range(session.world_size)], "the ranks that answer")
     if device.type != "cpu":
-        local = {place for place in places if place[1] == str(device)}
+        local = {entry for entry in devices if entry[1] == str(device)}
         _expect(len(local), 1, f"the local ranks on {device}")
     return f"{session.world_size} on {device.type}"
 
@@ -285,12 +285,12 @@ def _train_plainly(session: Session, batch_size: int) -> Trained:
     return Trained(losses=losses, weights=weights, batch_size=batch_size)
 
 
-def _expect(found: object, wanted: object, what: str) -> None:
+def _expect(found: object, wanted: object, subject: str) -> None:
     if found != wanted:
-        raise DiffersError(f"{what}: {found!r} instead of {wanted!r}")
+        raise DiffersError(f"{subject}: {found!r} instead of {wanted!r}")
 
 
-def _expect_close(found: list[float], wanted: list[float], tolerance: float, what: str) -> None:
+def _expect_close(found: list[float], wanted: list[float], tolerance: float, subject: str) -> None:
     pairs = zip(found, wanted, strict=True)
     if not all(math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance) for one, other in pairs):
-        raise DiffersError(f"{what}: {found!r} instead of {wanted!r}")
+        raise DiffersError(f"{subject}: {found!r} instead of {wanted!r}")

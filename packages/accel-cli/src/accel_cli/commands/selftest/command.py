@@ -38,11 +38,11 @@ def run(options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="accel-test-") as name:
         folder = Path(name)
         started = time.monotonic()
-        code, said = launch(launch_line(options, folder))
+        code, output = launch(launch_line(options, folder))
         reports = read_reports(folder)
         seconds = time.monotonic() - started
     if not reports:
-        sys.stderr.write(said)
+        sys.stderr.write(output)
         return code if code == 2 else 1
     outcomes = combine(reports, CHECK_NAMES)
     failed = [one for one in outcomes if one.state == FAILED]
@@ -50,9 +50,9 @@ def run(options: Namespace) -> int:
     if options.json:
         show(_as_json(outcomes, reports, lines, seconds))
     else:
-        _tell(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet)
+        _print_report(failed if options.quiet else outcomes, reports, lines, seconds, quiet=options.quiet)
     if failed or code:
-        sys.stderr.write(said)
+        sys.stderr.write(output)
     return 1 if failed or code else 0
 
 
@@ -121,7 +121,7 @@ def read_reports(folder: Path) -> list[Report]:
     return sorted(reports, key=lambda report: report.rank)
 
 
-def _tell(
+def _print_report(
     outcomes: Sequence[Outcome], reports: list[Report], lines: list[str], seconds: float, *, quiet: bool
 ) -> None:
     facts, size = reports[0].facts, reports[0].world_size
@@ -140,8 +140,8 @@ def _tell(
         show(f"advice: {line}")
     if not quiet:
         bad = sum(one.state == FAILED for one in outcomes)
-        verdict = "This machine trains correctly." if not bad else f"{bad} check(s) failed."
-        show(f"{verdict} ({seconds:.0f} s)")
+        summary = "This machine trains correctly." if not bad else f"{bad} check(s) failed."
+        show(f"{summary} ({seconds:.0f} s)")
 
 
 def _as_json(outcomes: Sequence[Outcome], reports: list[Report], lines: list[str], seconds: float) -> str:

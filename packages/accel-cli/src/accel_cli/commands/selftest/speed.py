@@ -27,21 +27,25 @@ def speeds() -> dict[str, float]:
         Bytes per second. That of all-reduce is the bus bandwidth, 2 (n-1)/n times the bytes of the tensor
         (github.com/NVIDIA/nccl-tests, PERFORMANCE.md), so that it can be compared with that of links.
     """
-    place = runtime.current()
-    device, size = place.device, place.topology.world_size
+    current = runtime.current()
+    device, size = current.device, current.topology.world_size
     found: dict[str, float] = {}
     if size > 1:
         tensor = torch.ones(_REDUCED.get(device.type, _MANY) // 4, device=device)
-        seconds = _median(lambda: place.collectives.all_reduce(tensor.zero_()), device)
+        seconds = _median(lambda: current.collectives.all_reduce(tensor.zero_()), device)
         found["all-reduce"] = tensor.nbytes * 2 * (size - 1) / size / seconds
     if device.type != "cpu":
-        there = torch.empty(_COPIED, dtype=torch.uint8, device=device)
+        on_device = torch.empty(_COPIED, dtype=torch.uint8, device=device)
         pageable = torch.zeros(_COPIED, dtype=torch.uint8)
-        found["host to device"] = _COPIED / _median(lambda: there.copy_(pageable), device)
+        found["host to device"] = _COPIED / _median(lambda: on_device.copy_(pageable), device)
         if (streams := device_streams(device)) is not None:
             pinned = streams.pinned(_COPIED)
-            found["host to device, pinned"] = _COPIED / _median(lambda: streams.copy_(there, pinned), device)
-            found["device to host, pinned"] = _COPIED / _median(lambda: streams.copy_(pinned, there), device)
+            found["host to device, pinned"] = _COPIED / _median(
+                lambda: streams.copy_(on_device, pinned), device
+            )
+            found["device to host, pinned"] = _COPIED / _median(
+                lambda: streams.copy_(pinned, on_device), device
+            )
     return found
 
 

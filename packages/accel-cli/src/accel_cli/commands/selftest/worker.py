@@ -91,9 +91,9 @@ def _accelerators() -> str:
 
 def _write(folder: Path, report: Report) -> None:
     path = folder / f"rank{report.rank}.json"
-    beside = path.with_suffix(".tmp")
-    beside.write_text(json.dumps(asdict(report)), encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(asdict(report)), encoding="utf-8")
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

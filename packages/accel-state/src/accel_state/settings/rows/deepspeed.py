@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.settings.option import Option, Said
+from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import flag, maybe, number, one_of, whole
 from accel_state.settings.rows.launch import here, several_machines
 
@@ -12,24 +12,24 @@ _DEVICES = ("none", "cpu", "nvme")
 _LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")
 
 
-def _on(said: Said) -> bool:
-    return bool(said("deepspeed"))
+def _on(answers: Answers) -> bool:
+    return bool(answers("deepspeed"))
 
 
-def _without_file(said: Said) -> bool:
-    return _on(said) and not said("deepspeed.hf_ds_config")
+def _without_file(answers: Answers) -> bool:
+    return _on(answers) and not answers("deepspeed.hf_ds_config")
 
 
-def _divides(said: Said) -> bool:
-    return _without_file(said) and said("deepspeed.zero_stage") in {2, 3}
+def _is_zero(answers: Answers) -> bool:
+    return _without_file(answers) and answers("deepspeed.zero_stage") in {2, 3}
 
 
-def _stage_three(said: Said) -> bool:
-    return _on(said) and (said("deepspeed.zero_stage") == 3 or bool(said("deepspeed.hf_ds_config")))
+def _stage_three(answers: Answers) -> bool:
+    return _on(answers) and (answers("deepspeed.zero_stage") == 3 or bool(answers("deepspeed.hf_ds_config")))
 
 
-def _among_machines(said: Said) -> bool:
-    return _on(said) and several_machines(said)
+def _among_machines(answers: Answers) -> bool:
+    return _on(answers) and several_machines(answers)
 
 
 def _row(field: str, help: str, *, long: str | None = None, **more: Any) -> Option:  # noqa: A002 - as the field is called
@@ -76,7 +76,7 @@ DEEPSPEED = (
         flags=("--use_deepspeed",),
         const="true",
         question="Train with DeepSpeed?",
-        when=lambda said: here(said) and said("launch.distributed_type") not in {"NO", "XLA"},
+        when=lambda answers: here(answers) and answers("launch.distributed_type") not in {"NO", "XLA"},
     ),
     _row(
         "hf_ds_config",
@@ -98,7 +98,7 @@ DEEPSPEED = (
         parse=one_of(*_DEVICES),
         choices=_DEVICES,
         question="Where does optimizer state live? (none: on the GPU)",
-        when=_divides,
+        when=_is_zero,
     ),
     _row(
         "offload_param_device",
@@ -106,21 +106,21 @@ DEEPSPEED = (
         parse=one_of(*_DEVICES),
         choices=_DEVICES,
         question="Where do parameters live? (none: on the GPU)",
-        when=lambda said: _divides(said) and said("deepspeed.zero_stage") == 3,
+        when=lambda answers: _is_zero(answers) and answers("deepspeed.zero_stage") == 3,
     ),
     _row(
         "offload_optimizer_nvme_path",
         "The folder for optimizer state on nvme.",
         parse=maybe(str, "none"),
         question="In which folder?",
-        when=lambda said: _divides(said) and said("deepspeed.offload_optimizer_device") == "nvme",
+        when=lambda answers: _is_zero(answers) and answers("deepspeed.offload_optimizer_device") == "nvme",
     ),
     _row(
         "offload_param_nvme_path",
         "The folder for parameters on nvme.",
         parse=maybe(str, "none"),
         question="In which folder do parameters live?",
-        when=lambda said: _divides(said) and said("deepspeed.offload_param_device") == "nvme",
+        when=lambda answers: _is_zero(answers) and answers("deepspeed.offload_param_device") == "nvme",
     ),
     _row(
         "gradient_clipping",
@@ -143,14 +143,14 @@ DEEPSPEED = (
         "Bring weights together when they are saved, with stage 3.",
         parse=flag,
         question="Bring weights together when they are saved?",
-        when=lambda said: _without_file(said) and _stage_three(said),
+        when=lambda answers: _without_file(answers) and _stage_three(answers),
     ),
     _row(
         "transformer_moe_cls_names",
         "Classes of mixture-of-experts layers, with commas between.",
         long="deepspeed_moe_layer_cls_names",
         question="Classes of mixture-of-experts layers, with commas between? (empty: none)",
-        when=lambda said: _without_file(said) and _stage_three(said),
+        when=lambda answers: _without_file(answers) and _stage_three(answers),
     ),
     _hosts(
         "launcher",
@@ -164,20 +164,20 @@ DEEPSPEED = (
         "hostfile",
         "The file that lists the machines, as worker-1 slots=8.",
         question="The path of the file that lists the machines?",
-        when=lambda said: _among_machines(said) and said("hosts.launcher") not in {None, "standard"},
+        when=lambda answers: _among_machines(answers) and answers("hosts.launcher") not in {None, "standard"},
     ),
     _hosts(
         "inclusion",
         "The machines and slots that take part, as worker-1@worker-2:0,2.",
         question="Which machines and slots take part, as worker-1@worker-2:0,2? (empty: all)",
-        when=lambda said: _among_machines(said) and bool(said("hosts.hostfile")),
+        when=lambda answers: _among_machines(answers) and bool(answers("hosts.hostfile")),
     ),
     _hosts(
         "exclusion",
         "The machines and slots that do not, as worker-1:0.",
         question="Which do not, as worker-1:0? (empty: none)",
-        when=lambda said: (
-            _among_machines(said) and bool(said("hosts.hostfile")) and not said("hosts.inclusion")
+        when=lambda answers: (
+            _among_machines(answers) and bool(answers("hosts.hostfile")) and not answers("hosts.inclusion")
         ),
     ),
 )

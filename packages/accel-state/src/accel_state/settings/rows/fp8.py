@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.settings.option import Option, Said
+from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import flag, flags, one_of, whole
 
 _BACKENDS = ("AO", "TE", "MSAMP")
@@ -13,12 +13,12 @@ _ALGORITHMS = ("max", "most_recent")
 _LEVELS = ("O1", "O2")
 
 
-def _on(said: Said) -> bool:
-    return said("precision.mixed_precision") == "fp8"
+def _on(answers: Answers) -> bool:
+    return answers("precision.mixed_precision") == "fp8"
 
 
 def _with(*backends: str) -> Any:
-    return lambda said: _on(said) and said("fp8.backend") in backends
+    return lambda answers: _on(answers) and answers("fp8.backend") in backends
 
 
 def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
@@ -119,7 +119,7 @@ FP8 = (
         "AO: let FSDP gather parameters in eight bits.",
         parse=flag,
         question="Let FSDP gather parameters in eight bits?",
-        when=lambda said: _with("AO")(said) and bool(said("fsdp")),
+        when=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
     ),
     _row(
         "pad_inner_dim",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.settings.option import Option, Said
+from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import flag, one_of, whole, words
 from accel_state.settings.rows.launch import here
 
@@ -33,16 +33,16 @@ def _reshard(text: str) -> bool | int | str:
         ) from None
 
 
-def _on(said: Said) -> bool:
-    return bool(said("fsdp"))
+def _on(answers: Answers) -> bool:
+    return bool(answers("fsdp"))
 
 
-def _first(said: Said) -> bool:
-    return _on(said) and said("fsdp.fsdp_version") != 2
+def _first(answers: Answers) -> bool:
+    return _on(answers) and answers("fsdp.fsdp_version") != 2
 
 
-def _second(said: Said) -> bool:
-    return _on(said) and said("fsdp.fsdp_version") == 2
+def _second(answers: Answers) -> bool:
+    return _on(answers) and answers("fsdp.fsdp_version") == 2
 
 
 def _row(field: str, help: str, *, short: str | None = None, **more: Any) -> Option:  # noqa: A002 - as the field is called
@@ -68,11 +68,11 @@ FSDP = (
         flags=("--use_fsdp",),
         const="true",
         question="Shard the model with PyTorch's FSDP?",
-        when=lambda said: (
-            here(said)
-            and said("launch.distributed_type") not in {"NO", "XLA"}
-            and not said("deepspeed")
-            and not said("megatron")
+        when=lambda answers: (
+            here(answers)
+            and answers("launch.distributed_type") not in {"NO", "XLA"}
+            and not answers("deepspeed")
+            and not answers("megatron")
         ),
     ),
     _row(
@@ -120,7 +120,7 @@ FSDP = (
         variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
         parse=words,
         question="Their classes, with commas between? (empty: what the model itself names)",
-        when=lambda said: _on(said) and said("fsdp.auto_wrap_policy") == "TRANSFORMER_BASED_WRAP",
+        when=lambda answers: _on(answers) and answers("fsdp.auto_wrap_policy") == "TRANSFORMER_BASED_WRAP",
     ),
     _row(
         "min_num_params",
@@ -128,7 +128,7 @@ FSDP = (
         parse=whole(0),
         launched="100000000",
         question="How many parameters have they at least?",
-        when=lambda said: _on(said) and said("fsdp.auto_wrap_policy") == "SIZE_BASED_WRAP",
+        when=lambda answers: _on(answers) and answers("fsdp.auto_wrap_policy") == "SIZE_BASED_WRAP",
     ),
     _row(
         "backward_prefetch",
@@ -174,7 +174,7 @@ FSDP = (
         parse=flag,
         launched="true",
         question="Do all ranks take over the values of rank 0?",
-        when=lambda said: _first(said) and not said("fsdp.cpu_ram_efficient_loading"),
+        when=lambda answers: _first(answers) and not answers("fsdp.cpu_ram_efficient_loading"),
     ),
     _row(
         "activation_checkpointing",
@@ -187,7 +187,7 @@ FSDP = (
         "Keep these inputs on the CPU.",
         parse=flag,
         question="Keep these inputs on the CPU?",
-        when=lambda said: _on(said) and said("fsdp.activation_checkpointing"),
+        when=lambda answers: _on(answers) and answers("fsdp.activation_checkpointing"),
     ),
 )
 """Rows of `FsdpSettings`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from accel_state.settings.option import Option, Said
+from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import flag, maybe, number, offered, one_of, whole
 
 _FAMILIES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
@@ -21,23 +21,27 @@ _PLACES = ("LOCAL_MACHINE", "AMAZON_SAGEMAKER")
 _FROM_FILE = "It is said by the line that starts a script."
 
 
-def here(said: Said) -> bool:
+def here(answers: Answers) -> bool:
     """Whether the answers so far are about machines of one's own."""
-    return said("launch.compute_environment") != "AMAZON_SAGEMAKER"
+    return answers("launch.compute_environment") != "AMAZON_SAGEMAKER"
 
 
-def several_machines(said: Said) -> bool:
+def several_machines(answers: Answers) -> bool:
     """Whether the answers so far are about several machines of one's own."""
-    return here(said) and said("launch.num_machines") > 1
+    return here(answers) and answers("launch.num_machines") > 1
 
 
-def _several_processes(said: Said) -> bool:
-    return here(said) and said("launch.distributed_type") not in {"NO", "XLA"}
+def _several_processes(answers: Answers) -> bool:
+    return here(answers) and answers("launch.distributed_type") not in {"NO", "XLA"}
 
 
-def _has_devices(said: Said) -> bool:
+def _has_devices(answers: Answers) -> bool:
     without = {"NO", "MULTI_CPU", "XLA"}
-    return here(said) and said("launch.num_machines") == 1 and said("launch.distributed_type") not in without
+    return (
+        here(answers)
+        and answers("launch.num_machines") == 1
+        and answers("launch.distributed_type") not in without
+    )
 
 
 LAUNCH = (
@@ -71,7 +75,7 @@ LAUNCH = (
         flags=("--num_machines",),
         key="num_machines",
         question="How many machines take part?",
-        when=lambda said: not here(said) or _several_processes(said),
+        when=lambda answers: not here(answers) or _several_processes(answers),
     ),
     Option(
         path="launch.num_processes",
@@ -81,7 +85,7 @@ LAUNCH = (
         flags=("--num_processes",),
         key="num_processes",
         question="How many processes, on all machines together?",
-        when=lambda said: here(said) and said("launch.distributed_type") != "NO",
+        when=lambda answers: here(answers) and answers("launch.distributed_type") != "NO",
     ),
     Option(
         path="launch.min_machines",
@@ -165,7 +169,7 @@ LAUNCH = (
         flags=("--num_cpu_threads_per_process",),
         key="num_cpu_threads_per_process",
         question="How many threads per process?",
-        when=lambda said: here(said) and said("launch.distributed_type") == "MULTI_CPU",
+        when=lambda answers: here(answers) and answers("launch.distributed_type") == "MULTI_CPU",
     ),
     Option(
         path="launch.max_restarts",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.settings.option import Option, Said
+from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import flag, number, one_of, whole
 
 _TUNING = "It tunes what runs without it; the reference page lists it."
@@ -12,8 +12,8 @@ _GRANULARITIES = ("full", "selective")
 _METHODS = ("uniform", "block")
 
 
-def _on(said: Said) -> bool:
-    return bool(said("megatron"))
+def _on(answers: Answers) -> bool:
+    return bool(answers("megatron"))
 
 
 def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
@@ -52,7 +52,7 @@ MEGATRON = (
         "Divide by sequence what tensor parallelism leaves.",
         parse=flag,
         question="Divide by sequence what tensor parallelism leaves?",
-        when=lambda said: _on(said) and (said("megatron.tp_degree") or 1) > 1,
+        when=lambda answers: _on(answers) and (answers("megatron.tp_degree") or 1) > 1,
     ),
     _row(
         "pp_degree",
@@ -65,7 +65,7 @@ MEGATRON = (
         "Micro-batches per step.",
         parse=whole(1),
         question="How many micro-batches per step?",
-        when=lambda said: _on(said) and (said("megatron.pp_degree") or 1) > 1,
+        when=lambda answers: _on(answers) and (answers("megatron.pp_degree") or 1) > 1,
     ),
     _row(
         "recompute_activations",

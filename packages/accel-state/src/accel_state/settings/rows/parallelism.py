@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from accel_state.settings.option import Option, Said
+from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import flag, one_of, whole
 from accel_state.settings.rows.launch import here
 
@@ -13,24 +13,24 @@ _COMMUNICATION = ("allgather", "alltoall")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
-def _on(said: Said) -> bool:
-    return bool(said("parallelism"))
+def _on(answers: Answers) -> bool:
+    return bool(answers("parallelism"))
 
 
-def _context(said: Said) -> bool:
-    return _on(said) and (said("parallelism.cp_size") or 1) > 1
+def _context(answers: Answers) -> bool:
+    return _on(answers) and (answers("parallelism.cp_size") or 1) > 1
 
 
-def _sequence(said: Said) -> bool:
-    return _on(said) and (said("parallelism.sp_size") or 1) > 1
+def _sequence(answers: Answers) -> bool:
+    return _on(answers) and (answers("parallelism.sp_size") or 1) > 1
 
 
-def _with_deepspeed(said: Said) -> bool:
-    return _on(said) and bool(said("deepspeed"))
+def _with_deepspeed(answers: Answers) -> bool:
+    return _on(answers) and bool(answers("deepspeed"))
 
 
-def _with_torch(said: Said) -> bool:
-    return _on(said) and not said("deepspeed")
+def _with_torch(answers: Answers) -> bool:
+    return _on(answers) and not answers("deepspeed")
 
 
 def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
@@ -58,7 +58,9 @@ PARALLELISM = (
         flags=("--use_parallelism_config",),
         const="true",
         question="Divide layers or sequences among processes, too (tensor, context, sequence parallel)?",
-        when=lambda said: here(said) and (bool(said("deepspeed")) or said("fsdp.fsdp_version") == 2),
+        when=lambda answers: (
+            here(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)
+        ),
     ),
     _row(
         "dp_replicate_size",

@@ -20,7 +20,7 @@ PROCESS = (
         const="true",
         key="use_cpu",
         question="Compute on the CPU, whatever else there is?",
-        when=lambda said: here(said) and said("launch.distributed_type") == "NO",
+        when=lambda answers: here(answers) and answers("launch.distributed_type") == "NO",
     ),
     Option(
         path="process.debug",
@@ -32,7 +32,7 @@ PROCESS = (
         const="true",
         key="debug",
         question="Check before every collective that all ranks make the same call? (slower, for debugging)",
-        when=lambda said: here(said) and said("launch.distributed_type") != "NO",
+        when=lambda answers: here(answers) and answers("launch.distributed_type") != "NO",
     ),
     Option(
         path="process.torch_device",
@@ -51,7 +51,7 @@ PROCESS = (
         const="true",
         key="enable_cpu_affinity",
         question="Pin each process to the CPU cores near its GPU?",
-        when=lambda said: here(said) and said("launch.distributed_type") == "MULTI_GPU",
+        when=lambda answers: here(answers) and answers("launch.distributed_type") == "MULTI_GPU",
     ),
     Option(
         path="process.log_level",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_state.labels import DynamoBackend, PrecisionType
-from accel_state.settings.option import Option, Said
+from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import flag, maybe, offered, one_of, whole
 
 _PRECISIONS = tuple(member.value for member in PrecisionType)
@@ -12,8 +12,8 @@ _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagra
 _COMPILATION = "compilation"
 
 
-def _compiles(said: Said) -> bool:
-    return said("dynamo.backend") != "NO"
+def _compiles(answers: Answers) -> bool:
+    return answers("dynamo.backend") != "NO"
 
 
 TRAINING = (
@@ -38,7 +38,7 @@ TRAINING = (
         key="gradient_accumulation_steps",
         more_keys=("deepspeed_config.gradient_accumulation_steps",),
         question="How many micro-batches per optimizer step?",
-        when=lambda said: bool(said("deepspeed")) and not said("deepspeed.hf_ds_config"),
+        when=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
     ),
 )
 """Rows of `PrecisionSettings` and `TrainingSettings`."""

@@ -1,0 +1,341 @@
+"""What takes the place of communication, storage and data in a process that plays one rank of many.
+
+Each stand-in is set into the module that has the real one, before the modules that use it are imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import pkgutil
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils.data import DataLoader
+
+from accel_cli.commands.check.checkpoint import FORMS, files_of
+from accel_cli.commands.check.collectives import AloneCollectives, operations
+from accel_cli.commands.check.recorder import nbytes_of
+from accel_cli.commands.check.strategy import loading
+from accel_cli.commands.check.values import is_without_values, made_up
+from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, filled
+from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_train.checkpoint.sharded import form_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+    from accel_cli.commands.check.recorder import CollectiveRecorder
+    from accel_cli.commands.check.trace import Order
+
+_END: Any = object()
+
+
+def install(recorder: CollectiveRecorder, order: Order) -> None:
+    """Set all stand-ins.
+
+    Args:
+        recorder: Who is told what happens.
+        order: Which rank is played.
+    """
+    _values()
+    _moves(recorder)
+    _conversions()
+    _division(recorder)
+    _optimizers()
+    _communication(recorder, order)
+    _storage(recorder)
+    _data(recorder, order.batches)
+
+
+def _set(path: str, **patches: Any) -> None:
+    owner = pkgutil.resolve_name(path)
+    for name, patch in patches.items():
+        if not hasattr(owner, name):
+            raise AttributeError(f"{path} has no {name} to be replaced")
+        setattr(owner, name, patch)
+
+
+def _values() -> None:
+    """What reads a tensor's memory without asking the dispatcher."""
+    tensor: Any = torch.Tensor
+    for name, make in (("tolist", _list), ("numpy", _array), ("__array__", _array)):
+        setattr(tensor, name, _instead(getattr(tensor, name), make))
+
+
+def _moves(recorder: CollectiveRecorder) -> None:
+    """What a script puts into main memory is not the device's; here both are the CPU.
+
+    A device that is named by a text is likely the CPU that was found here, `cpu()` never is.
+    """
+    tensor: Any = torch.Tensor
+    to_cpu, to = tensor.cpu, tensor.to
+
+    def cpu(self: Any, *args: Any, **kwargs: Any) -> Any:
+        plain = to_cpu(self, *args, **kwargs)
+        return recorder.moved(plain, to_host=True) if is_without_values(plain) else plain
+
+    def to_device(self: Any, *args: Any, **kwargs: Any) -> Any:
+        moved = to(self, *args, **kwargs)
+        names_device = any(isinstance(one, torch.device) for one in (*args, *kwargs.values()))
+        return recorder.moved(moved, to_host=False) if names_device and is_without_values(moved) else moved
+
+    tensor.cpu, tensor.to = cpu, to_device
+
+
+def _conversions() -> None:
+    """`Module.to` and its like. PyTorch's exchange tensors without values, which nobody else may refer to."""
+    kind: Any = torch.nn.Module
+    real = kind._apply
+
+    def apply(self: Any, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        tensors = [one for one in (*self._parameters.values(), *self._buffers.values()) if one is not None]
+        if not all(map(is_without_values, tensors)):
+            return real(self, fn, recurse)
+        if recurse:
+            for child in self.children():
+                child._apply(fn)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if parameter is not None:
+                    self._parameters[name] = _converted(parameter, fn)
+            for name, buffer in self._buffers.items():
+                if buffer is not None:
+                    self._buffers[name] = fn(buffer)
+        return self
+
+    kind._apply = apply
+
+
+def _converted(parameter: Any, fn: Callable[[Any], Any]) -> Any:
+    new, gradient = fn(parameter), parameter.grad
+    if new.device != parameter.device:
+        return torch.nn.Parameter(new, requires_grad=parameter.requires_grad)
+    parameter.grad = None
+    parameter.data = new
+    if gradient is not None:
+        parameter.grad = fn(gradient)
+    return parameter
+
+
+_OF_PROPAGATION = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
+"""What finds the shape of a result by whole tensors without values; versions of torch have one of the two."""
+
+_OF_MESHES = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate")
+"""The methods of a device mesh that need the values of its tensor of ranks; torch 2.6 lacks some."""
+
+
+def _division(recorder: CollectiveRecorder) -> None:
+    """What divides models: meshes keep their values, and models are emptied with their names.
+
+    `Module.to` would exchange tensors without values in place.
+    """
+    for name in _OF_MESHES:
+        if name in vars(DeviceMesh):
+            setattr(DeviceMesh, name, _within(recorder.outside, vars(DeviceMesh)[name]))
+    shapes: Any = ShardingPropagator
+    name = next(one for one in _OF_PROPAGATION if one in vars(shapes))
+    setattr(shapes, name, _within(recorder.uncounted, vars(shapes)[name]))
+    _set("torch.distributed.fsdp._fully_shard._fsdp_param", _chunk_with_empty=Chunks)
+    values: Any = import_module("accel_plugins.sharding.materialize")
+
+    def empty(model: Any, replaced: Any) -> None:
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        for first, names in replaced.names.items():
+            old = tensors[first]
+            new: Any = torch.empty(old.shape, dtype=old.dtype, device="meta")
+            if isinstance(old, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
+            for name in names:
+                values.put_tensor(model, name, new)
+
+    values._empty = empty
+    # Models that libraries make stay whole: nothing of DeepSpeed runs here.
+    _set("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
+
+
+class Chunks:
+    """The parts of a tensor of which FSDP needs two; making all takes time where there are many ranks.
+
+    Args:
+        tensor: What is divided.
+        num_chunks: Into how many parts, of which the last ones may be empty.
+        dim: Along which dim.
+    """
+
+    def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
+        self._tensor = tensor
+        self._dim = dim
+        self._length = -(-tensor.size(dim) // num_chunks)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = index * self._length
+        length = min(self._length, self._tensor.size(self._dim) - start)
+        return self._tensor.narrow(self._dim, start, length) if length > 0 else self._tensor.new_empty(0)
+
+
+def _optimizers() -> None:
+    """Optimizers change all weights at once, as they do on accelerators."""
+    owner: Any = import_module("torch.optim.optimizer")
+    real = owner._get_foreach_kernels_supported_devices
+    owner._get_foreach_kernels_supported_devices = lambda: [*real(), "cpu"]
+    owner._foreach_supported_types.append(FakeTensor)
+
+
+def _within(context: Callable[[], AbstractContextManager[None]], method: Any) -> Any:
+    real: Callable[..., Any] = getattr(method, "__func__", method)
+
+    @functools.wraps(real)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context():
+            return real(*args, **kwargs)
+
+    return type(method)(call) if isinstance(method, (staticmethod, classmethod)) else call
+
+
+def _instead(real: Callable[..., Any], make: Callable[[Any], Any]) -> Callable[..., Any]:
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return make(self) if is_without_values(self) else real(self, *args, **kwargs)
+
+    return read
+
+
+def _list(tensor: Any) -> Any:
+    value: Any = made_up(tensor)
+    for length in reversed(tensor.shape):
+        value = [value] * length
+    return value
+
+
+def _array(tensor: Any) -> Any:
+    numpy: Any = import_module("numpy")
+    return numpy.ones(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.").replace("bf", "f"))
+
+
+def _communication(recorder: CollectiveRecorder, order: Order) -> None:
+    _set(
+        "accel_state.runtime", TorchCollectives=lambda _: AloneCollectives(recorder, order.rank, order.world)
+    )
+    made = operations(recorder, order.world)
+    _set("accel_ops.pad", pad_across_processes=made.pop("pad_across_processes"))
+    _set("accel_ops.collect", **made)
+    registry: Any = import_module("accel_plugins.registry")
+    registry.load = loading(recorder, registry.load)
+
+
+class Planned:
+    """A checkpoint that is only planned; it is done at once.
+
+    Args:
+        path: The folder.
+    """
+
+    done = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def wait(self) -> str:
+        """Wait for nothing."""
+        return self.path
+
+
+def _storage(recorder: CollectiveRecorder) -> None:
+    saving: Any = import_module("accel_train.checkpoint.save")
+
+    def save(run: Any, output_dir: Any, *, safe: bool, blocking: bool, to_disk: bool) -> Planned:
+        del blocking, to_disk
+        recorder.saw("save_state")
+        folder = saving.target_of(run, output_dir)
+        if run.is_automatic:
+            run.project.iteration += 1
+        with recorder.silence():
+            form = FORMS[form_of(run)]
+            files = [*files_of(run, safe=safe)]
+        for name, nbytes, full_nbytes in files:
+            recorder.wrote(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)
+        if form == "whole" and recorder.meter is not None:  # brought together before it is written
+            recorder.holds_on_host(sum(nbytes for _, nbytes, _ in files))
+        return Planned(str(folder))
+
+    def load(*args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        recorder.saw("load_state")
+
+    def write_weights(parts: Any, folder: Any, **kwargs: Any) -> None:
+        recorder.wrote(str(Path(folder) / "model*.safetensors"), sum(map(nbytes_of, held(parts, kwargs))))
+
+    def held(parts: Any, options: Any) -> Iterator[Any]:
+        """Hold on to parts as long as what writes them would."""
+        limit = convert_file_size_to_int(options.get("max_shard_size", DEFAULT_SHARD_SIZE))
+        shards = filled(((part, nbytes_of(part)) for part in parts), limit)
+        for shard, _ in shards:
+            yield [*shard]
+            shard.clear()
+
+    def write_object(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        recorder.wrote(str(f), nbytes_of(obj))
+
+    def save_pretrained(self: Any, save_directory: Any, *args: Any, **options: Any) -> None:
+        if options.get("is_main_process", args[0] if args else True):
+            state = options.get("state_dict", args[1] if len(args) > 1 else None)
+            write_weights([self.state_dict() if state is None else state], save_directory)
+
+    saving.save = save
+    if "transformers.modeling_utils" in sys.modules:
+        _set("transformers.modeling_utils.PreTrainedModel", save_pretrained=save_pretrained)
+    _set("safetensors.torch", save_file=lambda tensors, filename, *_, **__: write_object(tensors, filename))
+    _set("accel_train.checkpoint.load", load=load, has_checkpoint=lambda *_: False)
+    _set("accel_ops.weights.write", save_state_parts=write_weights, save=write_object)
+    torch.save = write_object
+
+
+def _data(recorder: CollectiveRecorder, batches: int) -> None:
+    prepared: Any = import_module("accel_train.data.prepared")
+    preparing: Any = import_module("accel_train.data.prepare")
+    real_pass, real_iter = prepared.PreparedLoader._pass, DataLoader.__iter__
+
+    def limited(make: Callable[[], Iterator[Any]], loader: Any) -> Iterator[Any]:
+        """The first batches without values, read where tensors have them; the last one is told as such."""
+        vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
+        with recorder.outside():
+            batches_there = make()
+            upcoming = next(batches_there, _END)
+        for number in itertools.count(1):
+            if upcoming is _END:
+                return
+            current = recorder.without_values(upcoming)
+            if number == batches:
+                vars(loader)["end_of_dataloader"] = True
+            yield current
+            if number == batches:
+                break
+            with recorder.outside():
+                upcoming = next(batches_there, _END)
+        with recorder.outside():
+            del batches_there
+
+    def one_pass(self: Any, placing: Any = None, *, before: Any = None) -> Iterator[Any]:
+        del placing
+        return limited(lambda: real_pass(self, None, before=before), self)
+
+    def iterate(self: Any) -> Iterator[Any]:
+        return real_iter(self) if recorder.is_outside else limited(lambda: real_iter(self), self)
+
+    prepared.PreparedLoader._pass = one_pass
+    setattr(DataLoader, "__iter__", iterate)  # noqa: B010 - its declared type is not this one's
+    real_prepare = preparing.prepare_data_loader
+
+    def prepare_data_loader(*args: Any, **kwargs: Any) -> Any:
+        with recorder.outside():
+            return real_prepare(*args, **{**kwargs, "dispatch_batches": False})
+
+    preparing.prepare_data_loader = prepare_data_loader

@@ -1,0 +1,89 @@
+"""Starts what plays the ranks, and reads what it has written down."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from accel_cli.commands.check.trace import Order, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+PLAYER = "accel_cli.commands.check.rank_worker"
+
+DIVIDES = sys.platform == "linux"
+"""Whether one process imports what all need and then divides itself; elsewhere every rank has one of its own,
+as libraries of other systems do not outlive that."""
+
+
+def play(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int) -> list[Record]:
+    """Run the script as some ranks, each in a process of its own.
+
+    Args:
+        orders: What each is told; where they write is set here.
+        variables: The environment of their processes, but for their places.
+        timeout: Seconds for each.
+    """
+    at_once = os.cpu_count() or 1
+    with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
+        with_files = [replace(order, output=str(Path(folder) / f"{order.rank}.json")) for order in orders]
+        groups = [with_files] if DIVIDES else [[order] for order in with_files]
+        with ThreadPoolExecutor(at_once) as pool:
+            output = pool.map(lambda group: _run(group, variables, timeout=timeout, at_once=at_once), groups)
+            sayings = [one for group, one in zip(groups, output, strict=True) for _ in group]
+        return [_record(order, saying) for order, saying in zip(with_files, sayings, strict=True)]
+
+
+def _run(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int, at_once: int) -> str:
+    """Run one process for all these ranks; return what is to be told of a rank that has written nothing."""
+    path = Path(orders[0].output).with_suffix(".orders")
+    texts = [order.to_text() for order in orders]
+    path.write_text(json.dumps({"orders": texts, "timeout": timeout, "at_once": at_once}), encoding="utf-8")
+    environment = orders[0].environment if len(orders) == 1 else {}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", PLAYER, str(path)],
+            env={**variables, **environment},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=None if len(orders) > 1 else timeout,
+        )
+    except subprocess.TimeoutExpired:
+        return too_long(timeout)
+    return ended(done.returncode, done.stderr)
+
+
+def _record(order: Order, saying: str) -> Record:
+    path = Path(order.output)
+    if not path.is_file():
+        return Record(rank=order.rank, stopped=saying)
+    return Record.from_text(path.read_text(encoding="utf-8"))
+
+
+def too_long(timeout: int) -> str:
+    """Why a rank has stopped that was not waited for any longer."""
+    return (
+        f"it has not ended after {timeout} s (--timeout); values are made up, so that a loop that waits for"
+        " one may never end"
+    )
+
+
+def ended(code: int, output: str) -> str:
+    """Why a rank has stopped whose process has ended without a record.
+
+    Args:
+        code: Its exit code.
+        output: What it has written to its standard error.
+    """
+    lines = output.strip().splitlines() or ["nothing was said"]
+    return f"it ended with exit code {code}: {lines[-1]}"

@@ -1,0 +1,180 @@
+"""What `accel check` runs for each rank: the user's script, with tensors that have no values."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from accel_cli.commands.check.patches import install
+from accel_cli.commands.check.rank_runner import ended, too_long
+from accel_cli.commands.check.recorder import CollectiveRecorder
+from accel_cli.commands.check.trace import Order, Record
+from accel_cli.commands.estimate.memory import Sizes
+from accel_cli.commands.estimate.weights import sizes_of
+from accel_state import environ
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_PAUSE = 0.05
+
+
+def main(order: Order) -> None:
+    """Play a rank, and write down what it did.
+
+    Args:
+        order: What to do.
+    """
+    dist.init_process_group("fake", rank=order.rank, world_size=order.world, store=FakeStore())
+    recorder = CollectiveRecorder()
+    install(recorder, order)
+    stopped = _run(recorder, order)
+    chosen = recorder.strategy
+    record = Record(
+        rank=order.rank,
+        strategy=chosen.name,
+        counted_as=chosen.counted_as,
+        axes=chosen.axes,
+        offloaded=chosen.offloaded,
+        precision=chosen.precision,
+        buckets=recorder.buckets,
+        sizes=_sizes(recorder),
+        moments=() if recorder.ledger is None else recorder.ledger.moments,
+        parts={} if recorder.meter is None else recorder.meter.parts,
+        host=recorder.host,
+        events=tuple(recorder.events),
+        files=tuple(recorder.files),
+        stopped=stopped,
+    )
+    _write(order, record)
+
+
+def _run(recorder: CollectiveRecorder, order: Order) -> str:
+    """Run the script; say why it ended before its end, if it did."""
+    sys.argv = [order.script, *order.arguments]
+    sys.path.insert(0, str(Path(order.script).resolve().parent))
+    try:
+        with recorder.watching():
+            runpy.run_path(order.script, run_name="__main__")
+    except SystemExit as leaving:
+        return "" if leaving.code in {None, 0} else f"it exits with {leaving.code!r}"
+    except Exception as error:  # noqa: BLE001 - whatever the script raises is what was found
+        traceback.print_exc()
+        environment = next(
+            (
+                f" at {Path(frame.filename).name}:{frame.lineno}"
+                for frame in reversed(traceback.extract_tb(error.__traceback__))
+                if Path(frame.filename).resolve() == Path(order.script).resolve()
+            ),
+            "",
+        )
+        lines = str(error).strip().splitlines() or [""]
+        return f"{type(error).__name__}{environment}: {lines[0]}"
+    return ""
+
+
+def _sizes(recorder: CollectiveRecorder) -> Sizes | None:
+    if not recorder.models:
+        return None
+    each = [sizes_of(model) for model in recorder.models]
+    return Sizes(
+        parameters=sum(one.parameters for one in each),
+        trainable=sum(one.trainable for one in each),
+        blocks=tuple(block for one in each for block in one.blocks),
+        largest=max(one.largest for one in each),
+        buffers=sum(one.buffers for one in each),
+    )
+
+
+def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
+    """Let a process of its own play each rank; all of them begin with what this one has imported.
+
+    Args:
+        orders: What they are told.
+        timeout: Seconds for each.
+        at_once: How many run at a time.
+    """
+    waiting, running = [*reversed(orders)], dict[int, tuple[Order, float]]()
+    while waiting or running:
+        while waiting and len(running) < at_once:
+            order = waiting.pop()
+            running[_data_parallel_size(order)] = (order, time.monotonic() + timeout)
+        for pid, (order, until) in list(running.items()):
+            is_late = time.monotonic() > until
+            if is_late:
+                os.kill(pid, signal.SIGKILL)
+            done, status = os.waitpid(pid, 0 if is_late else os.WNOHANG)
+            if not done:
+                continue
+            del running[pid]
+            code = os.waitstatus_to_exitcode(status)
+            if is_late or not Path(order.output).is_file():
+                why = too_long(timeout) if is_late else ended(code, _log(order).read_text("utf-8", "replace"))
+                _write(order, Record(rank=order.rank, stopped=why))
+        time.sleep(_PAUSE)
+
+
+def import_often_needed(script: Path) -> None:
+    """Import what is slow, and the same for all ranks.
+
+    Args:
+        script: Its text tells what it needs.
+    """
+    import_module("torch._dynamo")  # what makes tensors without values asks it for little
+    if "transformers" in script.read_text("utf-8", "replace"):
+        with contextlib.suppress(ImportError):
+            import_module("transformers.modeling_utils")
+
+
+def _data_parallel_size(order: Order) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        with _log(order).open("wb") as log:
+            for stream in (1, 2):
+                os.dup2(log.fileno(), stream)
+        environ.publish(order.environment)
+        main(order)
+        code = 0
+    except BaseException:  # noqa: BLE001 - the process ends here
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _log(order: Order) -> Path:
+    return Path(order.output).with_suffix(".log")
+
+
+def _write(order: Order, record: Record) -> None:
+    Path(order.output).write_text(record.to_text(), encoding="utf-8")
+
+
+def _wait_for_start(path: Path) -> None:
+    given = json.loads(path.read_text(encoding="utf-8"))
+    orders = [Order.from_text(text) for text in given["orders"]]
+    import_often_needed(Path(orders[0].script))
+    if len(orders) == 1:
+        main(orders[0])
+    else:
+        conduct(orders, timeout=given["timeout"], at_once=given["at_once"])
+
+
+if __name__ == "__main__":
+    _wait_for_start(Path(sys.argv[1]))

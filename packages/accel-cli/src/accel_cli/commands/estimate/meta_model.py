@@ -1,0 +1,194 @@
+"""A model without weights, from wherever it is described: a configuration, weight files, the hub."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from accel_bigmodel.empty import init_empty_weights
+from accel_bigmodel.sources import open_checkpoint
+from accel_ops.weights.read import find_checkpoint_files
+from accel_state.available import is_timm_available, is_transformers_available
+from accel_state.errors import AccelError, MissingDependencyError, SettingsError
+from accel_state.regular_file import read_json
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+CONFIG = "config.json"
+
+
+def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool = False) -> nn.Module:
+    """Make the model on the meta device, or one with the same tensors if only its weights are there.
+
+    Args:
+        name: A configuration file, a folder or file with weights, or the id of a model on the hub.
+        library: `"transformers"` or `"timm"`; None to find out.
+        trust_remote_code: Whether code that comes with the model may run.
+
+    Raises:
+        SettingsError: There is no such model, or nothing that describes it.
+        MissingDependencyError: The library that defines it is not installed.
+    """
+    path = Path(name).expanduser()
+    if path.exists():
+        return _from_path(path, library, trust_remote_code)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise SettingsError(f"model {name!r}: there is no such file or folder.")
+    if library == "timm" and "/" not in name:
+        return _timm(name)
+    return _from_path(_config_on_hub(name), library, trust_remote_code, name)
+
+
+def _from_path(path: Path, library: str | None, trust: bool, name: str | None = None) -> nn.Module:
+    config = path / CONFIG if path.is_dir() else path
+    if config.suffix == ".json" and config.is_file() and not config.name.endswith(".index.json"):
+        content = _read_config(config)
+        kind = library or _library_of(content)
+        if kind is not None:
+            return _BUILDERS[kind](name or str(path), config, content, trust)
+    if name is None and _has_weights(path):
+        return meta_model_of_weights(path)
+    raise SettingsError(
+        f"model {name or str(path)!r}: neither a configuration of transformers or timm nor weight files; "
+        "name the library with --library_name if there is a configuration."
+    )
+
+
+def _has_weights(path: Path) -> bool:
+    try:
+        return bool(find_checkpoint_files(path).files)
+    except (AccelError, OSError):
+        return False
+
+
+def meta_model_of_weights(path: Path) -> nn.Module:
+    """Make modules that hold what weight files hold, with the same names, on the meta device.
+
+    Args:
+        path: A file, or a folder of files. Only names and shapes are read of safetensors.
+
+    Raises:
+        CheckpointError: They cannot be read.
+
+    Example:
+        >>> skeleton = _tree({"layers.0.weight": ((2, 3), torch.float32)})
+        >>> [name for name, _ in skeleton.named_parameters()]
+        ['layers.0.weight']
+    """
+    return _tree({name: entry for source in open_checkpoint(path) for name, entry in source.tensors.items()})
+
+
+def _tree(tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> nn.Module:
+    root = nn.Module()
+    for name, (shape, dtype) in tensors.items():
+        *parents, leaf = name.split(".")
+        module = root
+        for parent in parents:
+            if parent not in dict(module.named_children()):
+                module.add_module(parent, nn.Module())
+            module = getattr(module, parent)
+        empty = torch.empty(shape, dtype=dtype, device="meta")
+        if dtype.is_floating_point:
+            module.register_parameter(leaf, nn.Parameter(empty))
+        else:
+            module.register_buffer(leaf, empty)
+    return root
+
+
+def _read_config(path: Path) -> Mapping[str, Any]:
+    try:
+        content = read_json(path, what="configuration", error=SettingsError)
+    except OSError as error:
+        raise SettingsError(f"configuration {str(path)!r} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise SettingsError(f"configuration {str(path)!r} is no table.")
+    return content
+
+
+def _library_of(content: Mapping[str, Any]) -> str | None:
+    if "model_type" in content or "auto_map" in content:
+        return "transformers"
+    return "timm" if "pretrained_cfg" in content or "num_features" in content else None
+
+
+def _config_on_hub(name: str) -> Path:
+    """The configuration of a model, from the local cache if it is there."""
+    try:
+        hub: Any = import_module("huggingface_hub")
+    except ImportError:
+        raise MissingDependencyError(
+            f"no file or folder {name!r}; if it is a model on the hub, install accel-cli[hub]"
+        ) from None
+    try:
+        cached = hub.try_to_load_from_cache(name, CONFIG)
+        return Path(cached) if isinstance(cached, str) else Path(hub.hf_hub_download(name, CONFIG))
+    except (OSError, ValueError) as error:  # what the hub's errors are: not found, gated, no network, no id
+        text = str(error).strip()
+        reason = text.splitlines()[0] if text else type(error).__name__
+        raise SettingsError(
+            f"model {name!r}: neither a file here nor in the hub's cache, and the hub does not give its "
+            f"{CONFIG} ({reason})."
+        ) from None
+
+
+def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bool) -> nn.Module:
+    if not is_transformers_available():
+        raise MissingDependencyError(
+            f"model {name!r} is defined by transformers, which is not installed: install "
+            "accel-cli[transformers]"
+        )
+    if "auto_map" in content and not trust:
+        raise SettingsError(
+            f"model {name!r} comes with code of its own; --trust_remote_code lets it run on this machine."
+        )
+    transformers: Any = import_module("transformers")
+    source = str(config)
+    if trust:  # its code lies beside the configuration, or where the hub has it
+        source = name if not Path(name).exists() else str(config.parent if config.name == CONFIG else config)
+    try:
+        made = transformers.AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        with init_empty_weights():
+            model = _class_of(transformers, made, trust)(made)
+    except (*_UNFIT, ImportError, OSError) as error:
+        # What its constructors raise for a configuration that they do not understand.
+        raise SettingsError(f"model {name!r}: transformers refuses its configuration: {error}") from None
+    model.tie_weights()
+    return model
+
+
+def _class_of(transformers: Any, config: Any, trust: bool) -> Callable[[Any], Any]:
+    named = [getattr(transformers, one, None) for one in config.architectures or ()]
+    if named and named[0] is not None:
+        return named[0]
+    return lambda given: transformers.AutoModel.from_config(given, trust_remote_code=trust)
+
+
+def _timm(name: str, config: Path | None = None, content: Any = None, trust: bool = False) -> nn.Module:
+    del config, trust
+    if not is_timm_available():
+        raise MissingDependencyError(
+            f"model {name!r} is defined by timm, which is not installed: install timm"
+        )
+    timm: Any = import_module("timm")
+    content = content or {}
+    try:
+        options = {"num_classes": content["num_classes"]} if "num_classes" in content else {}
+        options |= content.get("model_args") or {}
+        with init_empty_weights():
+            return timm.create_model(content.get("architecture", name), pretrained=False, **options)
+    except _UNFIT as error:
+        raise SettingsError(f"model {name!r}: timm does not know it: {error}") from None
+
+
+_UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What a library raises that makes a model of values which fit together badly."""
+
+_BUILDERS: Mapping[str, Callable[[str, Path, Mapping[str, Any], bool], nn.Module]] = {
+    "transformers": _transformers,
+    "timm": _timm,
+}

@@ -1,0 +1,168 @@
+"""What workers leave for their launcher to tell: an error, or where a signal has found them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from accel_state.rank_status import format_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""The variable in which torch.distributed.run tells a worker where to write its error."""
+
+OURS = (
+    *(str(Path(__file__).with_name(name)) for name in ("script_runner.py", "worker.py")),
+    "<frozen runpy>",
+)
+"""The files whose frames are outermost in every worker."""
+
+_STOOD = "stood-{}.txt"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerErrors:
+    """How a worker has ended.
+
+    Args:
+        how: What follows its rank in a sentence.
+        trace: Its traceback, empty if there is none.
+        time: Seconds since the epoch, 0 if unknown.
+        interrupted: Whether a `KeyboardInterrupt` ended it.
+    """
+
+    how: str
+    trace: str = ""
+    time: float = 0.0
+    interrupted: bool = False
+
+
+def stood_file(error_file: str, rank: int) -> Path:
+    """Where a worker writes on what line a signal has found it.
+
+    Args:
+        error_file: Where it writes its error.
+        rank: Its rank.
+    """
+    return Path(error_file).with_name(_STOOD.format(rank))
+
+
+def worker_error(kind: str, message: str, trace: str, rank: int, time: float) -> dict[str, Any]:
+    """What a worker writes down, as torch.distributed.run reads it, and with what only we read.
+
+    Args:
+        kind: The class of the error.
+        message: What the error says.
+        trace: Its traceback.
+        rank: Whose it is.
+        time: Seconds since the epoch.
+    """
+    details = {"py_callstack": trace, "timestamp": str(int(time)), "time": time, "rank": rank, "kind": kind}
+    return {"message": {"message": f"{kind}: {message}", "extraInfo": details}}
+
+
+def parse_worker_errors(record: Any) -> WorkerErrors:
+    """How a worker ended that wrote its error down.
+
+    Args:
+        record: What `worker_error`, or torch, has made of it.
+    """
+    details = _details(record)
+    if not details.get("py_callstack"):
+        return WorkerErrors(how="failed")
+    summary = str(record["message"].get("message", "an error")).partition("\n")[0]
+    interrupted = details.get("kind") == KeyboardInterrupt.__name__
+    return WorkerErrors(
+        how="was interrupted" if interrupted else f"failed with {summary}",
+        trace=str(details["py_callstack"]),
+        time=float(details.get("time", details.get("timestamp", 0))),
+        interrupted=interrupted,
+    )
+
+
+def error_of_failure(failure: Any) -> WorkerErrors:
+    """How a worker ended that torch saw fail.
+
+    Args:
+        failure: What torch noted.
+    """
+    found = parse_worker_errors(failure.error_file_data)
+    if found.trace:  # a signal that came afterwards tells nothing about the cause
+        return found
+    if failure.exitcode < 0:
+        how = f"was ended by {signal.Signals(-failure.exitcode).name}"
+    else:
+        how = f"ended with exit code {failure.exitcode}"
+    return WorkerErrors(how=how, time=float(failure.timestamp))
+
+
+def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
+    """What the workers that were started last have left, by rank.
+
+    Args:
+        folder: Where torch.distributed.run keeps what belongs to its workers.
+    """
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    found: dict[int, WorkerErrors] = {}
+    for file in attempts[-1].glob("*/" + _STOOD.format("*")) if attempts else ():
+        if stack := _stack(file.read_text(encoding="utf-8")):
+            rank = int(file.stem.rpartition("-")[2])
+            found[rank] = WorkerErrors(how="was interrupted, and did not end", trace=stack)
+    for file in attempts[-1].glob("*/error.json") if attempts else ():
+        record = json.loads(file.read_text(encoding="utf-8"))
+        found[int(_details(record).get("rank", file.parent.name))] = parse_worker_errors(record)
+    return found
+
+
+def format_errors(errors: Mapping[int, WorkerErrors], first: int) -> str:
+    """What happened: a line for each rank that failed, and last the traceback of the one that failed first.
+
+    Args:
+        errors: How each ended, by rank.
+        first: The rank that failed first.
+    """
+    others = [_line([rank], errors[rank]) for rank in sorted(errors) if rank != first]
+    return "\n".join([*others, _format_same([first], errors[first])])
+
+
+def format_all_errors(errors: Mapping[int, WorkerErrors]) -> str:
+    """All tracebacks, each with the ranks that have it.
+
+    Args:
+        errors: How each ended, by rank.
+    """
+    alike: dict[tuple[str, str], list[int]] = {}
+    for rank in sorted(errors):
+        alike.setdefault((errors[rank].how, errors[rank].trace), []).append(rank)
+    return "".join(_format_same(ranks, errors[ranks[0]]) for ranks in alike.values())
+
+
+def _format_same(ranks: list[int], errors: WorkerErrors) -> str:
+    return "\n".join([_line(ranks, errors), *([errors.trace.rstrip()] if errors.trace else []), ""])
+
+
+def _line(ranks: list[int], errors: WorkerErrors) -> str:
+    how = errors.how.replace("was ", "were ", 1) if len(ranks) > 1 else errors.how
+    return f"accel launch: {format_ranks(ranks)} {how}"
+
+
+def _details(record: Any) -> dict[str, Any]:
+    message = record.get("message") if isinstance(record, dict) else None
+    details = message.get("extraInfo") if isinstance(message, dict) else None
+    return cast("dict[str, Any]", details) if isinstance(details, dict) else {}
+
+
+def _stack(text: str) -> str:
+    """What `faulthandler` wrote first, in the order of a traceback and without our own frames."""
+    lines: list[str] = []
+    for line in text.splitlines()[1:]:
+        if not line.startswith("  File "):
+            break
+        if not any(f'"{name}"' in line for name in OURS):
+            lines.append(line)
+    return "\n".join(["Stack (most recent call last):", *reversed(lines)]) if lines else ""

@@ -1,0 +1,435 @@
+"""Plans for other machines: MPI, DeepSpeed's hostfiles, Slurm, TPU pods, Amazon SageMaker."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from itertools import pairwise
+from pathlib import Path
+from shutil import which
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_cli.launch import (
+    deepspeed_hosts,
+    run_deepspeed,
+    run_mpi,
+    run_pod,
+    run_sagemaker,
+    sagemaker_job,
+    xla_workers,
+)
+from accel_cli.launch.args import read_arguments
+from accel_cli.launch.exit_codes import run_program
+from accel_cli.launch.machine import Machine
+from accel_cli.launch.plan import make_plan
+from accel_cli.launch.run_sagemaker import hyperparameters
+from accel_cli.launch.slurm import parse_slurm
+from accel_state.errors import AccelError, MissingDependencyError, SettingsError
+from accel_state.settings import combine, from_environ, parse_environ, parse_file
+
+EIGHT = Machine(gpus=8, cores=64)
+
+
+def plan(*line, environ=None, file=None, machine=EIGHT, script="train.py"):
+    read = read_arguments([*line, script, "--lr", "1"])
+    outside = environ or {}
+    merged = combine(
+        read.given, parse_environ(outside), parse_slurm(outside), parse_file(file or {}, "run.yaml")
+    )
+    return make_plan(merged, read.script, read.script_arguments, outside, machine)
+
+
+@pytest.fixture
+def script(tmp_path):
+    (tmp_path / "train.py").write_text("")
+    return str(tmp_path / "train.py")
+
+
+def pairs(words):
+    """Each word with the one after it, to look for a flag and its value."""
+    return list(pairwise(words))
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        (
+            "mpirun (Open MPI) 4.1.4",
+            ["-n", "4", "--hostfile", "hosts", "--map-by", "ppr:2:node", "-x", "ACCELERATE_USE_CPU=true",
+             "-x", "OMP_NUM_THREADS=32", "-x", "MASTER_ADDR=n1"],
+        ),
+        (
+            "Intel(R) MPI Library for Linux* OS, Version 2021.11",
+            ["-n", "4", "-f", "hosts", "-ppn", "2", "-genv", "ACCELERATE_USE_CPU", "true",
+             "-genv", "OMP_NUM_THREADS", "32", "-genv", "MASTER_ADDR", "n1"],
+        ),
+        (
+            "Version: MVAPICH 4.0\nHYDRA build details:",
+            ["-n", "4", "-f", "hosts", "-ppn", "2", "-genv", "ACCELERATE_USE_CPU", "true",
+             "-genv", "OMP_NUM_THREADS", "32", "-genv", "MASTER_ADDR", "n1"],
+        ),
+    ],
+)  # fmt: skip
+def test_each_make_of_mpirun_is_told_in_its_own_flags(version, expected, script):
+    line = ["--mpirun_hostfile", "hosts", "--num_processes", "4", "--num_machines", "2"]
+    made = plan(*line, file={"distributed_type": "MULTI_CPU"}, script=script)
+    assert made.runner == "mpirun"
+    environ = {**made.environ, "MASTER_ADDR": "n1"}
+    words = run_mpi.arguments(made, run_mpi.make_of(version), environ)
+    end = words.index(sys.executable)
+    assert words[:end] == expected
+    assert words[end:] == [sys.executable, "-m", "accel_cli.launch.worker", "--aloud", script, "--lr", "1"]
+
+
+def test_an_unknown_mpirun_is_named():
+    with pytest.raises(SettingsError, match=r"'something else'.*Open MPI, Intel MPI, MVAPICH, MPICH"):
+        run_mpi.make_of("something else")
+
+
+def test_without_mpirun_the_message_names_it(script):
+    with pytest.raises(MissingDependencyError, match="mpirun_hostfile asks for mpirun"):
+        run_mpi.job(plan("--mpirun_hostfile", "hosts", "--cpu", script=script, environ={"PATH": ""}))
+
+
+HOSTS = ["--use_deepspeed", "--deepspeed_hostfile", "hosts", "--num_machines", "2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ([], [("--launcher", "pdsh")]),
+        (["--deepspeed_multinode_launcher", "openmpi"], [("--launcher", "openmpi")]),
+        (["--deepspeed_multinode_launcher", "nossh", "--machine_rank", "1"], [("--no_ssh", "--node_rank")]),
+        (["--deepspeed_inclusion_filter", "b:0,1"], [("--include", "b:0,1")]),
+        (["--deepspeed_exclusion_filter", "a"], [("--exclude", "a")]),
+        (["--main_process_ip", "10.0.0.1", "--main_process_port", "1234"],
+         [("--master_addr", "10.0.0.1"), ("--master_port", "1234")]),
+    ],
+)  # fmt: skip
+def test_a_hostfile_is_handed_to_deepspeeds_launcher(line, expected):
+    made = plan(*HOSTS, *line, "--zero_stage", "3", machine=replace(EIGHT, hosts={"a": 8, "b": 4}))
+    assert (made.runner, made.launch.num_processes) == ("deepspeed", 12)
+    words = run_deepspeed.arguments(made, 1234)
+    assert words[-3:] == ["train.py", "--lr", "1"]
+    assert {*expected, ("--hostfile", "hosts")} <= {*pairs(words)}
+    assert {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_DEEPSPEED_ZERO_STAGE"} <= {
+        *words[0].removeprefix("--export=").split(",")
+    }
+
+
+def test_the_hostfile_says_how_many_machines_there_are():
+    line = ["--use_deepspeed", "--deepspeed_hostfile", "hosts"]
+    machine = replace(EIGHT, hosts={"a": 8, "b": 4, "c": 4})
+    launch = plan(*line, machine=machine).launch
+    assert (launch.num_machines, launch.num_processes) == (3, 16)
+    assert plan(*line, machine=replace(EIGHT, hosts={"a": 8})).runner == "torchrun"
+    with pytest.raises(SettingsError, match=r"--num_machines is 2, but the hostfile 'hosts' has 3 machines"):
+        plan(*line, "--num_machines", "2", machine=machine)
+
+
+def test_the_standard_launcher_is_started_on_each_machine_by_hand():
+    line = [
+        "--deepspeed_multinode_launcher",
+        "standard",
+        "--main_process_ip",
+        "a",
+        "--main_process_port",
+        "1",
+    ]
+    made = plan(*HOSTS, *line, "--num_processes", "16", "--machine_rank", "1")
+    assert (made.runner, made.local_processes) == ("torchrun", 8)
+
+
+def test_both_filters_at_once_are_refused():
+    with pytest.raises(SettingsError, match=r"inclusion_filter.*exclusion_filter.*cannot be used together"):
+        plan(*HOSTS, "--deepspeed_inclusion_filter", "a", "--deepspeed_exclusion_filter", "b")
+
+
+def deepspeed(main):
+    """The two modules of DeepSpeed's launcher that matter."""
+
+    class Runner:
+        def __init__(self, name, args=None):
+            self.name, self.args, self.exports = name, args, {}
+
+        def add_export(self, key, value):
+            self.exports[key] = f'"{value}"'
+
+        def get_cmd(self, environment, resources):
+            return ["pdsh", *resources], ["pdsh", *resources, "pkill -f ", "python"], environment
+
+    return {
+        "deepspeed.launcher.runner": SimpleNamespace(EXPORT_ENVS=["PYTHON"], main=main),
+        "deepspeed.launcher.multinode_runner": SimpleNamespace(MultiNodeRunner=Runner, PDSHRunner=Runner),
+    }
+
+
+def test_deepspeeds_launcher_hands_over_the_variables_of_settings_as_they_are():
+    seen = []
+    modules = deepspeed(seen.append)
+    deepspeed_hosts.main(["--export=A,B", "--launcher", "pdsh"], modules.__getitem__)
+    runner, runners = modules.values()
+    assert (runner.EXPORT_ENVS, seen) == (["PYTHON", "A", "B"], [["--launcher", "pdsh"]])
+    made = [
+        runners.PDSHRunner(name, SimpleNamespace(user_args=["a b", "%n"])) for name in ("pdsh", "openmpi")
+    ]
+    for one in made:
+        one.add_export("A", "$HOME %n")
+        one.add_export("PYTHONPATH", "/a b")
+    assert [one.exports["A"] for one in made] == ["'$HOME %%n'", "$HOME %n"]
+    assert [one.exports["PYTHONPATH"] for one in made] == ['"/a b"'] * 2
+    assert made[0].parse_user_args() == ["'a b'", "%%n"]
+
+
+def test_a_signal_does_not_end_other_jobs_of_deepspeed():
+    modules = deepspeed(print)
+    deepspeed_hosts.main(["--export="], modules.__getitem__)
+    runner = modules["deepspeed.launcher.multinode_runner"].PDSHRunner("pdsh")
+    runner.args = SimpleNamespace(master_addr="n1", master_port=1234)
+    command, kill, environ = runner.get_cmd({"A": "1"}, ["n1"])
+    assert (command, kill[:3], environ) == (["pdsh", "n1"], ["pdsh", "n1", "pkill -f "], {"A": "1"})
+    assert kill[3] == "'[d]eepspeed.launcher.launch .*--master_addr=n1 --master_port=1234 '"
+
+
+def test_what_deepspeeds_launcher_cannot_do_is_a_sentence():
+    def main(words):
+        raise RuntimeError("launcher 'pdsh' not installed.")
+
+    with pytest.raises(AccelError, match="DeepSpeed's launcher: launcher 'pdsh' not installed"):
+        deepspeed_hosts.main(["--export="], deepspeed(main).__getitem__)
+
+
+def test_a_signal_ends_deepspeeds_launcher_with_its_exit_code(monkeypatch):
+    started = []
+    monkeypatch.setattr(deepspeed_hosts, "children", lambda: started)
+
+    def main(words):
+        signal.raise_signal(signal.SIGTERM)
+        with subprocess.Popen(["sleep", "600"]) as child:
+            started.append(child.pid)
+            signal.raise_signal(signal.SIGHUP)
+            assert child.wait() == -signal.SIGTERM
+
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit) as ended:
+        deepspeed_hosts.main(["--export="], deepspeed(main).__getitem__)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+STEP = {
+    "SLURM_STEP_ID": "0", "SLURM_NTASKS": "3", "SLURM_PROCID": "2", "SLURM_LOCALID": "0",
+    "SLURM_STEP_NODELIST": "gpu[07-09]", "SLURM_JOB_ID": "15001", "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
+}  # fmt: skip
+
+
+def test_one_task_per_machine_of_slurm_starts_the_processes_of_its_machine():
+    made = plan(environ=STEP)
+    launch = made.launch
+    assert made.runner == "torchrun"
+    assert (launch.num_processes, launch.num_machines, launch.machine_rank) == (24, 3, 2)
+    assert (launch.main_process_ip, launch.main_process_port) == ("gpu07", 15001)
+
+
+def test_several_tasks_of_slurm_on_a_machine_are_the_processes():
+    environ = {**STEP, "SLURM_NTASKS": "24", "SLURM_STEP_TASKS_PER_NODE": "8(x3)"}
+    made = plan(environ=environ)
+    assert (made.runner, made.launch.num_processes) == ("simple", 24)
+    assert made.environ.items() >= environ.items()
+
+
+def test_outside_srun_slurm_says_nothing():
+    assert parse_slurm({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"}) == {}
+
+
+POD = {
+    "distributed_type": "XLA", "tpu_use_cluster": True, "tpu_name": "pod", "tpu_zone": "us-central1-a",
+    "tpu_env": ["A=1 2"], "commands": ["cd repo"], "mixed_precision": "bf16",
+    "main_training_function": "train",
+}  # fmt: skip
+
+
+def test_a_pod_runs_the_command_on_every_machine():
+    made = plan(file=POD)
+    words = run_pod.arguments(made)
+    assert made.runner == "pod"
+    assert words[:6] == ["compute", "tpus", "tpu-vm", "ssh", "pod", "--zone=us-central1-a"]
+    assert words[-1] == "--worker=all"
+    before, line = words[-2].removeprefix("--command=").split("; ")
+    assert before == "cd repo"
+    assert shlex.split(line) == [
+        "env", "ACCELERATE_MIXED_PRECISION=bf16", "A=1 2", "accel", "launch", "--tpu", "--no_tpu_cluster",
+        "--main_training_function", "train", "train.py", "--lr", "1",
+    ]  # fmt: skip
+
+
+def test_a_pod_takes_some_machines_root_and_a_file_of_commands():
+    file = {**POD, "tpu_vm": ["vm-1", "vm-2"], "tpu_use_sudo": True}
+    words = run_pod.arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
+    assert words[-1] == "--worker=vm-1,vm-2"
+    assert words[-2].startswith("--command=ls; pwd; sudo env ")
+
+
+def test_no_word_of_a_config_file_becomes_an_option_of_gcloud():
+    with pytest.raises(SettingsError, match="tpu_name is '--impersonate-service-account=x'"):
+        run_pod.arguments(plan(file={**POD, "tpu_name": "--impersonate-service-account=x"}))
+    evil = {"tpu_zone": "--zone", "tpu_vm": ["--impersonate-service-account=x"], "commands": ["--quiet"]}
+    words = run_pod.arguments(plan(file={**POD, **evil}))
+    assert [word.partition("=")[0] for word in words if word.startswith("-")] == [
+        "--zone", "--command", "--worker",
+    ]  # fmt: skip
+
+
+@pytest.mark.skipif(which("gcloud") is None, reason="gcloud is not installed")
+def test_gcloud_reads_the_command_line_of_a_pod(tmp_path):
+    line = ["gcloud", *run_pod.arguments(plan(file=POD))]
+    environ = {**os.environ, "CLOUDSDK_CONFIG": str(tmp_path), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
+    told = [
+        subprocess.run([*line, *more], env=environ, capture_output=True, text=True, check=False)
+        for more in ([], ["--no-such-flag"])
+    ]
+    assert [one.returncode for one in told] == [1, 2], (
+        "without an account; and with a flag that it does not know"
+    )
+    assert "account" in told[0].stderr
+
+
+def test_a_pod_that_has_no_name_is_refused():
+    with pytest.raises(SettingsError, match="needs tpu_name and tpu_zone"):
+        plan(file={"distributed_type": "XLA", "tpu_use_cluster": True})
+
+
+def test_one_tpu_machine_runs_a_function_of_the_script(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text("calls = []\ndef main():\n    calls.append(__name__)\n")
+    made = plan("--tpu", "--mixed_precision", "bf16", script=str(tmp_path / "train.py"))
+    assert (made.runner, made.environ["XLA_USE_BF16"]) == ("xla", "1")
+    monkeypatch.setattr(sys, "argv", [])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "train", raising=False)
+    started = SimpleNamespace(launch=lambda function: function(0))
+    xla_workers.main(["main", made.script, "--lr", "1"], {"torch_xla": started}.__getitem__)
+    assert sys.modules.pop("train").calls == ["train"]
+    assert sys.argv[1:] == ["--lr", "1"]
+    with pytest.raises(SettingsError, match="no function 'train'"):
+        xla_workers.main(["train", made.script], {"torch_xla": started}.__getitem__)
+    del sys.modules["train"]
+
+
+CLOUD = {
+    "compute_environment": "AMAZON_SAGEMAKER", "distributed_type": "DATA_PARALLEL", "num_machines": 2,
+    "ec2_instance_type": "ml.p3.16xlarge", "iam_role_name": "trainer", "profile": "research",
+    "mixed_precision": "fp16", "additional_args": {"volume_size": 100},
+}  # fmt: skip
+
+
+def test_a_job_of_sagemaker_has_the_arguments_of_the_estimator(script, tmp_path):
+    inputs, metrics = tmp_path / "inputs.tsv", tmp_path / "metrics.tsv"
+    inputs.write_text("channel_name\tdata_location\ntrain\ts3://bucket/train\n")
+    metrics.write_text("metric_name\tmetric_regex\nloss\tloss=([0-9.]+)\n")
+    file = {**CLOUD, "sagemaker_inputs_file": str(inputs), "sagemaker_metrics_file": str(metrics)}
+    made = plan("--aws_access_key_id", "id", "--aws_secret_access_key", "hush", file=file, script=script)
+    job = run_sagemaker.job(made)
+    told = json.loads(job.command[-1])
+    assert told["inputs"] == {"train": "s3://bucket/train"}
+    estimator = told["estimator"]
+    assert from_environ(estimator.pop("environment")).precision.mixed_precision == "fp16"
+    assert estimator == {
+        "entry_point": "train.py", "source_dir": str(tmp_path), "role": "trainer", "instance_count": 2,
+        "instance_type": "ml.p3.16xlarge", "transformers_version": "4.17.0", "pytorch_version": "1.10.2",
+        "py_version": "py38", "base_job_name": "accelerate-sagemaker-1", "debugger_hook_config": False,
+        "distribution": {"smdistributed": {"dataparallel": {"enabled": True}}},
+        "hyperparameters": {"lr": 1}, "metric_definitions": [{"Name": "loss", "Regex": "loss=([0-9.]+)"}],
+        "volume_size": 100,
+    }  # fmt: skip
+    assert "hush" not in " ".join(job.command)
+    assert job.environ["AWS_SECRET_ACCESS_KEY"] == "hush"
+    assert (job.environ["AWS_PROFILE"], job.environ["AWS_DEFAULT_REGION"]) == ("research", "us-east-1")
+
+
+def test_a_job_of_sagemaker_is_started_with_what_was_planned():
+    seen = []
+
+    class HuggingFace:
+        def __init__(self, **arguments):
+            seen.append(arguments)
+
+        def fit(self, inputs):
+            seen.append(inputs)
+
+    sagemaker_job.main(
+        [json.dumps({"estimator": {"role": "r"}, "inputs": None})],
+        {"sagemaker.huggingface": SimpleNamespace(HuggingFace=HuggingFace)}.__getitem__,
+    )
+    assert seen == [{"role": "r"}, None]
+
+
+CHECK = """\
+import json, sys
+from sagemaker.huggingface import HuggingFace
+made = HuggingFace(**json.loads(sys.argv[1]))
+print(json.dumps([made.instance_count, made.hyperparameters()["lr"], made.training_image_uri()]))
+"""
+
+
+@pytest.mark.skipif(find_spec("sagemaker") is None, reason="the SageMaker SDK is not installed")
+@pytest.mark.parametrize("kind", ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"])
+def test_the_sdk_of_sagemaker_accepts_the_arguments(kind, script):
+    file = {**CLOUD, "distributed_type": kind, "iam_role_name": "arn:aws:iam::123456789012:role/trainer"}
+    told = json.dumps(run_sagemaker.estimator_arguments(plan(file=file, script=script)))
+    environ = {"AWS_DEFAULT_REGION": "us-east-1", "HOME": str(Path(script).parent)}
+    done = subprocess.run([sys.executable, "-c", CHECK, told], env=environ, capture_output=True, check=True)
+    count, rate, image = json.loads(done.stdout.splitlines()[-1])  # the SDK logs before it
+    assert (count, rate) == (2, "1")
+    assert "pytorch-training:1.10.2-transformers4.17.0" in image
+
+
+@pytest.mark.parametrize("words", [["word"], ["--flag"], ["--flag", "--other", "1"]])
+def test_what_sagemaker_cannot_pass_to_a_script_is_refused(words):
+    with pytest.raises(SettingsError, match="Amazon SageMaker"):
+        hyperparameters(words)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.integers() | st.booleans()))
+def test_hyperparameters_keep_their_types(values):
+    words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    assert hyperparameters(words) == values
+
+
+def test_a_job_of_sagemaker_without_a_role_is_refused():
+    with pytest.raises(SettingsError, match="needs iam_role_name"):
+        plan(file={key: value for key, value in CLOUD.items() if key != "iam_role_name"})
+
+
+def test_a_program_of_ours_ends_with_a_sentence(capsys):
+    def main(arguments):
+        if arguments:
+            raise SettingsError("nothing to run")
+
+    assert (run_program(main, []), run_program(main, ["x"])) == (0, 2)
+    assert capsys.readouterr().err == "accel launch: error: nothing to run\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        (sagemaker_job, ["{}"]),
+        (deepspeed_hosts, ["--export="]),
+        (xla_workers, ["main", "train.py"]),
+    ],
+)
+def test_a_library_that_is_not_installed_is_named(module, line):
+    def load(name):
+        raise ImportError(name)
+
+    with pytest.raises(MissingDependencyError, match="install"):
+        module.main(line, load)

@@ -1,0 +1,225 @@
+"""What is known when a model is prepared, by the keys of the DeepSpeed configuration that it fills in."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.fill import Filled, Known, Mismatch, fill, put, refuse_mismatches, refuse_open
+from accel_plugins.deepspeed.hf_config import AUTO
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+logger = get_logger(__name__)
+
+_FROM_HIDDEN_SIZE = (
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known about a run when a model is prepared.
+
+    Args:
+        world_size: How many ranks have batches of their own.
+        micro_batch: Samples of a batch of one rank, `None` if no loader says it.
+        accumulation: Micro-batches of an optimizer step, and who said it.
+        hidden_size: The width of the model, if it tells.
+        optimizer: An optimizer, what stands for one, or `None`.
+        scheduler: A schedule, what stands for one, or `None`.
+        schedule_shards: How many steps of a schedule one optimizer step is.
+    """
+
+    world_size: int = 1
+    micro_batch: int | None = None
+    accumulation: Known = field(
+        default_factory=lambda: Known(value=1, source="the default of Accelerator", binding=False)
+    )
+    hidden_size: int | None = None
+    optimizer: Any = None
+    scheduler: Any = None
+    schedule_shards: int = 1
+
+
+def complete(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    """Fill in a configuration, so that an engine can be made from it.
+
+    Args:
+        config: Of the plugin; not changed.
+        facts: What is known.
+
+    Raises:
+        SettingsError: Something contradicts, or stays open; all such keys are named.
+
+    Example:
+        >>> config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
+        >>> complete(config, Facts(world_size=2, micro_batch=4))["train_batch_size"]
+        8
+    """
+    batches, mismatches = _batches(config, facts)
+    known = {**batches, **_sizes(facts), **_optimizer(facts), **_schedule(facts)}
+    filled = fill(config, known)
+    refuse_mismatches([*mismatches, *filled.mismatches])
+    result = _without_optional(filled)
+    for key, one in batches.items():
+        put(result, key, one.value)
+    # DeepSpeed would clip to 1 where nobody has said anything.
+    result.setdefault("gradient_clipping", 0.0)
+    return result
+
+
+def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) -> int | None:
+    """How many samples a batch of one rank has.
+
+    Args:
+        loaders: The data loaders.
+        smallest: Whether the smallest one counts, else the largest.
+        split_into: Among how many ranks a batch of a loader is divided.
+
+    Returns:
+        The number, `None` if no loader knows it.
+    """
+    sizes: list[int] = []
+    for loader in loaders:
+        size = getattr(loader, "batch_size", None)  # None where a batch sampler makes batches
+        if size is None:
+            size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+        if isinstance(size, int) and size > 0:
+            sizes.append(max(1, size // split_into))
+    if not sizes:
+        return None
+    return min(sizes) if smallest else max(sizes)
+
+
+def hidden_size_of(model: Any) -> int | None:
+    """The width of a model of transformers; `None` where it does not tell.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> hidden_size_of(SimpleNamespace(config=SimpleNamespace(hidden_sizes=[8, 32])))
+        32
+    """
+    config = getattr(model, "config", None)
+    for owner in (config, getattr(config, "text_config", None)):
+        size = getattr(owner, "hidden_size", None)
+        if isinstance(size, int):
+            return size
+        several = getattr(owner, "hidden_sizes", None)
+        if isinstance(several, (list, tuple)) and several:
+            return max(several)
+    return None
+
+
+def _batches(config: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Known], list[Mismatch]]:
+    """The three sizes of batches, of which each is the quotient of the others."""
+    configured = {
+        name: _configured(config, name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")
+    }
+    mismatches: list[Mismatch] = []
+    steps = _configured(config, "gradient_accumulation_steps")
+    accumulation = facts.accumulation
+    if steps is not None and accumulation.binding and accumulation.value != steps:
+        mismatches.append(Mismatch(key="gradient_accumulation_steps", found=steps, known=accumulation))
+    steps = accumulation.value if steps is None else steps
+    total, micro = configured["train_batch_size"], configured["train_micro_batch_size_per_gpu"]
+    if micro is None and total is not None and facts.micro_batch is None:
+        micro = max(1, total // (facts.world_size * steps))
+    if micro is None:
+        micro = facts.micro_batch
+    if micro is None:
+        micro = 1
+        logger.warning_once(
+            "No data loader is prepared together with the model, so that DeepSpeed does not know the size "
+            "of a batch: train_micro_batch_size_per_gpu=1. Only its report of samples per second depends "
+            "on it."
+        )
+    product = micro * steps * facts.world_size
+    if total is not None and total != product:
+        source = (
+            f"{micro} samples of a batch x {steps} micro-batches of a step x {facts.world_size} process(es)"
+        )
+        known = Known(value=product, source=source)
+        mismatches.append(Mismatch(key="train_batch_size", found=total, known=known))
+    values = {
+        "train_batch_size": product,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    return {key: Known(value=value, source="", binding=False) for key, value in values.items()}, mismatches
+
+
+def _configured(config: Mapping[str, Any], name: str) -> int | None:
+    value = config.get(name)
+    return None if value == AUTO else value
+
+
+def _sizes(facts: Facts) -> dict[str, Known]:
+    # As transformers' documentation says: https://huggingface.co/docs/transformers/deepspeed
+    size = facts.hidden_size
+    if size is None:
+        return {}
+    values = (size * size, int(0.9 * size * size), 10 * size)
+    return {
+        key: Known(value=value, source="the model", binding=False)
+        for key, value in zip(_FROM_HIDDEN_SIZE, values, strict=True)
+    }
+
+
+def _optimizer(facts: Facts) -> dict[str, Known]:
+    one = facts.optimizer
+    if not isinstance(one, DummyOptim):
+        return {}
+    values = {"lr": one.lr, "weight_decay": one.weight_decay, **one.kwargs}
+    return {
+        f"optimizer.params.{name}": Known(value=value, source=f"DummyOptim({name}={value!r})", binding=False)
+        for name, value in values.items()
+    }
+
+
+def _schedule(facts: Facts) -> dict[str, Known]:
+    one = facts.scheduler
+    if not isinstance(one, DummyScheduler):
+        return {}
+    values: dict[str, Any] = {
+        "warmup_min_lr": 0,
+        "warmup_num_steps": math.ceil(one.warmup_num_steps / facts.schedule_shards),
+    }
+    rate = _rate(facts.optimizer)
+    if rate is not None:
+        values["warmup_max_lr"] = rate
+    if one.total_num_steps is not None:
+        values["total_num_steps"] = math.ceil(one.total_num_steps / facts.schedule_shards)
+    return {
+        f"scheduler.params.{name}": Known(value=value, source="DummyScheduler", binding=False)
+        for name, value in values.items()
+    }
+
+
+def _rate(optimizer: Any) -> float | None:
+    if isinstance(optimizer, DummyOptim):
+        return optimizer.lr
+    return None if optimizer is None else optimizer.defaults.get("lr")
+
+
+def _without_optional(filled: Filled) -> dict[str, Any]:
+    """Leave out what is open and has a default of its own; refuse what else is open."""
+    result = filled.config
+    open_keys: list[str] = []
+    for key in filled.open_keys:
+        if key == "gradient_clipping" or key.startswith("zero_optimization."):
+            *above, last = key.split(".")
+            node = result
+            for name in above:
+                node = node[name]
+            del node[last]
+        else:
+            open_keys.append(key)
+    refuse_open(open_keys)
+    return result

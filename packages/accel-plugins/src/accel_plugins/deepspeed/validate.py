@@ -1,0 +1,193 @@
+"""What is refused when a model is prepared: on every rank alike, before any of them waits for another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
+from accel_plugins.deepspeed.fill import refuse_misspelt
+from accel_plugins.deepspeed.library import part
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig
+
+logger = get_logger(__name__)
+
+# Named neither in constants of DeepSpeed nor by one word.
+_MORE_NAMES = frozenset(
+    {
+        "zero_optimization",
+        "fp16",
+        "bf16",
+        "amp",
+        "aio",
+        "tensorboard",
+        "wandb",
+        "csv_monitor",
+        "comet",
+        "comms_logger",
+        "flops_profiler",
+        "activation_checkpointing",
+        "autotuning",
+        "elasticity",
+        "compression_training",
+        "weight_quantization",
+        "hybrid_engine",
+        "tensor_parallel",
+        "expert_parallel",
+        "compile",
+        "timers",
+        "nebula",
+        "checkpoint",
+        "data_types",
+        "sequence_parallel_size",
+        "data_parallel_size",
+        "inference",
+        "pipeline",
+        "zero_force_ds_cpu_optimizer",
+    }
+)
+_NAMES_IN = ("runtime.constants", "runtime.config", "runtime.zero.config", "monitor.config", "comm.config")
+
+
+def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) -> None:
+    """Refuse what no engine can be made of.
+
+    Args:
+        config: Of the active plugin.
+        bundle: The models among it have no engine yet.
+        trains: Whether there is a model with an optimizer already.
+
+    Raises:
+        UnsupportedError: There are several models to train.
+        SettingsError: Model, optimizer, schedule and configuration do not belong together.
+    """
+    models, optimizers = bundle.models, [one for one in bundle.optimizers if _is_ours(one)]
+    if optimizers and not models:
+        raise SettingsError(
+            "DeepSpeed needs the model and its optimizer together: pass both to one call of "
+            "accelerator.prepare()."
+        )
+    if optimizers and (trains or len(models) > 1 or len(optimizers) > 1):
+        raise UnsupportedError(
+            f"prepare() got {len(models)} model(s) and {len(optimizers)} optimizer(s)"
+            f"{', after a model to train was prepared' if trains else ''}: with DeepSpeed, an Accelerator "
+            "trains one model with one optimizer. Make another Accelerator for each further one, with a "
+            "plugin of its own (deepspeed_plugins={name: plugin}), or call free_memory() to give the "
+            "former up."
+        )
+    schedules = [one for one in bundle.schedulers if isinstance(one, DummyScheduler)]
+    if schedules and not optimizers:
+        raise SettingsError(
+            "DummyScheduler stands for the schedule of DeepSpeed's engine: pass it to the call of "
+            "accelerator.prepare() that gets the model and its optimizer."
+        )
+    if optimizers:
+        _check_optimizer(config, optimizers[0], models[0])
+        _check_schedule(
+            config, [one for one in bundle.schedulers if isinstance(one, (LRScheduler, DummyScheduler))]
+        )
+
+
+def config_names(deepspeed: Any) -> frozenset[str]:
+    """What may stand on the outermost level of a configuration of the installed version."""
+    del deepspeed
+    names = set(_MORE_NAMES)
+    for module in _NAMES_IN:
+        names |= {
+            value for key, value in vars(part(module)).items() if key.isupper() and isinstance(value, str)
+        }
+    return frozenset(names)
+
+
+def parsed(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Let DeepSpeed read a configuration without making anything.
+
+    Args:
+        config: Complete.
+        names: What `config_names` returned.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        SettingsError: DeepSpeed does not know a field, or refuses a value.
+    """
+    unknown = refuse_misspelt(config, names)
+    if unknown:
+        logger.warning(
+            "The DeepSpeed configuration has %s, which the installed version does not know: it has no "
+            "effect.",
+            ", ".join(map(repr, unknown)),
+        )
+    try:
+        part("runtime.zero.config").get_zero_config(config)
+    except ValueError as error:  # pydantic's, which lists all fields at once
+        raise SettingsError(
+            f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
+        ) from None
+    return config
+
+
+def _is_ours(optimizer: object) -> bool:
+    return isinstance(optimizer, (Optimizer, DummyOptim))
+
+
+def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module) -> None:
+    described = config.get_value("optimizer")
+    if isinstance(optimizer, DummyOptim):
+        if described is None:
+            raise SettingsError(
+                "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has none: add "
+                '"optimizer" to the configuration, or pass an optimizer of PyTorch.'
+            )
+        tensors = optimizer.tensors()
+    else:
+        if described is not None:
+            raise SettingsError(
+                f"The DeepSpeed configuration has optimizer={described!r}, and prepare() got "
+                f'{type(optimizer).__name__}: remove "optimizer" from the configuration, or pass a '
+                "DummyOptim."
+            )
+        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    _check_owner(tensors, optimizer, model)
+
+
+def _check_owner(tensors: Iterable[Tensor], optimizer: Any, model: nn.Module) -> None:
+    model_parameters = {id(one) for one in model.parameters()}
+    given = [*tensors]
+    foreign = [one for one in given if id(one) not in model_parameters]
+    if foreign or not given:
+        raise SettingsError(
+            f"{type(optimizer).__name__} has {len(given)} parameter(s), of which {len(foreign)} are not "
+            f"those of {type(model).__name__} that was passed along: make it from the parameters of this "
+            "very model (of a copy, or before they were replaced, they are others)."
+        )
+
+
+def _check_schedule(config: HfDeepSpeedConfig, schedules: list[Any]) -> None:
+    described = config.get_value("scheduler")
+    for one in schedules:
+        stands_in = isinstance(one, DummyScheduler)
+        if stands_in and described is None and one.lr_scheduler_callable is None:
+            raise SettingsError(
+                "DummyScheduler stands for the schedule of the DeepSpeed configuration, which has none: add "
+                '"scheduler" to the configuration, give an lr_scheduler_callable, or pass a schedule of '
+                "PyTorch."
+            )
+        if described is not None and (not stands_in or one.lr_scheduler_callable is not None):
+            raise SettingsError(
+                f"The DeepSpeed configuration has scheduler={described!r}, and prepare() got another one: "
+                "remove "
+                '"scheduler" from the configuration, or pass a DummyScheduler without lr_scheduler_callable.'
+            )

@@ -1,0 +1,313 @@
+"""Reading a checkpoint back into the objects of a run. What does not come back is named."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from accel_ops.dtensors import is_dtensor
+from accel_ops.weights.names import SAFETENSORS_SUFFIX
+from accel_ops.weights.read import load_state_dict
+from accel_plugins.dcp.names import plain_name
+from accel_state.errors import CheckpointError
+from accel_train.checkpoint import layout
+from accel_train.checkpoint.encode import read_object
+from accel_train.checkpoint.folder import identity, is_being_replaced
+from accel_train.checkpoint.rng import seed_apart, write_rng
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor, nn
+
+    from accel_train.checkpoint.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMES = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A checkpoint that is read, by one rank.
+
+    Args:
+        folder: Where it is; complete.
+        manifest: `None` for a checkpoint that another library wrote.
+        rank: Index of this process.
+        world_size: Number of processes that load.
+        device: Of this process.
+        map_location: Where the states of optimizers are read to first.
+        options: More arguments of `torch.load`.
+        opened: What was read already, by the names of files.
+        is_open: Whether all that will be needed is in `opened`.
+        stamp: The folder's `identity` when it was verified.
+    """
+
+    folder: Path
+    manifest: Manifest | None
+    rank: int
+    world_size: int
+    device: torch.device
+    map_location: Any = "cpu"
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    opened: dict[str, Any] = field(default_factory=dict[str, Any])
+    is_open: bool = False
+    stamp: tuple[int, ...] | None = None
+
+    def is_unchanged(self) -> bool:
+        """Whether the folder has held the same checkpoint since it was verified."""
+        return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
+
+    def open(self, name: str, **options: Any) -> None:
+        """Read one file, for `read` to return it later.
+
+        Raises:
+            CheckpointError: As for `read`.
+        """
+        self.opened[name] = self.read(name, **options)
+
+    def read(self, name: str, **options: Any) -> Any:
+        """Read one file. Safetensors are mapped: they stay what they are if the file is replaced.
+
+        Raises:
+            CheckpointError: It is absent or damaged, or holds what is not read without trust.
+        """
+        if name in self.opened:
+            return self.opened.pop(name)
+        path = self.folder / name
+        if not path.is_file():
+            raise CheckpointError(
+                f"The checkpoint {str(self.folder)!r} has no {name!r}. Prepare and register the same "
+                "objects, in the same order, as in the run that was saved."
+            )
+        if name.endswith(SAFETENSORS_SUFFIX):
+            return load_state_dict(path)
+        return read_object(path, **{**options, **self.options})
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return (self.folder / name).is_file()
+
+    def weights_name(self, index: int) -> str:
+        """The file with the weights of a model; where there is none, the one that should be there."""
+        safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
+        sharded = layout.fsdp_weights_name(index)  # what other libraries write of a model that was sharded
+        return next((name for name in (safe, plain, sharded) if self.has(name)), safe)
+
+    def position_name(self) -> str:
+        """The file with the positions of this rank's loaders, if there is one."""
+        # Positions are global, so that in another world any rank's will do, and rank 0 always has one.
+        same_world = self.manifest is not None and self.manifest.world_size == self.world_size
+        return layout.position_name(self.rank if same_world else 0)
+
+    def rng_name(self) -> str | None:
+        """The file with the random numbers of this rank, or of another one if it has none."""
+        saved = self.ranks()
+        if not saved:
+            return None
+        return layout.rng_name(self.rank if self.rank in saved else saved[self.rank % len(saved)])
+
+    def ranks(self) -> list[int]:
+        """The ranks whose random numbers were saved."""
+        count = self.manifest.world_size if self.manifest is not None else len(list(self.folder.iterdir()))
+        return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
+
+
+def restore_model(
+    source: Source,
+    index: int,
+    model: nn.Module,
+    *,
+    load: Callable[..., Any] | None = None,
+    **options: Any,
+) -> None:
+    """Load the weights of a model.
+
+    Args:
+        source: The checkpoint.
+        index: The model's place in the order of preparation.
+        model: Not wrapped.
+        load: What loads a state dict; the model itself if `None`.
+        **options: As for `Module.load_state_dict`.
+    """
+    state: Mapping[str, Any] = source.read(source.weights_name(index))
+    complete = with_second_names(state, local_tensors(model))
+    (load or model.load_state_dict)(complete, **options)
+
+
+def warn_about_more_models(source: Source, count: int) -> None:
+    """Name the weights of models that are not there any more.
+
+    Args:
+        source: The checkpoint.
+        count: How many models there are.
+    """
+    for safe in (True, False):
+        name = layout.weights_name(count, safe=safe)
+        if source.has(name):
+            logger.warning(
+                "%s is in the checkpoint %s, but no model is prepared for it.", name, source.folder
+            )
+
+
+def shortened(error: RuntimeError) -> RuntimeError:
+    """Give an error of `Module.load_state_dict` that names thousands of tensors a message that can be read.
+
+    Example:
+        >>> len(str(shortened(RuntimeError(", ".join(["name"] * 30_000))))) < 200
+        True
+    """
+    lines = [_first(line, ", ") for line in str(error).split("\n")]
+    text = _first("\n".join(lines), "\n")
+    return error if text == str(error) else type(error)(text)
+
+
+def _first(text: str, separator: str) -> str:
+    items = text.split(separator)
+    rest = len(items) - _MOST_NAMES
+    return text if rest <= 0 else separator.join([*items[:_MOST_NAMES], f"and {rest} more"])
+
+
+def local_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers under every name that they have in a state dict; no hooks are run.
+
+    Args:
+        model: Not wrapped, though parts of it may be.
+
+    Example:
+        >>> import torch
+        >>> sorted(local_tensors(torch.nn.Linear(1, 1)))
+        ['bias', 'weight']
+    """
+    found: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        transient = module._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage] - has no other name
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in transient:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return {name if "_orig_mod" in name else plain_name(name): tensor for name, tensor in found.items()}
+
+
+def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Give tied weights, which are saved under one name, all their names again.
+
+    Args:
+        state: Name to tensor, as it was saved.
+        like: The tensors of the model that it will be loaded into, as `local_tensors` gives them.
+
+    Example:
+        >>> import torch
+        >>> tied = torch.zeros(1)
+        >>> sorted(with_second_names({"a": torch.ones(1)}, {"a": tied, "b": tied}))
+        ['a', 'b']
+    """
+    names: dict[object, list[str]] = {}
+    for name, value in like.items():
+        same: object = id(value)  # where it is divided, this rank may have nothing of its memory
+        if not is_dtensor(value) and value.numel() and not value.is_meta:
+            same = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+        names.setdefault(same, []).append(name)
+    complete = dict(state)
+    for group in names.values():
+        known = next((name for name in group if name in state), None)
+        if known is not None:
+            complete |= {name: state[known] for name in group if name not in state}
+    return complete
+
+
+def restore_states(
+    source: Source, name_of: Callable[[int], str], loads: Sequence[Callable[[Any], Any]]
+) -> None:
+    """Load the state of optimizers, schedulers or registered objects.
+
+    Args:
+        source: The checkpoint.
+        name_of: The file of the object at an index.
+        loads: The `load_state_dict` of each.
+    """
+    for index, load in enumerate(loads):
+        load(source.read(name_of(index), map_location=source.map_location))
+    if source.has(name_of(len(loads))):
+        logger.warning(
+            "%s is in the checkpoint %s, but no object was prepared or registered for it here.",
+            name_of(len(loads)),
+            source.folder,
+        )
+
+
+def restore_positions(source: Source, dataloaders: Sequence[Any]) -> None:
+    """Let loaders go on where they were, also if there are more or fewer ranks now."""
+    if not dataloaders:
+        return
+    name = source.position_name()
+    if not source.has(name):
+        _restore_foreign_positions(source, dataloaders)
+        return
+    states = source.read(name)["loaders"]
+    if len(states) != len(dataloaders):
+        logger.warning(
+            "The checkpoint %s knows the position of %d data loaders, and %d are prepared.",
+            source.folder,
+            len(states),
+            len(dataloaders),
+        )
+    for loader, state in zip(dataloaders, states, strict=False):
+        loader.load_state_dict(state)
+
+
+def _restore_foreign_positions(source: Source, dataloaders: Sequence[Any]) -> None:
+    lost: list[int] = []
+    for index, loader in enumerate(dataloaders):
+        name = layout.loader_state_name(index)
+        if loader.use_stateful_dataloader and source.has(name):
+            loader.load_state_dict(source.read(name))
+        else:
+            lost.append(index)
+    if lost:
+        logger.warning(
+            "The checkpoint %s does not say where data loader(s) %s were: they begin a new epoch.",
+            source.folder,
+            ", ".join(map(str, lost)),
+        )
+    unread = layout.sampler_name(0)
+    if source.has(unread):
+        logger.warning("%s holds a pickled sampler, and is not read.", source.folder / unread)
+
+
+def restore_rng(source: Source) -> None:
+    """Set this rank's generators of random numbers."""
+    saved = source.ranks()
+    if source.rank in saved:
+        states = source.read(layout.rng_name(source.rank))
+        complaints = write_rng(states, source.device)
+        if complaints:
+            logger.warning(
+                "Random numbers of rank %d, from %s, came back in part: %s.",
+                source.rank,
+                source.folder,
+                "; ".join(complaints),
+            )
+    elif saved:
+        model = saved[source.rank % len(saved)]
+        seed_apart(source.read(layout.rng_name(model)), source.rank)
+        logger.warning(
+            "The checkpoint %s is of %d rank(s): rank %d has random numbers seeded from those of rank %d.",
+            source.folder,
+            len(saved),
+            source.rank,
+            model,
+        )
+    else:
+        logger.warning("The checkpoint %s has no states of random numbers.", source.folder)
+
+
+def step_of(source: Source) -> int:
+    """Micro-batches since the last optimizer step, when the checkpoint was saved."""
+    if source.manifest is not None:
+        return source.manifest.step
+    name = layout.rng_name(0)  # where others keep it
+    return int(source.read(name).get("step", 0)) if source.has(name) else 0

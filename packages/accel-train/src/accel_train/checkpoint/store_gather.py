@@ -1,0 +1,211 @@
+"""All-gather of short strings over the process group's store; usable from the writer thread.
+
+Not through collectives: those belong to the main thread, end in the process group's timeout, and say nothing
+about a rank that never came.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
+
+from accel_state import hang_monitor
+from accel_state.backends.torch_dist import default_store
+from accel_state.errors import DistributedOperationException
+from accel_state.stores import absent_keys, clone_store, get_all
+from accel_train.checkpoint.stragglers import StragglerMonitor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from accel_state.hang_monitor import HangMonitor
+    from accel_state.runtime import Runtime
+
+MIN_PAUSE_S = 0.001  # between two looks into the store, at first
+MAX_PAUSE_S = 1.0  # and after ten seconds
+MAX_POLLS_PER_S = 20_000  # of all ranks together, at first
+
+
+class Agreement(Protocol):
+    """A way for all ranks to tell each other short texts."""
+
+    def exchange(self, operation: str, text: str, *, last: bool = False) -> list[str]:
+        """Tell the others a text, and get those of all ranks, in rank order.
+
+        Args:
+            operation: What all ranks are doing, for the messages.
+            text: What this rank says.
+            last: Whether nothing is exchanged afterwards, so that the process that keeps the store may end.
+
+        Raises:
+            DistributedOperationException: Another rank is elsewhere and will not come, or is gone.
+        """
+        ...
+
+
+class SingleProcess:
+    """The agreement of a process that is alone."""
+
+    def exchange(self, operation: str, text: str, *, last: bool = False) -> list[str]:
+        """The text alone."""
+        del operation, last
+        return [text]
+
+
+class StoreAgreement:
+    """An all-gather of strings over a store. Each thread that agrees needs one of its own.
+
+    Every rank makes a constant number of requests, and while it waits a constant number per second, whatever
+    the number of ranks: rank 0 collects, and puts all strings into one value that each of the others reads.
+
+    Args:
+        store: A connection to the store of the process group that no other thread waits on.
+        rank: Index of this process.
+        world_size: Number of processes.
+        channel: Tells apart what different threads agree on.
+        in_main_thread: Whether the main thread of every rank takes part, so that a rank whose main thread
+            waits for something else will not come.
+        monitor: Gets what tells where ranks are that do not come.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        *,
+        rank: int,
+        world_size: int,
+        channel: str,
+        in_main_thread: bool,
+        monitor: Callable[[], HangMonitor | None] = hang_monitor.active,
+    ) -> None:
+        self._in_main_thread = in_main_thread
+        self._store = PrefixStore(f"accel/checkpoint/{channel}", store)
+        self._rank = rank
+        self._world_size = world_size
+        self._monitor = monitor
+        # Counted in the store: makers of several accelerators in a process count on.
+        self._round = self._store.add(f"rounds/{rank}", 0)
+
+    def exchange(self, operation: str, text: str, *, last: bool = False) -> list[str]:
+        """Tell the others a text, and get those of all ranks, in rank order; see `Agreement`."""
+        self._round = self._store.add(f"rounds/{self._rank}", 1)
+        round_name = f"{self._round}"
+        try:
+            self._store.set(f"{round_name}/{self._rank}", text)
+            texts = (
+                self._collect(operation, round_name)
+                if self._rank == 0
+                else self._receive(operation, round_name)
+            )
+            if last:
+                self._leave(operation, round_name)
+        except DistributedOperationException:
+            raise
+        except RuntimeError as error:  # the errors of a store have no type of their own in older torch
+            raise DistributedOperationException(
+                f"{operation}: the store of the process group cannot be reached; rank 0, which keeps it, has "
+                f"ended or failed ({str(error).splitlines()[0]})."
+            ) from error
+        return texts
+
+    def _collect(self, operation: str, round_name: str) -> list[str]:
+        """On rank 0: get the texts of all, and hand them out."""
+        keys = [f"{round_name}/{rank}" for rank in range(self._world_size)]
+        try:
+            self._wait(operation, keys)
+        except DistributedOperationException as error:
+            if len(absent_keys(self._store, keys)) < self._world_size - 1:
+                self._store.set(
+                    f"{round_name}/all", json.dumps(str(error))
+                )  # also to those who come too late
+            else:
+                self._delete_round(round_name)
+            raise
+        texts = [text.decode() for text in get_all(self._store, keys)]
+        self._store.set(f"{round_name}/all", json.dumps(texts))
+        self._store.delete_key(f"{round_name}/0")
+        for part in ("all", "left"):  # everyone is through with the round before
+            self._store.delete_key(f"{self._round - 1}/{part}")
+        return texts
+
+    def _receive(self, operation: str, round_name: str) -> list[str]:
+        """On the other ranks: wait for what rank 0 hands out."""
+        try:
+            self._wait(operation, [f"{round_name}/all"])
+        except DistributedOperationException:
+            self._delete_round(round_name)
+            raise
+        texts: list[str] | str = json.loads(self._store.get(f"{round_name}/all"))
+        self._store.delete_key(f"{round_name}/{self._rank}")  # rank 0 has read it
+        if isinstance(texts, str):
+            raise DistributedOperationException(texts)
+        return texts
+
+    def _delete_round(self, round_name: str) -> None:
+        """Undo a call that nobody has answered, so that ranks count alike if they go on after the error."""
+        self._store.delete_key(f"{round_name}/{self._rank}")
+        self._store.add(f"rounds/{self._rank}", -1)
+
+    def _leave(self, operation: str, round_name: str) -> None:
+        """Let the process that keeps the store be the last to go."""
+        if self._rank:
+            self._store.add(f"{round_name}/left", 1)
+            return
+        stragglers = self._stragglers(operation, compare_locations=False)
+        for _ in self._pauses():
+            if self._store.add(f"{round_name}/left", 0) >= self._world_size - 1:
+                return
+            if stragglers.is_due():
+                stragglers.poll(range(1, self._world_size))
+
+    def _wait(self, operation: str, keys: list[str]) -> None:
+        """Wait for keys: on rank 0 those of all ranks, elsewhere the answer of rank 0."""
+        stragglers = self._stragglers(operation, compare_locations=self._in_main_thread)
+        with hang_monitor.collective_scope(operation) if self._in_main_thread else nullcontext():
+            for _ in self._pauses():
+                if self._store.check(keys):
+                    return
+                if stragglers.is_due():
+                    absent = absent_keys(self._store, keys) if self._rank == 0 else ["0"]
+                    stragglers.poll([int(key.rpartition("/")[2]) for key in absent])
+
+    def _stragglers(self, operation: str, *, compare_locations: bool) -> StragglerMonitor:
+        return StragglerMonitor(
+            operation,
+            self._monitor(),
+            rank=self._rank,
+            world_size=self._world_size,
+            compare_locations=compare_locations,
+        )
+
+    def _pauses(self) -> Iterator[None]:
+        """Yield at once, then after pauses of a tenth of the time that has passed, of a second at most."""
+        began = time.monotonic()
+        shortest = max(MIN_PAUSE_S, self._world_size / MAX_POLLS_PER_S)
+        while True:
+            yield
+            time.sleep(min(max(shortest, (time.monotonic() - began) / 10), MAX_PAUSE_S))
+
+
+def agreement_of(runtime: Runtime, channel: str, *, in_main_thread: bool) -> Agreement:
+    """The agreement of the processes of a run.
+
+    Args:
+        runtime: Of this process.
+        channel: Tells apart what different threads agree on.
+        in_main_thread: Whether the main thread of every rank takes part.
+    """
+    topology = runtime.topology
+    if topology.world_size == 1:
+        return SingleProcess()
+    return StoreAgreement(
+        clone_store(default_store()),
+        rank=topology.rank,
+        world_size=topology.world_size,
+        channel=channel,
+        in_main_thread=in_main_thread,
+    )

@@ -1,0 +1,149 @@
+"""Getting batches onto the device: not at all, plainly, or ahead of time on a stream of their own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from accel_ops.move import send_to_device
+from accel_ops.tree import walk
+from accel_state.streams import device_streams
+from accel_train.data.iterable_shard import Delivery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from accel_state.streams import DeviceStreams, Event
+
+_CPU = torch.device("cpu")
+
+
+class Placing(Protocol):
+    """How batches get to the device of a loader."""
+
+    @property
+    def start_copy(self) -> Callable[[Any], Any] | None:
+        """What is done to a batch (or `Delivery`) as soon as it was read, one ahead; None for nothing."""
+        ...
+
+    @property
+    def land(self) -> Callable[[Any], Any] | None:
+        """What is done to a batch right before it is yielded; None for nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """Batches are moved when they are due.
+
+    Args:
+        land: What moves a batch, or None for nothing.
+    """
+
+    land: Callable[[Any], Any] | None = None
+    start_copy: None = None
+
+
+class CopyStream:
+    """Batches are copied to the device on a stream of their own, while the one before is computed with.
+
+    Work of the current stream on a batch waits for its copy, and its memory is kept until that work is done.
+
+    Args:
+        streams: The device's streams.
+    """
+
+    def __init__(self, streams: DeviceStreams) -> None:
+        self._streams = streams
+        self._stream = streams.new_stream()
+
+    def start_copy(self, item: Any) -> Any:
+        """Begin the copy of a batch."""
+        if type(item) is Delivery:
+            return replace(item, batch=self._launch(item.batch))
+        return self._launch(item)
+
+    def land(self, flight: InFlight) -> Any:
+        """Give the batch to the current stream."""
+        current = self._streams.current_stream()
+        current.wait_event(flight.arrived)
+        for _, leaf in walk(flight.batch):
+            if isinstance(leaf, torch.Tensor):
+                if leaf.device == self._streams.device:
+                    self._streams.record_stream(leaf, current)
+            elif callable(record := getattr(leaf, "record_stream", None)):
+                record(current)
+        return flight.batch
+
+    def _launch(self, batch: Any) -> InFlight:
+        pinned = pin_memory(batch)  # as it is, where it is pinned
+        hidden = any(_hides_tensors(leaf) for _, leaf in walk(batch))
+        stream = self._streams.current_stream() if hidden else self._stream
+        arrived = self._streams.new_event()
+        with self._streams.on(stream):
+            moved = send_to_device(pinned, self._streams.device, non_blocking=True)
+            arrived.record(stream)
+        return InFlight(moved, arrived)
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether an object moves tensors that nobody can record: the stream that uses them must own them."""
+    return (
+        not isinstance(leaf, (torch.Tensor, type))
+        and callable(getattr(leaf, "to", None))
+        and not callable(getattr(leaf, "record_stream", None))
+    )
+
+
+@dataclass(slots=True)
+class InFlight:
+    """A batch on its way to the device.
+
+    Args:
+        batch: Nested tensors on the device.
+        arrived: When they are there.
+    """
+
+    batch: Any
+    arrived: Event
+
+
+def to_cpu(batch: Any) -> Any:
+    """Move a batch to the CPU, at next to no cost where it is there already.
+
+    Args:
+        batch: Nested tensors.
+    """
+    kind = type(batch)
+    leaves: Iterable[Any]
+    if kind is torch.Tensor:
+        leaves = (batch,)
+    elif kind is list or kind is tuple:
+        leaves = batch
+    elif kind is dict:
+        leaves = batch.values()
+    else:
+        return send_to_device(batch, _CPU)
+    for leaf in leaves:
+        if type(leaf) is not torch.Tensor or not leaf.is_cpu:
+            return send_to_device(batch, _CPU)
+    return batch
+
+
+def placing(device: torch.device | None, *, prefetching: bool) -> Placing:
+    """Choose how batches get to a device.
+
+    Args:
+        device: Where they shall be, or None to leave them where they are.
+        prefetching: Whether not to wait for copies.
+    """
+    if device is None:
+        return Plain()
+    if prefetching and (streams := device_streams(device)) is not None:
+        return CopyStream(streams)
+    if device.type == "cpu":
+        return Plain(to_cpu)
+    return Plain(lambda batch: send_to_device(batch, device, non_blocking=prefetching))

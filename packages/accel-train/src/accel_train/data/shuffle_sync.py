@@ -1,0 +1,117 @@
+"""One random order for all ranks: a sampler whose source of randomness they share."""
+
+from __future__ import annotations
+
+from copy import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from accel_ops.collect import broadcast_object_list
+from accel_state.labels import RNGType
+from accel_train.data.samplers import SeedableRandomSampler, innermost_sampler
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedOrder:
+    """An order of samples that is the same on all ranks.
+
+    Args:
+        rng_types: What ranks have to share at the beginning of each pass.
+        generator: What `"generator"` among these means.
+        indices: The batch sampler or sampler of a loader, if it has one.
+        batched: Whether it is a batch sampler.
+    """
+
+    rng_types: tuple[RNGType, ...] = ()
+    generator: torch.Generator | None = None
+    indices: Any = None
+    batched: bool = True
+
+    def options(self) -> dict[str, Any]:
+        """Give the argument of a torch loader that says what it reads."""
+        if self.indices is None:
+            return {}
+        return {"batch_sampler" if self.batched else "sampler": self.indices}
+
+
+def sync_shuffle(
+    indices: Any,
+    *,
+    batched: bool,
+    num_processes: int,
+    rng_types: Iterable[str | RNGType],
+    seedable: bool,
+    seed: int | None,
+) -> SharedOrder:
+    """Make an order the same on all ranks; the given samplers are not changed.
+
+    Args:
+        indices: The batch sampler or sampler of a loader.
+        batched: Whether it is a batch sampler.
+        num_processes: The number of ranks.
+        rng_types: What else the ranks shall share.
+        seedable: Whether a `RandomSampler` is replaced by a `SeedableRandomSampler`.
+        seed: The seed of that; torch's on rank 0 if None.
+    """
+    types = [RNGType(kind) for kind in rng_types]
+    found: Any = innermost_sampler(indices)
+    sampler: Any = found
+    if seedable and type(found) is RandomSampler:
+        sampler = _seedable(found, seed, num_processes)
+    elif num_processes > 1 and isinstance(found, _RANDOM) and not isinstance(found, SeedableRandomSampler):
+        if found.generator is None and RNGType.TORCH not in types:
+            sampler = copy(found)
+            sampler.generator = _generator()
+        if sampler.generator is not None:
+            types.append(RNGType.GENERATOR)
+    generator = getattr(sampler, "generator", None)
+    if not isinstance(generator, torch.Generator) or isinstance(sampler, SeedableRandomSampler):
+        generator = None
+    kept = (kind for kind in dict.fromkeys(types) if generator is not None or kind is not RNGType.GENERATOR)
+    return SharedOrder(
+        rng_types=tuple(kept),
+        generator=generator,
+        indices=_replaced(indices, found, sampler),
+        batched=batched,
+    )
+
+
+def _seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> SeedableRandomSampler:
+    generator: torch.Generator | None = sampler.generator
+    if seed is None:
+        drawn = [torch.initial_seed() if generator is None else generator.initial_seed()]
+        if num_processes > 1:
+            broadcast_object_list(drawn)
+        seed = drawn[0]
+    return SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,  # pyright: ignore[reportPrivateUsage]
+        generator=generator,
+        data_seed=seed,
+    )
+
+
+def _generator() -> torch.Generator:
+    """A generator that starts from torch's own, so that `set_seed` decides about it."""
+    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+
+
+def _replaced(indices: Any, old: object, new: object) -> Any:
+    """The same samplers around another innermost one."""
+    if indices is old:
+        return new
+    if old is new:
+        return indices
+    around = copy(indices)
+    below = "batch_sampler" if hasattr(indices, "batch_sampler") else "sampler"
+    setattr(around, below, _replaced(getattr(indices, below), old, new))
+    return around

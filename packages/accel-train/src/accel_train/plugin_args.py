@@ -1,0 +1,99 @@
+"""The arguments of `Accelerator` that are plugins, and what launchers and earlier ones say instead."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.plugin_specs import ENGINES
+from accel_state import environ
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Mapping
+
+# What launchers set, by the argument that it stands for.
+_SWITCHES = {
+    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
+    "ACCELERATE_USE_FSDP": "fsdp_plugin",
+    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
+}
+# What `AcceleratorState` calls otherwise.
+_STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
+
+
+def sort_plugins(**given: Any) -> dict[str, Any]:
+    """The arguments of `Accelerator` that are plugins, by name; the two that DeepSpeed has as one.
+
+    Raises:
+        SettingsError: Both were given.
+
+    Example:
+        >>> sort_plugins(fsdp_plugin=None, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3})
+        {'fsdp_plugin': None, 'deepspeed_plugin': {'zero3': 3}}
+    """
+    several = given.pop("deepspeed_plugins")
+    if several is not None:
+        if given["deepspeed_plugin"] is not None:
+            raise SettingsError(
+                f"Accelerator(deepspeed_plugin={given['deepspeed_plugin']!r}, "
+                f"deepspeed_plugins={several!r}): "
+                "give one of the two."
+            )
+        given["deepspeed_plugin"] = several
+    return given
+
+
+def known_plugins() -> dict[str, Any]:
+    """The plugins of an earlier `Accelerator` of this process, by the arguments that they were."""
+    known = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - asks without making one
+    return {
+        engine.argument: known.get(_STATE_NAMES.get(engine.argument, engine.argument)) for engine in ENGINES
+    }
+
+
+@contextmanager
+def unchanged_by_failure() -> Generator[None]:
+    """A context in which the shared state may be set; an error brings back what was before."""
+    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - as above
+    before = dict(shared)
+    try:
+        yield
+    except BaseException:
+        shared.clear()
+        shared.update(before)
+        raise
+
+
+def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
+    """Raise if a launcher has switched on an engine that is not part of this version.
+
+    Raises:
+        UnsupportedError: It has.
+    """
+    available = {engine.argument for engine in ENGINES}
+    for name, argument in _SWITCHES.items():
+        if argument not in available and _is_on(name, environment):
+            raise UnsupportedError(
+                f"{name}={environment[name]!r} is set in the environment, but this version of accel has "
+                f"no use for a {argument}; unset it, or choose another configuration."
+            )
+
+
+def _is_on(name: str, environment: Mapping[str, str]) -> bool:
+    try:
+        return bool(environ.str_to_bool(environment.get(name, "false")))
+    except SettingsError as error:
+        raise SettingsError(f"environment variable {name}: {error}") from None
+
+
+def configured_accumulation(plugin: Any) -> int | None:
+    """Return the micro-batches of a step that a DeepSpeed configuration says; `None` where it does not.
+
+    Args:
+        plugin: A `DeepSpeedPlugin`, several by name, of which the first is used first, or `None`.
+    """
+    first = next(iter(plugin.values())) if isinstance(plugin, dict) else plugin
+    return None if first is None else first.gradient_accumulation_steps
