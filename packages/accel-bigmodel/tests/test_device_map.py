@@ -287,6 +287,8 @@ def test_memory_is_read_in_order_and_refused_by_name():
         ("cpu", 10**9),
         ("disk", 1),
     ]
+    given = {"cpu": 1e9 * 0.9, 0: "2GiB"}
+    assert get_max_memory(given) == given == {0: 2**31, "cpu": 900_000_000}, "callers read it from their own"
     assert set(get_max_memory()) >= {"cpu"}
     with pytest.raises(SettingsError, match="'gpu zero', which is no device"):
         get_max_memory({"gpu zero": 1})

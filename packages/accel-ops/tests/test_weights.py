@@ -37,6 +37,7 @@ from accel_state.labels import CustomDtype
     ("text", "size"),
     [
         ("1GB", 10**9),
+        (2.75, 2),
         ("2 GiB", 2**31),
         ("0.5MB", 500_000),
         ("12", 12),
@@ -47,6 +48,12 @@ from accel_state.labels import CustomDtype
 )
 def test_a_size_is_read_with_its_unit(text, size):
     assert convert_file_size_to_int(text) == size
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan")])
+def test_a_number_that_is_no_size_is_refused(size):
+    with pytest.raises(SettingsError, match="is not a size"):
+        convert_file_size_to_int(size)
 
 
 @pytest.mark.parametrize("text", ["", "GB", "5 apples", "-1GB", "1.2.3GB", "5i", "1e3"])

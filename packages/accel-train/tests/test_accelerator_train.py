@@ -409,8 +409,9 @@ def test_objects_in_a_list_are_passed_through_with_a_warning(pack, caplog):
 
 def test_arguments_of_another_type_end_in_a_sentence():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(TypeError, match=r"backward\(1.0\): a number has no gradients"):
-        accelerator.backward(1.0)
+    for loss in (1.0, None, torch.nn.Linear(1, 1)):
+        with pytest.raises(TypeError, match=r"backward\(.*\): expected the loss as a tensor"):
+            accelerator.backward(loss)
     with pytest.raises(TypeError, match=r"clip_grad_norm_\(3, …\): expected a tensor or several"):
         accelerator.clip_grad_norm_(3, 1.0)
     with pytest.raises(TypeError, match=r"clip_grad_value_\(3, …\): expected a tensor or several"):

@@ -91,8 +91,16 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
 
 def shards(case: dict[str, Any], world: int | None = None) -> list[BatchSamplerShard]:
     world = world or case["world"]
-    batches = BatchSampler(SAMPLERS[case["kind"]](case["total"]), case["size"], case["drop"])
-    return [BatchSamplerShard(batches, world, rank, case["split"], case["even"]) for rank in range(world)]
+    return [
+        BatchSamplerShard(
+            BatchSampler(SAMPLERS[case["kind"]](case["total"]), case["size"], case["drop"]),
+            world,
+            rank,
+            case["split"],
+            case["even"],
+        )
+        for rank in range(world)
+    ]
 
 
 @given(case=cases())
@@ -118,7 +126,8 @@ def test_what_is_not_padding_is_every_sample_once(case: dict[str, Any]) -> None:
             padded += len(batch) - real
     stride = parts[0].plan.stride
     kept = case["total"] - (case["total"] % stride if case["drop"] else 0)
-    assert sorted(seen) == sorted(list(parts[0].sampler if case["total"] else [])[:kept])
+    order = list(SAMPLERS[case["kind"]](case["total"]))
+    assert sorted(seen) == sorted(order[:kept])
     completes = case["even"] and case["world"] > 1 and not case["drop"]
     assert padded == (-case["total"] % stride if completes else 0)
 
@@ -150,6 +159,8 @@ def test_an_epoch_continued_by_other_numbers_of_ranks_is_seen_once(
 def test_continuing_gives_exactly_the_batches_that_were_left(case: dict[str, Any], rounds: int) -> None:
     for shard in shards(case):
         whole = list(shard)
+        if isinstance(shard.sampler, SeedableRandomSampler):
+            shard.sampler.set_epoch(0)
         assert list(shard.iterate_from(rounds * shard.stride)) == whole[rounds:]
 
 
@@ -187,9 +198,39 @@ def test_batches_without_a_size_are_dealt_whole() -> None:
     assert shares == [[[0], [6]], [[1, 2, 3]], [[4, 5]]]
 
 
-def test_batches_without_a_size_cannot_be_made_even() -> None:
-    with pytest.raises(ValueError, match="no `batch_size`"):
-        BatchSamplerShard(Batches([[0]]), 2, 0)
+@pytest.mark.parametrize(
+    ("batches", "world", "shares", "real"),
+    [
+        ([[0], [1, 2], [3, 4, 5]], 2, [[[0], [3, 4, 5]], [[1, 2], [0]]], [{}, {1: 0}]),
+        ([[0, 1]], 3, [[[0, 1]], [[0, 1]], [[0, 1]]], [{}, {0: 0}, {0: 0}]),
+        ([[0], [1]], 4, [[[0]], [[1]], [[0]], [[1]]], [{}, {}, {0: 0}, {0: 0}]),
+    ],
+)
+def test_batches_without_a_size_are_made_even_with_the_first_ones(
+    batches: list[list[int]], world: int, shares: list[Any], real: list[dict[int, int]]
+) -> None:
+    shards = [BatchSamplerShard(Batches(batches), world, rank) for rank in range(world)]
+    assert [list(shard) for shard in shards] == shares
+    assert [shard.padded for shard in shards] == real
+    assert {len(shard) for shard in shards} == {len(shares[0])}
+
+
+def test_batches_without_a_size_are_split_evenly() -> None:
+    batches = [[0, 1, 2, 3], [4], [5, 6, 7]]
+    shards = [BatchSamplerShard(Batches(batches), 2, rank, split_batches=True) for rank in range(2)]
+    assert [list(shard) for shard in shards] == [[[0, 1], [4], [5, 6]], [[2, 3], [0], [7, 0]]]
+    assert [shard.padded for shard in shards] == [{}, {1: 0, 2: 1}]
+    assert shards[1].padded_rows == 0, "several sizes: the batch itself must be asked"
+
+
+def test_a_shard_of_a_seeded_order_goes_on_to_the_next_epoch() -> None:
+    sampler = SeedableRandomSampler(range(6), data_seed=3)
+    shard = BatchSamplerShard(BatchSampler(sampler, 2, drop_last=False), 2, 0)
+    first, second = list(shard), list(shard)
+    assert sampler.epoch == 2
+    sampler.set_epoch(0)
+    assert (list(shard), list(shard)) == (first, second)
+    assert first != second
 
 
 def test_a_batch_that_does_not_divide_cannot_be_split() -> None:

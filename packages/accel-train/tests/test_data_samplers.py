@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.samplers import SeedableRandomSampler, innermost_sampler, record_order, replay_order
@@ -27,8 +27,9 @@ def test_an_epoch_is_that_of_a_random_sampler_seeded_with_seed_and_epoch(
     sampler.set_epoch(epoch)
     generator = torch.Generator().manual_seed(seed + epoch)
     plain = list(RandomSampler(range(size), generator=generator, **options))
-    assert list(sampler) == plain
     assert list(sampler.order()) == plain
+    assert list(sampler) == plain
+    sampler.set_epoch(epoch)
     assert list(sampler.order().iterate_from(0, chunk=7)) == plain
     assert len(sampler) == len(plain)
 
@@ -42,9 +43,30 @@ def test_asking_for_an_order_does_not_touch_any_generator() -> None:
     assert torch.equal(generator.get_state(), states[1])
 
 
-def test_without_a_seed_the_generator_counts_and_then_torch() -> None:
-    assert SeedableRandomSampler(range(3), generator=torch.Generator().manual_seed(4)).initial_seed == 4
+def test_without_a_seed_that_of_torch_counts() -> None:
+    generator = torch.Generator().manual_seed(torch.initial_seed() + 4)
+    assert SeedableRandomSampler(range(3), generator=generator).initial_seed == torch.initial_seed()
     assert SeedableRandomSampler(range(3)).initial_seed == torch.initial_seed()
+
+
+def test_epochs_are_counted_where_nobody_else_does() -> None:
+    sampler = SeedableRandomSampler(range(8), data_seed=2)
+    loader = DataLoader(list(range(8)), sampler=sampler, batch_size=None)
+    passes = [[int(one) for one in loader] for _ in range(3)]
+    assert sampler.epoch == 3
+    for epoch, order in enumerate(passes):
+        sampler.set_epoch(epoch)
+        assert list(sampler.order()) == order
+
+
+def test_an_iteration_that_is_left_and_a_chosen_epoch_are_not_counted() -> None:
+    sampler = SeedableRandomSampler(range(8), data_seed=2)
+    next(iter(sampler))
+    assert sampler.epoch == 0
+    for index, _ in enumerate(sampler):
+        if index == 3:
+            sampler.set_epoch(7)
+    assert sampler.epoch == 7
 
 
 def test_the_innermost_sampler_is_found_below_batch_samplers() -> None:

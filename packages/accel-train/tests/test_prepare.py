@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_train.accelerator import Accelerator
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.prepare.order import STAGE_NAMES
 from accel_train.prepare.sort import kind_of, sort_arguments, sort_one
@@ -98,3 +99,12 @@ def test_the_order_of_stages_is_the_documented_one():
         "schedulers",
     )
     assert set(STAGES) == set(STAGE_NAMES)
+
+
+def test_what_is_prepared_is_marked_for_libraries_that_ask():
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    loader = torch.utils.data.DataLoader([1, 2])
+    for one in Accelerator(cpu=True).prepare(model, optimizer, scheduler, loader):
+        assert one._is_accelerate_prepared is True

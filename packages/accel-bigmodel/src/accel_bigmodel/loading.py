@@ -108,7 +108,7 @@ def load_checkpoint_and_dispatch(
     model: nn.Module,
     checkpoint: str | os.PathLike[str],
     device_map: str | Mapping[str, Device] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_buffers: bool = False,
@@ -225,7 +225,7 @@ def _load(
 def _make_map(
     model: nn.Module,
     kind: str,
-    max_memory: Mapping[int | str, int | str] | None,
+    max_memory: Mapping[int | str, float | str] | None,
     no_split: str | Sequence[str] | None,
     dtype: str | torch.dtype | None,
     offload_buffers: bool,

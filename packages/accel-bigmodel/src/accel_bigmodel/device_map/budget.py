@@ -28,13 +28,14 @@ _HOST = ("cpu", "disk")
 MemoryMap = dict[int | str, int]
 
 
-def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> MemoryMap:
+def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) -> MemoryMap:
     """Say how many bytes each device may take.
 
     Args:
-        max_memory: Device to bytes, or to text like `"10GB"`; devices that it lacks get nothing. By default,
-            what is free now on every accelerator, and this rank's part of the main memory that is free within
-            the limits of its control group.
+        max_memory: Device to bytes, or to text like `"10GB"`, which is turned into bytes in a dictionary that
+            is given, too, as callers expect; devices that it lacks get nothing. By default, what is free now
+            on every accelerator, and this rank's part of the main memory that is free within the limits of
+            its control group.
 
     Returns:
         Bytes by device: accelerators in order, then `"cpu"`, then `"disk"`.
@@ -55,6 +56,8 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> M
         raise SettingsError(
             f"max_memory[{negative[0]!r}] is {sizes[negative[0]]}: a device holds 0 bytes or more"
         )
+    if isinstance(max_memory, dict):
+        max_memory.update({key: sizes[_device_key(key)] for key in max_memory})
     indexed = sorted(key for key in sizes if isinstance(key, int))
     named = [key for key in sizes if isinstance(key, str) and key not in _HOST]
     return {key: sizes[key] for key in (*indexed, *named, *(key for key in _HOST if key in sizes))}
@@ -62,7 +65,7 @@ def get_max_memory(max_memory: Mapping[int | str, int | str] | None = None) -> M
 
 def get_balanced_memory(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
     dtype: ElementType | None = None,
     special_dtypes: Mapping[str, ElementType] | None = None,

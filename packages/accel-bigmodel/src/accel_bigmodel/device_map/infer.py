@@ -31,7 +31,7 @@ Device = int | str
 
 def infer_auto_device_map(
     model: nn.Module,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
     dtype: ElementType | None = None,
     special_dtypes: Mapping[str, ElementType] | None = None,

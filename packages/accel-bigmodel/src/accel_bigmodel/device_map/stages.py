@@ -24,7 +24,7 @@ def generate_device_map(
     model: nn.Module,
     num_processes: int = 1,
     no_split_module_classes: str | Sequence[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
 ) -> dict[str, int | str]:
     """Say which process runs which layers of a model, so that the largest share is as small as can be.
 
@@ -83,7 +83,7 @@ def split_points_of(device_map: Mapping[str, int | str], num_processes: int) -> 
     ]
 
 
-def _budget(max_memory: Mapping[int | str, int | str] | None, process: int) -> int:
+def _budget(max_memory: Mapping[int | str, float | str] | None, process: int) -> int:
     if max_memory is None:
         return _ENDLESS
     return convert_file_size_to_int(max_memory.get(process, max_memory.get(str(process), 0)))

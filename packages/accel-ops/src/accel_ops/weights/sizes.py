@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import isfinite
 from typing import TYPE_CHECKING
 
 from accel_state.errors import SettingsError
@@ -37,21 +38,24 @@ def dtype_byte_size(dtype: torch.dtype | CustomDtype) -> float:
     return 0.125 if str(dtype) == "torch.bool" else dtype.itemsize
 
 
-def convert_file_size_to_int(size: int | str) -> int:
+def convert_file_size_to_int(size: float | str) -> int:
     """Turn a size that a person wrote into bytes.
 
     Args:
-        size: Bytes, or a number with a unit: decimal (`"5GB"`, `"200MB"`) or binary (`"5GiB"`).
+        size: Bytes, of which a fraction is dropped; or a number with a unit: decimal (`"5GB"`, `"200MB"`) or
+            binary (`"5GiB"`).
 
     Raises:
-        SettingsError: The text is not a size.
+        SettingsError: The text is not a size, or the number not finite.
 
     Example:
         >>> convert_file_size_to_int("1GB"), convert_file_size_to_int("1.5GiB")
         (1000000000, 1610612736)
     """
-    if isinstance(size, int):
-        return size
+    if isinstance(size, int | float):
+        if not isfinite(size):
+            raise SettingsError(f"{size!r} is not a size: write a number of bytes")
+        return int(size)
     found = _SIZE.fullmatch(size)
     unit = found[2].upper() if found else ""
     if not found or unit not in _UNITS:

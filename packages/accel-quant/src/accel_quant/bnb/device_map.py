@@ -29,7 +29,7 @@ def quantized_device_map(
     layers: Collection[str],
     *,
     types: Mapping[str, torch.dtype],
-    max_memory: Mapping[int | str, int | str] | None,
+    max_memory: Mapping[int | str, float | str] | None,
     no_split: str | Sequence[str] | None,
 ) -> dict[str, Device]:
     """Make a device map that counts quantised weights at their size.

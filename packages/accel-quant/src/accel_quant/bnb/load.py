@@ -51,7 +51,7 @@ def load_and_quantize_model(
     weights_location: str | os.PathLike[str] | None = None,
     device_map: str | Mapping[str, Device] | None = None,
     no_split_module_classes: str | Sequence[str] | None = None,
-    max_memory: Mapping[int | str, int | str] | None = None,
+    max_memory: Mapping[int | str, float | str] | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     offload_state_dict: bool = False,
 ) -> nn.Module:

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
     from contextlib import AbstractContextManager
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.amp.grad_scaler import GradScaler
 
     from accel_state.gradient_state import GradientState
@@ -52,7 +53,7 @@ class SteppingFacet(Facet):
             **kwargs: Passed to `Tensor.backward`; or `learning_rate`, as for `lomo_backward`.
 
         Raises:
-            TypeError: The loss is a number.
+            TypeError: The loss is no tensor.
             ValueError: `num_items` is no such number, or was given in some backward passes of a window only.
             UnsupportedError: The strategy cannot count items, or it is asked to within `join_uneven_inputs`.
 
@@ -66,9 +67,9 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         state = parts.gradient_state
-        if isinstance(loss, int | float):
+        if not isinstance(loss, Tensor):
             raise TypeError(
-                f"backward({loss!r}): a number has no gradients; give the loss as a tensor, not item()."
+                f"backward({loss!r}): expected the loss as a tensor, which has gradients, not as item()."
             )
         if kwargs and "learning_rate" in kwargs:
             self.lomo_backward(loss, **kwargs)

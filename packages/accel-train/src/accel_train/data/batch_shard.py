@@ -11,6 +11,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from accel_train.data.samplers import (
     OrderState,
+    SeedableRandomSampler,
     drawn,
     indices_from,
     innermost_sampler,
@@ -39,7 +40,8 @@ class ShardPlan:
         drop_last: Leave out the last round if it is not complete.
         split: A round is one batch, of which every rank gets a part; else as many batches as ranks.
         even: Complete the last round with samples from the epoch's beginning, for the ranks to have equally
-            many batches of one size. Otherwise some ranks may get a shorter last batch, or one batch less.
+            many batches of one size; with whole batches from there where the size is not known. Otherwise
+            some ranks may get a shorter last batch, or one batch less.
     """
 
     num_processes: int = 1
@@ -55,13 +57,7 @@ class ShardPlan:
                 f"process_index={self.process_index!r} is not one of the "
                 f"num_processes={self.num_processes!r} processes, which count from 0."
             )
-        if self.batch_size is None:
-            if self.even and self.num_processes > 1:
-                raise ValueError(
-                    "even_batches=True needs a batch size, but the batch sampler has no `batch_size`. "
-                    "Give it that attribute, or set even_batches=False (in DataLoaderConfiguration)."
-                )
-        elif self.split and self.batch_size % self.num_processes:
+        if self.split and (self.batch_size or 0) % self.num_processes:
             raise ValueError(
                 "split_batches=True divides every batch among the processes, but "
                 f"batch_size={self.batch_size!r} is not a multiple of num_processes={self.num_processes!r}."
@@ -121,13 +117,13 @@ class ShardPlan:
         return full_steps + (not self.drop_last and rest > 0 and (self.even or rest > self.process_index))
 
     def deal(
-        self, batches: Iterable[Sequence[int]], head: Iterable[int] = ()
+        self, batches: Iterable[Sequence[int]], head: Iterable[Sequence[int]] = ()
     ) -> Iterator[tuple[list[int], int]]:
         """Give this rank's batches out of a stream of batches of whatever length.
 
         Args:
             batches: The batches of the epoch, or of the rest of it.
-            head: The samples of the epoch before these batches, as far as they are needed to pad with.
+            head: The batches of the epoch before these, as far as they are needed to pad with.
 
         Yields:
             A batch, and how many of its samples (the first ones) are not padding.
@@ -137,13 +133,17 @@ class ShardPlan:
         step_batches = list(islice(stream, self.batches_per_step_all_ranks))
         while step_batches and not (self.drop_last and len(step_batches) < self.batches_per_step_all_ranks):
             following = list(islice(stream, self.batches_per_step_all_ranks))
-            if self.pads and len(seen) < self.stride:
-                seen.extend(chain.from_iterable(step_batches))
+            if self.pads and self.pads_with(seen):
+                seen.extend(step_batches)
             local = self._local_indices(step_batches)
             padding = self._padding(step_batches, local, seen) if self.split or not following else []
             if local or padding:
                 yield local + padding, len(local)
             step_batches = following
+
+    def pads_with(self, seen: Sequence[Sequence[int]]) -> bool:
+        """Whether more batches than these, from the epoch's beginning, may be needed to pad with."""
+        return len(seen) < self.num_processes or sum(map(len, seen)) < self.stride
 
     def _local_indices(self, step_batches: list[Sequence[int]]) -> list[int]:
         """This rank's part of a round, as far as there is one."""
@@ -156,9 +156,14 @@ class ShardPlan:
         """How many samples of a batch that is split each rank gets; custom samplers may exceed their size."""
         return max(-(-len(batch) // self.num_processes), 0 if self.batch_size is None else self.rows)
 
-    def _padding(self, step_batches: list[Sequence[int]], local: list[int], seen: list[int]) -> list[int]:
+    def _padding(
+        self, step_batches: list[Sequence[int]], local: list[int], seen: list[Sequence[int]]
+    ) -> list[int]:
         if not self.pads:
             return []
+        if self.batch_size is None and not self.split:
+            missing = self.process_index - len(step_batches)
+            return [] if missing < 0 else [*seen[missing % len(seen)]]
         if self.split:
             rows = self._rows_of(step_batches[0])
             before = self.process_index * rows - len(step_batches[0])
@@ -166,7 +171,8 @@ class ShardPlan:
             rows = self.rows if self.process_index >= len(step_batches) - 1 else len(local)
             before = (self.process_index - len(step_batches) + 1) * rows - len(step_batches[-1])
         before = max(0, before)
-        return [seen[i % len(seen)] for i in range(before, before + rows - len(local))]
+        first = [*chain.from_iterable(seen)]
+        return [first[i % len(first)] for i in range(before, before + rows - len(local))]
 
 
 class BatchSamplerShard(BatchSampler):
@@ -179,8 +185,8 @@ class BatchSamplerShard(BatchSampler):
         split_batches: Every batch is divided among the ranks; otherwise the ranks take turns in getting
             whole batches.
         even_batches: Where the samples run out before every rank has a whole batch, begin again with the
-            first ones, so that all ranks get equally many batches of the same size. Batch samplers without
-            a `batch_size` need `False`.
+            first ones, so that all ranks get equally many batches of the same size. Of batch samplers
+            without a `batch_size`, whole batches are repeated.
 
     Raises:
         ValueError: The arguments do not fit together.
@@ -210,7 +216,7 @@ class BatchSamplerShard(BatchSampler):
         self.padded: dict[int, int] = {}
         """Of the iteration begun last: number of a padded batch -> how many of its samples are real."""
         self.padded_rows: int | None = None
-        """Number of samples in the padded batch, of which an epoch has one at most; None before it."""
+        """Number of samples in the padded batches; None before there is one, 0 if they have several sizes."""
         self.order: OrderState | None = None
         """Of the iteration begun last: what replays its order."""
 
@@ -295,35 +301,41 @@ class BatchSamplerShard(BatchSampler):
         with replay_order(sampler, order):  # whatever is random is drawn inside
             self.order = record_order(sampler) if order is None else order
             known = known_order(sampler) if self.counts_samples else None
+            epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
             if known is not None and plan.num_processes > 1:
-                parts = _cut(known, plan.spans(len(known), position))
+                batches, parts = iter(()), _cut(known, plan.spans(len(known), position))
             else:
                 batches, head = self._rest(position, known)
                 parts = None if plan.num_processes == 1 else plan.deal(batches, head)
+        for number, (batch, real) in enumerate(parts or ()):
+            if real != len(batch):
+                padded[number] = real
+                self.padded_rows = len(batch) if self.padded_rows in {None, len(batch)} else 0
+            yield batch
         if parts is None:
             yield from batches
-            return
-        for number, (batch, real) in enumerate(parts):
-            if real != len(batch):
-                padded[number], self.padded_rows = real, len(batch)
-            yield batch
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.end_epoch(epoch)
 
-    def _rest(self, position: int, known: Sequence[int] | None) -> tuple[Iterator[list[int]], list[int]]:
-        """The undivided batches after a position, and the samples before it that padding may need."""
-        needed = self.plan.stride if self.plan.pads else 0
-        head: list[int] = []
+    def _rest(
+        self, position: int, known: Sequence[int] | None
+    ) -> tuple[Iterator[list[int]], list[list[int]]]:
+        """The undivided batches after a position, and the batches before it that padding may need."""
+        plan = self.plan
+        head: list[list[int]] = []
         if not self.counts_samples:
             batches = drawn(self.batch_sampler)
             for batch in islice(batches, position):
-                if len(head) < needed:
-                    head.extend(batch)
+                if plan.pads and plan.pads_with(head):
+                    head.append(batch)
             return batches, head
         if known is not None:
             indices = indices_from(known, position)
         else:
             indices = drawn(self.batch_sampler.sampler)
-            head = list(islice(indices, min(position, needed)))
-            indices = islice(indices, position - len(head), None)
+            first = list(islice(indices, min(position, plan.stride if plan.pads else 0)))
+            head = [first] if first else []
+            indices = islice(indices, position - len(first), None)
         return iter(BatchSampler(cast("Any", indices), self.batch_size, self.drop_last)), head
 
 

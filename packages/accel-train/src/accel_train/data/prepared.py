@@ -114,7 +114,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     def _rows_of_padded(self) -> int | None:
         """What padded the batch knows its size, whatever tensors there are in it."""
         if self._indices is not None:
-            return self._indices.shard.padded_rows
+            return self._indices.shard.padded_rows or None
         if isinstance(self.dataset, IterableDatasetShard) and self.batch_size is not None:
             return self.dataset.plan.rows
         return None

@@ -27,34 +27,43 @@ class SeedableRandomSampler(RandomSampler):
     """Shuffle so that the order depends on a seed and the epoch, and on nothing else.
 
     The order of epoch `e` is that of a `RandomSampler` with a generator seeded with `seed + e`: the same on
-    every rank, in every process, however often it is asked for.
+    every rank, in every process. A complete iteration ends the epoch, unless `set_epoch` is called meanwhile.
 
     Args:
-        *args: As for `torch.utils.data.RandomSampler`.
+        *args: As for `torch.utils.data.RandomSampler`; `generator` draws nothing.
         **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed`, the seed. Without it, the seed of
-            `generator` counts, or else that of torch's default generator.
+            torch's default generator counts.
 
     Example:
         >>> sampler = SeedableRandomSampler(range(5), data_seed=1)
-        >>> list(sampler) == list(sampler)
+        >>> first, second = list(sampler), list(sampler)
+        >>> first == second, sampler.epoch
+        (False, 2)
+        >>> sampler.set_epoch(0)
+        >>> list(sampler) == first
         True
-        >>> sampler.set_epoch(1)
-        >>> sorted(sampler)
-        [0, 1, 2, 3, 4]
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         seed: int | None = kwargs.pop("data_seed", None)
         super().__init__(*args, **kwargs)
-        if seed is None:
-            generator: torch.Generator | None = self.generator
-            seed = torch.initial_seed() if generator is None else generator.initial_seed()
-        self.initial_seed: int = seed
+        self.initial_seed: int = torch.initial_seed() if seed is None else seed
         self.epoch: int = 0
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the indices of the current epoch."""
-        return self.order().iterate_from(0)
+        """Yield the indices of the current epoch, and go on to the next one at its end."""
+        epoch = self.epoch
+        yield from self.order().iterate_from(0)
+        self.end_epoch(epoch)
+
+    def end_epoch(self, epoch: int) -> None:
+        """Go on to the next epoch, unless another one was chosen since this one began.
+
+        Args:
+            epoch: The one that has ended.
+        """
+        if self.epoch == epoch:
+            self.epoch = epoch + 1
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch whose order comes next.

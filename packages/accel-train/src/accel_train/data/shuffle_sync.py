@@ -87,7 +87,7 @@ def sync_shuffle(
 def _seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> SeedableRandomSampler:
     generator: torch.Generator | None = sampler.generator
     if seed is None:
-        drawn = [torch.initial_seed() if generator is None else generator.initial_seed()]
+        drawn = [torch.initial_seed()]
         if num_processes > 1:
             broadcast_object_list(drawn)
         seed = drawn[0]

@@ -50,6 +50,8 @@ def run_stages(bundle: Bundle, request: Request) -> Bundle:
     """Run every stage in order, and remember what was prepared."""
     for name in STAGE_NAMES:
         bundle = STAGES[name](bundle, request)
+    for one in (*bundle.models, *bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
+        vars(one)["_is_accelerate_prepared"] = True  # by which libraries tell what is prepared already
     prepared = request.parts.prepared
     prepared.models.extend(bundle.models)
     prepared.optimizers.extend(bundle.optimizers)  # pyright: ignore[reportArgumentType] - wrapped by now
