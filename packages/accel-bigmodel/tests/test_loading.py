@@ -244,6 +244,20 @@ def test_a_map_is_made_when_asked(toy, toy_class, tokens, tmp_path, kind):
         load_checkpoint_and_dispatch(skeleton(toy_class), tmp_path, device_map="automatic")
 
 
+def test_thousands_of_names_that_do_not_fit_make_no_endless_message(tmp_path):
+    many = 32_000
+    save_state_dict({f"of_file_{number}": torch.zeros(1) for number in range(many)}, tmp_path)
+    model = torch.nn.Module()
+    for number in range(many):
+        model.register_buffer(f"of_model_{number}", torch.zeros(1))
+    with pytest.raises(CheckpointError) as raised:
+        load_checkpoint_in_model(model, tmp_path, strict=True)
+    text = str(raised.value)
+    assert "missing from the checkpoint: of_model_0, of_model_1, " in text
+    assert text.count(f" and {many - 20} more") == 2
+    assert len(text) < 2000
+
+
 def test_names_and_shapes_that_do_not_fit_are_listed(toy, toy_class, tmp_path, caplog):
     state = dict(toy.state_dict())
     state["stray"] = torch.zeros(1)
