@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -26,6 +27,9 @@ _SEQUENCE = 2  # the dim of sequences in queries, keys and values
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+_lock = threading.Lock()
+_inside: list[int] = []  # threads that are in a context
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
@@ -48,6 +52,10 @@ class ContextParallel:
     ) -> Generator[None]:
         """A context in which tensors are cut to this rank's part, for forward and backward pass.
 
+        torch replaces `torch.nn.functional.scaled_dot_product_attention` for the whole process meanwhile. In
+        other threads it stays what it was; only one thread at a time may be in such a context. Attention that
+        was imported by its name before (`from torch.nn.functional import ...`) is not replaced.
+
         Args:
             buffers: Tensors with a sequence dim; whole again afterwards.
             buffer_seq_dims: The sequence dim of each.
@@ -56,14 +64,14 @@ class ContextParallel:
         Raises:
             SettingsError: The lists do not fit together, a sequence cannot be divided, or a tensor is a
                 parameter.
+            UnsupportedError: Another thread is in such a context.
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
-        set_rotate_method(self.rotation)
-        learn_attention()
         # Each rank gets a piece of the beginning and one of the end, where there are so many.
         num_chunks = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
-            nullcontext() if num_chunks % 2 == 0 else _without_balance(),
+            _one_thread() as plain,
+            _ring(self.rotation, balance=num_chunks % 2 == 0),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
             context_parallel(
                 self.mesh,
@@ -71,7 +79,7 @@ class ContextParallel:
                 buffer_seq_dims=buffer_seq_dims,
                 no_restore_buffers=no_restore_buffers,
             ),
-            _without_masks(),
+            _in_this_thread(plain),
         ):
             yield
 
@@ -118,13 +126,51 @@ class ContextParallel:
 
 
 @contextmanager
-def _without_masks() -> Generator[None]:
-    """A block in which attention refuses masks; torch would take them for parts of what they are not."""
-    attention = functional.scaled_dot_product_attention
+def _one_thread() -> Generator[Callable[..., Any]]:
+    """A block in which this thread alone may be: torch's replacement and options are those of the process.
+
+    Gives attention as it was before.
+    """
+    mine = threading.get_ident()
+    with _lock:
+        if any(thread != mine for thread in _inside):
+            raise UnsupportedError(
+                "maybe_context_parallel() was entered while another thread is inside; it changes attention "
+                "for the whole process. Let one thread train with context parallelism."
+            )
+        _inside.append(mine)
+    try:
+        yield functional.scaled_dot_product_attention
+    finally:
+        _inside.remove(mine)
+
+
+@contextmanager
+def _ring(rotation: str, *, balance: bool) -> Generator[None]:
+    """A block in which torch's ring attention is set up."""
+    set_rotate_method(rotation)
+    learn_attention()
+    with nullcontext() if balance else _without_balance():
+        yield
+
+
+@contextmanager
+def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
+    """A block in which attention is distributed in this thread and in backward passes, and plain elsewhere.
+
+    It refuses masks; torch would take them for parts of what they are not.
+
+    Args:
+        plain: The attention of other threads.
+    """
+    attention, owner = functional.scaled_dot_product_attention, threading.get_ident()
 
     def unmasked(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **more: Any
     ) -> Any:
+        # A backward pass that recomputes runs in a thread of autograd on an accelerator.
+        if threading.get_ident() != owner and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - as torch.utils.checkpoint asks
+            return plain(query, key, value, attn_mask, *args, **more)
         if attn_mask is not None:
             raise UnsupportedError(
                 "scaled_dot_product_attention(attn_mask=…) within maybe_context_parallel(): a mask is of "
