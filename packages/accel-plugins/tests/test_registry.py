@@ -16,8 +16,11 @@ from accel_plugins import registry
 from accel_plugins.bundle import Bundle
 from accel_plugins.choose import choose
 from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
+from accel_state import registry as tables
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
+from accel_state.settings.engines import FsdpSettings, ParallelismSettings
+from accel_state.settings.model import TrainingSettings
 
 
 def entry(name: str, value: str) -> EntryPoint:
@@ -74,7 +77,7 @@ def test_an_unknown_strategy_is_refused_with_the_nearest_name():
 
 def test_the_factory_of_an_entry_point_is_there(monkeypatch: pytest.MonkeyPatch):
     points = [entry("mine", "my_package:MINE"), entry("other", "my_package:OTHER")]
-    monkeypatch.setattr(registry, "entry_points", lambda group: points)
+    monkeypatch.setattr(tables, "entry_points", lambda group: points)
     assert cast("Any", registry.load("mine")) is json.dumps
     assert cast("Any", registry.load("other")) is json.loads
     assert registry.find("mine").shards_gradients
@@ -134,3 +137,42 @@ def test_a_feature_that_is_not_offered_is_refused_by_name():
         UnsupportedError, match=r"`clip_grad_value_\(\)` needs CLIP_GRAD_VALUE.*'thin'.*NO_SYNC"
     ):
         strategy.require(Feature.CLIP_GRAD_VALUE, "clip_grad_value_()")
+
+
+def choose_with(strategy: str | None, world_size: int = 2, **sections: Any) -> str:
+    settings = Settings(training=TrainingSettings(strategy=strategy), **sections)
+    specs = registry.available([entry("mine", "my_package:OTHER_MINE")])
+    return choose(settings, cast("Any", SimpleNamespace(world_size=world_size)), cast("Any", None), specs)
+
+
+OTHER_MINE = StrategySpec(name="mine", applies=never, build="json:loads")
+
+
+def test_a_selected_strategy_is_used_whether_it_applies_or_not():
+    assert choose_with(None) == "ddp"
+    assert choose_with("mine") == "mine"
+    assert choose_with("fsdp2", fsdp=FsdpSettings(fsdp_version=2)) == "fsdp2"
+    assert choose_with("fsdp2", parallelism=ParallelismSettings(dp_shard_size=2)) == "fsdp2"
+    assert choose_with("ddp", parallelism=ParallelismSettings(dp_replicate_size=2)) == "ddp"
+
+
+@pytest.mark.parametrize("name", ["ddp", "mine"])
+def test_a_strategy_cannot_be_selected_against_settings_that_it_does_not_read(name: str):
+    with pytest.raises(SettingsError, match=rf"strategy='{name}' was selected.*'fsdp'.*ask for 'fsdp2'"):
+        choose_with(name, fsdp=FsdpSettings(fsdp_version=2))
+    with pytest.raises(SettingsError, match=rf"strategy='{name}' was selected.*'parallelism'.*ask for 'tp'"):
+        choose_with(name, parallelism=ParallelismSettings(tp_size=2))
+
+
+def test_a_strategy_cannot_be_selected_against_fields_of_its_plugin():
+    with pytest.raises(SettingsError, match=r"fsdp_version is 1, and 'fsdp2' needs 2"):
+        choose_with("fsdp2", fsdp=FsdpSettings(fsdp_version=1))
+
+
+def test_an_entry_point_that_cannot_be_imported_is_named():
+    with pytest.raises(SettingsError, match=r"'mine' = 'no_such_package:SPEC'.*cannot be imported"):
+        registry.available([entry("mine", "no_such_package:SPEC")])
+
+
+def test_names_are_listed_without_importing_anything():
+    assert registry.STRATEGIES.names([entry("mine", "no_such_package:SPEC")])[:2] == ["mine", "deepspeed"]

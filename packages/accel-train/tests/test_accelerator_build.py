@@ -23,10 +23,12 @@ from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_plugins.precision.sharded_scaler import ShardedGradScaler
 from accel_plugins.strategies import single
 from accel_plugins.strategy import StrategySpec
+from accel_state import registry as tables
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DistributedType, RNGType
 from accel_train import Accelerator
-from accel_train.parts import sort_handlers
+from accel_train.arguments import sort_handlers
 
 LATER = ["megatron_lm_plugin"]
 
@@ -223,6 +225,71 @@ def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
     spec = StrategySpec(name="mine", applies=lambda *_: True, build=build, shards_gradients=True)
     monkeypatch.setitem(sys.modules, "my_package", SimpleNamespace(SPEC=spec))
     point = EntryPoint("mine", "my_package:SPEC", registry.ENTRY_POINT_GROUP)
-    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(tables, "entry_points", lambda group: [point])
     accelerator = Accelerator(cpu=True, mixed_precision="fp16")
     assert accelerator._parts.strategy.name == "mine"
+
+
+def lazy(events):
+    """A strategy of a device that executes when it is told."""
+
+    def build(settings, runtime, precision, handlers):
+        assert settings.training.strategy == "lazy"
+        made = single.build(settings, runtime, precision, handlers)
+        return replace(
+            made,
+            name="lazy",
+            after_micro_batch=lambda: events.append("micro-batch"),
+            after_step=lambda: events.append("step"),
+        )
+
+    return StrategySpec(name="lazy", applies=lambda *_: False, build=build)
+
+
+def test_a_strategy_may_be_given_as_an_object_and_holds_for_later_accelerators():
+    spec = lazy([])
+    assert Accelerator(cpu=True, strategy=spec)._parts.strategy.name == "lazy"
+    assert Accelerator()._parts.strategy.name == "lazy"
+    assert Accelerator(strategy="single")._parts.strategy.name == "single"
+
+
+def test_hooks_after_micro_batches_and_steps_are_called_once_each():
+    events: list[str] = []
+    accelerator = Accelerator(cpu=True, strategy=lazy(events), gradient_accumulation_steps=3)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+    for _ in range(6):
+        with accelerator.accumulate():
+            accelerator.backward(weight.sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    assert events == ["micro-batch", "micro-batch", "step"] * 2
+
+
+def test_the_environment_selects_a_strategy_and_is_named_in_the_message(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_STRATEGY", "single")
+    assert Accelerator(cpu=True)._parts.strategy.name == "single"
+    AcceleratorState._reset_state()
+    monkeypatch.setenv("ACCELERATE_STRATEGY", "fsdp3")
+    with pytest.raises(SettingsError, match=r"ACCELERATE_STRATEGY='fsdp3'.*did you mean 'fsdp"):
+        Accelerator(cpu=True)
+
+
+def test_a_strategy_that_is_no_name_and_no_record_is_refused():
+    with pytest.raises(SettingsError, match=r"strategy=3\): expected a name or a StrategySpec"):
+        Accelerator(cpu=True, strategy=3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(SettingsError, match=r"strategy='dpp'\): There is no strategy 'dpp'.*'ddp'"):
+        Accelerator(cpu=True, strategy="dpp")
+
+
+def test_a_selected_strategy_makes_the_plugin_that_it_needs():
+    accelerator = Accelerator(cpu=True, strategy="fsdp2")
+    assert accelerator.is_fsdp2
+    assert accelerator.state.fsdp_plugin.fsdp_version == 2
+    assert accelerator.distributed_type == "FSDP"
+    model, optimizer = accelerator.prepare(
+        model := torch.nn.Linear(2, 1), torch.optim.SGD(model.parameters(), lr=0.1)
+    )
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    torch.distributed.destroy_process_group()

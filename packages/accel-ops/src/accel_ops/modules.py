@@ -122,10 +122,31 @@ def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callab
         >>> model(1)
         1
     """
+    if not has_wrapped_forward(model):
+        replace_forward(model, around)
+
+
+def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace a model's present `forward`, also that of `wrap_forward`; `restore_forward` undoes both.
+
+    Args:
+        model: The model, of which an attribute `forward` is set. Compiled models are changed inside.
+        around: As of `wrap_forward`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Identity()
+        >>> for number in (1, 2):
+        ...     replace_forward(model, lambda forward: lambda self, x: forward(self, x) + 1)
+        >>> model(1)
+        3
+        >>> restore_forward(model)
+        >>> model(1)
+        1
+    """
     target = without_compiler(model)
-    if has_wrapped_forward(target):
-        return
-    vars(target)[_ORIGINAL] = target.forward
+    if not has_wrapped_forward(target):
+        vars(target)[_ORIGINAL] = target.forward
     changed = around(unbound_forward(target))
     changed.__name__ = "forward"  # a method is pickled by its name
     vars(target)["forward"] = MethodType(changed, target)

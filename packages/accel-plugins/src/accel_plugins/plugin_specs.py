@@ -65,13 +65,20 @@ ENGINES: tuple[Engine, ...] = (
 """Every plugin that there is. In this order each changes the settings from which the strategy is chosen."""
 
 
-def find_plugins(given: Mapping[str, Any], known: Mapping[str, Any], settings: Settings) -> dict[str, Any]:
+def find_plugins(
+    given: Mapping[str, Any],
+    known: Mapping[str, Any],
+    settings: Settings,
+    needed: Mapping[str, Mapping[str, Any] | None] | None = None,
+) -> dict[str, Any]:
     """Find the plugins of a run: argument before what an earlier `Accelerator` has before the settings.
 
     Args:
         given: Argument of `Accelerator` to its value; `None` for those that were not given.
         known: The same, of an earlier one.
         settings: What was asked for from outside.
+        needed: Sections for which a plugin is made where there is none, each with its arguments; `None` for
+            those that can do without.
 
     Returns:
         Argument to plugin, or to plugins by name where an engine has `several`; in the order of `ENGINES`.
@@ -91,8 +98,12 @@ def find_plugins(given: Mapping[str, Any], known: Mapping[str, Any], settings: S
         value = given.get(engine.argument)
         if value is None:
             value = known.get(engine.argument)
-        if value is None and engine.section is not None and getattr(settings, engine.section) is not None:
-            value = engine.plugin_type()()
+        if value is None and engine.section is not None:
+            arguments = (needed or {}).get(engine.section)
+            if getattr(settings, engine.section) is not None:
+                value = engine.plugin_type()()
+            elif arguments is not None:
+                value = engine.plugin_type()(**arguments)
         if value is not None:
             found[engine.argument] = _checked(engine, value)
     return found

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
-from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 from accel_plugins.strategy import StrategySpec
-from accel_state.errors import SettingsError
+from accel_state.registry import Registry
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
+    from importlib.metadata import EntryPoint
 
     import torch
 
@@ -64,11 +63,17 @@ _STRATEGIES = "accel_plugins.strategies"
 BUILT_IN: Mapping[str, StrategySpec] = {
     spec.name: spec
     for spec in (
-        StrategySpec(name="deepspeed", applies=_has_engine, build=f"{_STRATEGIES}.deepspeed:build"),
+        StrategySpec(
+            name="deepspeed",
+            applies=_has_engine,
+            build=f"{_STRATEGIES}.deepspeed:build",
+            sections={"deepspeed": {}, "parallelism": None},
+        ),
         StrategySpec(
             name="fsdp1",
             applies=_shards_flat_parameters,
             build=f"{_STRATEGIES}.fsdp1:build",
+            sections={"fsdp": {"fsdp_version": 1}},
             shards_gradients=True,
             master_weights=True,
         ),
@@ -76,17 +81,26 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             name="fsdp2",
             applies=_shards_models,
             build=f"{_STRATEGIES}.fsdp2:build",
+            sections={"fsdp": {"fsdp_version": 2}, "parallelism": None},
             shards_gradients=True,
             master_weights=True,
         ),
         StrategySpec(
-            name="tp", applies=_shards_layers, build=f"{_STRATEGIES}.tp:build", shards_gradients=True
+            name="tp",
+            applies=_shards_layers,
+            build=f"{_STRATEGIES}.tp:build",
+            sections={"parallelism": None},
+            shards_gradients=True,
         ),
         StrategySpec(name="ddp", applies=_several_processes, build=f"{_STRATEGIES}.ddp:build"),
         StrategySpec(name="single", applies=_always, build=f"{_STRATEGIES}.single:build"),
     )
 }
 """The strategies that come with accel, in order: the first that applies is chosen."""
+
+
+STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy", built_in=BUILT_IN)
+"""All strategies, those of installed distributions included."""
 
 
 def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, StrategySpec]:
@@ -103,24 +117,15 @@ def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, Strate
         >>> available([])["ddp"].build
         'accel_plugins.strategies.ddp:build'
     """
-    found: dict[str, StrategySpec] = {}
-    values: dict[str, str] = dict.fromkeys(BUILT_IN, "accel's own")
-    points = entry_points(group=ENTRY_POINT_GROUP) if installed is None else installed
-    for point in sorted(points, key=lambda point: point.name):
-        if values.setdefault(point.name, point.value) != point.value:
-            raise SettingsError(
-                f"The entry point {point.name!r} = {point.value!r} in the group {ENTRY_POINT_GROUP!r} takes "
-                f"a name that {values[point.name]!r} has already; uninstall one of the two."
-            )
-        found[point.name] = _spec_of(point)
-    return {**found, **BUILT_IN}
+    return STRATEGIES.available(installed)
 
 
-def find(name: str) -> StrategySpec:
+def find(name: str, *, source: str | None = None) -> StrategySpec:
     """Return what is known of a strategy.
 
     Args:
         name: A key of `available()`.
+        source: Where the name was written, for the message.
 
     Raises:
         SettingsError: There is no such strategy.
@@ -129,21 +134,14 @@ def find(name: str) -> StrategySpec:
         >>> find("fsdp2").shards_gradients
         True
     """
-    found = available()
-    if name not in found:
-        near = get_close_matches(name, found, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
-        raise SettingsError(
-            f"There is no strategy {name!r}: registered are {', '.join(map(repr, found))}{hint}"
-        )
-    return found[name]
+    return STRATEGIES.find(name, source=source)
 
 
-def load(name: str) -> StrategyFactory:
+def load(strategy: str | StrategySpec) -> StrategyFactory:
     """Import the factory of a strategy.
 
     Args:
-        name: A key of `available()`.
+        strategy: A key of `available()`, or what that holds.
 
     Raises:
         SettingsError: There is no such strategy.
@@ -152,17 +150,5 @@ def load(name: str) -> StrategyFactory:
         >>> load("single").__name__
         'build'
     """
-    build = find(name).build
-    if isinstance(build, str):
-        return cast("StrategyFactory", EntryPoint(name, build, ENTRY_POINT_GROUP).load())
-    return build
-
-
-def _spec_of(point: EntryPoint) -> StrategySpec:
-    spec: Any = point.load()
-    if not isinstance(spec, StrategySpec) or spec.name != point.name:
-        raise SettingsError(
-            f"The entry point {point.name!r} = {point.value!r} in the group {ENTRY_POINT_GROUP!r} is {spec!r}"
-            f"; it must be a StrategySpec of the name {point.name!r}."
-        )
-    return spec
+    spec = find(strategy) if isinstance(strategy, str) else strategy
+    return STRATEGIES.resolve(spec.name, spec.build)

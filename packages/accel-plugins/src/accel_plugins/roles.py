@@ -124,6 +124,42 @@ class Stepper(Protocol):
         ...
 
 
+class TrainStep(Protocol):
+    """Runs forward and backward passes in one call, for engines that own both, as those of pipelines do.
+
+    With it a prepared model that is called in training mode, with gradients enabled, goes through it, and
+    `accelerator.backward(loss)` computes nothing: it only accepts a loss that such a call has returned.
+    """
+
+    def __call__(
+        self,
+        model: nn.Module,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        accumulation: int,
+        sync: bool,
+    ) -> Any:
+        """Add the gradients of `loss / accumulation` of one micro-batch to the parameters.
+
+        Called on every rank.
+
+        Args:
+            model: As the strategy's wrapper has returned it.
+            forward: Its own `forward`, bound.
+            args: With which the model was called.
+            kwargs: The same, by name.
+            accumulation: Number of micro-batches that make one optimizer step.
+            sync: Whether this micro-batch ends the accumulation window.
+
+        Returns:
+            What the caller of the model gets: the loss, or a structure with the loss in it, the same on all
+            ranks.
+        """
+        ...
+
+
 class Persister(Protocol):
     """Saves and loads models and optimizers. Called on every rank; complete after the next barrier."""
 

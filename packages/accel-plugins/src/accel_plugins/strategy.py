@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_plugins.dcp.protocol import ShardedStates
-    from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper
+    from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper, TrainStep
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
     from accel_state.topology import Topology
@@ -95,6 +95,17 @@ class Strategy:
         release: Gives up what the strategy keeps of prepared objects.
         shards: Gives what this rank holds, for checkpoints to which every rank writes its part; `None` where
             one rank writes everything.
+        wrap_optimizer: Makes the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
+            `wrapper(optimizer, step=…, discard=…)` makes one that steps and gives its gradients up through an
+            engine. By default optimizers step through the `stepper`.
+        wrap_scheduler: Makes the schedule that `prepare` returns, as `wrap_scheduler(scheduler, optimizers,
+            wrapper)`; `wrapper(scheduler, optimizers)` makes one that an engine steps by itself, and `None`
+            leaves it to `prepare`.
+        compiles_in_place: Whether the model inside is compiled, and not what is around it.
+        train_step: Runs forward and backward of an engine that owns both; see `TrainStep`.
+        after_micro_batch: Called after every backward pass that does not complete an accumulation window.
+        after_step: Called after every optimizer step. With the hook before it serves devices that collect
+            operations and execute them when they are told.
     """
 
     name: str
@@ -109,6 +120,12 @@ class Strategy:
     precision: PrecisionPolicy | None = None
     release: Callable[[], None] | None = None
     shards: ShardedStates | None = None
+    wrap_optimizer: Callable[[Any, Callable[..., Any]], Any] | None = None
+    wrap_scheduler: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
+    compiles_in_place: bool = False
+    train_step: TrainStep | None = None
+    after_micro_batch: Callable[[], None] | None = None
+    after_step: Callable[[], None] | None = None
 
     def require(self, feature: Feature, what: str) -> None:
         """Raise unless a feature is offered.
@@ -134,13 +151,20 @@ StrategyFactory: TypeAlias = "Callable[[Settings, Runtime, PrecisionPolicy, Mapp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategySpec:
-    """What is known of a strategy before it is built; what a distribution registers.
+    """What is known of a strategy before it is built: what a distribution registers, and a run selects.
+
+    `Accelerator(strategy=…)` takes its name or the record itself; `--strategy`, `ACCELERATE_STRATEGY` and the
+    key `strategy` of a config file take its name. Where nothing is selected, the first that applies is used.
 
     Args:
         name: The name under which it is registered.
         applies: Whether a run uses it: asked with the settings, the topology and the device; pure, and the
             same on every rank.
         build: Makes it, or `"module:function"` of what does.
+        sections: The sections of `Settings` that it reads, each of which a plugin fills (`"deepspeed"`,
+            `"fsdp"`, `"parallelism"`); with the fields of the plugin that is made if the strategy is selected
+            and none was given, or `None` if it does without. A strategy cannot be selected against sections
+            that it does not read.
         shards_gradients: Whether a rank has parts of gradients, and cannot tell alone whether all are finite.
         master_weights: Whether models are wrapped so that, under mixed precision, trained parameters are in
             float32 whatever they were loaded in.
@@ -154,5 +178,6 @@ class StrategySpec:
     name: str
     applies: Callable[[Settings, Topology, torch.device], bool]
     build: StrategyFactory | str
+    sections: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict[str, Any])
     shards_gradients: bool = False
     master_weights: bool = False

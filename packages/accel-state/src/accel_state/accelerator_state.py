@@ -71,6 +71,7 @@ class AcceleratorState:
     megatron_lm_plugin: Any
     parallelism_config: Any
     device_mesh: Any
+    strategy: Any
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ from accel_train.scheduler import AcceleratedScheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
+    from torch import Tensor
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
@@ -26,7 +26,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self,
         optimizer: Any,
         *,
-        step: Callable[..., bool] | None = None,
+        step: Callable[..., bool | Tensor] | None = None,
         discard: Callable[[Any], None] | None = None,
     ) -> None:
         # Its state is where the engine has put it.
@@ -60,13 +60,3 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
 
     def step(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the engine has done it."""
-
-
-def wrap_optimizer(optimizer: Any, stepper: DeepSpeedStepper) -> DeepSpeedOptimizerWrapper:
-    """Make the optimizer that `prepare` returns."""
-    return DeepSpeedOptimizerWrapper(optimizer, step=stepper.step, discard=stepper.discard)
-
-
-def wrap_scheduler(scheduler: Any, optimizers: Sequence[Any]) -> DeepSpeedSchedulerWrapper:
-    """Make the schedule that `prepare` returns, of one that the engine steps."""
-    return DeepSpeedSchedulerWrapper(scheduler, optimizers)

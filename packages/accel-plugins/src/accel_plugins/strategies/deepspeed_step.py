@@ -128,9 +128,14 @@ class DeepSpeedStepper:
         self._of(optimizer)
         self.wrapper.discard()
 
-    def drives(self, scheduler: Any) -> bool:
-        """Whether the engine steps a schedule by itself."""
-        return self._wrapper is not None and self._wrapper.engine.lr_scheduler is scheduler
+    def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
+        """Make the optimizer that steps, and gives its gradients up, through the engine."""
+        return wrapper(optimizer, step=self.step, discard=self.discard)
+
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], wrapper: Callable[..., Any]) -> Any:
+        """Make the schedule that the engine steps by itself; `None` for any other."""
+        is_own = self._wrapper is not None and self._wrapper.engine.lr_scheduler is scheduler
+        return wrapper(scheduler, optimizers) if is_own else None
 
     def _of(self, optimizer: Any) -> None:
         if self._wrapper is not None and optimizer is not self._wrapper.optimizer:

@@ -11,6 +11,7 @@ from accel_plugins.strategies.fsdp2 import FEATURES
 from accel_plugins.strategies.sharded_step import ShardedStepper
 from accel_plugins.strategies.sharded_wrap import ShardedWrapper
 from accel_plugins.strategy import Strategy
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,11 +33,16 @@ def build(
         handlers: A `ParallelismConfig` or `TorchTensorParallelPlugin` says among how many ranks.
 
     Raises:
-        SettingsError: The sizes do not fit the number of processes.
+        SettingsError: The sizes do not fit the number of processes, or layers are not to be divided.
     """
     del settings
     axes = axes_of(runtime, handlers, sharded=False)
-    stage = TensorParallel(mesh=axes.mesh["tp"])
+    if axes.tensor is None:
+        raise SettingsError(
+            "strategy='tp' was selected, and layers are to be divided among 1 process: pass "
+            "ParallelismConfig(tp_size=…) with more."
+        )
+    stage = TensorParallel(mesh=axes.tensor)
     return Strategy(
         name="tp",
         wrapper=ShardedWrapper(

@@ -77,9 +77,11 @@ class TrainingSettings:
 
     Args:
         gradient_accumulation_steps: Micro-batches per optimizer step.
+        strategy: The name of the strategy that trains; None for the first that applies.
     """
 
     gradient_accumulation_steps: int = 1
+    strategy: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,8 @@ from accel_train.accelerator.project import ProjectFacet
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
 from accel_train.accelerator.tracking import TrackingFacet
-from accel_train.parts import UNSET, Arguments, build_parts
+from accel_train.arguments import UNSET, Arguments
+from accel_train.parts import build_parts
 from accel_train.plugin_args import sort_plugins
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.strategy import StrategySpec
     from accel_state.labels import DynamoBackend, PrecisionType, RNGType
     from accel_trackers.session import OnTrackerError
     from accel_train.scheduler import StepPer
@@ -81,6 +83,9 @@ class Accelerator(
             read; `"process"` if `None`, with a line in the log.
         on_tracker_error: What an error of a tracker does: `"raise"` raises it on the main process; `"warn"`
             says it in one line, and the training goes on.
+        strategy: How models are trained: the name of a strategy, such as `"ddp"` or that of an installed
+            distribution, or a `StrategySpec`. If `None`, that of an earlier `Accelerator`, else
+            `ACCELERATE_STRATEGY`, else the first that applies to the plugins and the number of processes.
 
     Raises:
         SettingsError: An argument, or an environment variable that stands for it, cannot be used.
@@ -126,6 +131,7 @@ class Accelerator(
         *,
         step_scheduler_per: StepPer | None = None,
         on_tracker_error: OnTrackerError = "raise",
+        strategy: str | StrategySpec | None = None,
     ) -> None:
         plugins = sort_plugins(
             deepspeed_plugin=deepspeed_plugin,
@@ -153,6 +159,7 @@ class Accelerator(
             dynamo_backend=dynamo_backend,
             dynamo_plugin=dynamo_plugin,
             step_scheduler_per=step_scheduler_per,
+            strategy=strategy,
             plugins=plugins,
         )
         self._parts = build_parts(arguments)

@@ -82,9 +82,7 @@ class SteppingFacet(Facet):
                 "backward() without num_items follows backward(num_items=…) before an optimizer step; say "
                 "for every loss of a step how many items it is the sum of, 0 for items counted already."
             )
-        parts.strategy.stepper.backward(
-            loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs
-        )
+        parts.backward(loss, accumulation=state.num_steps, sync=state.sync_gradients, **kwargs)
 
     def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
         """Compute gradients and step at once, as the optimizers Lomo and AdaLomo do.
@@ -344,7 +342,7 @@ class SteppingFacet(Facet):
         parts.strategy.require(Feature.ITEM_COUNTS, "backward(num_items=…)")
         sync = parts.gradient_state.sync_gradients
         parts.items.add(num_items)
-        parts.strategy.stepper.backward(loss, accumulation=1, sync=sync, **kwargs)
+        parts.backward(loss, accumulation=1, sync=sync, **kwargs)
         if sync and not parts.items.is_held:
             parts.items.settle()
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
-from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
 from accel_plugins.strategy import Feature
 from accel_state.errors import UnsupportedError
+from accel_train.bound import bind_step
 from accel_train.data.prepare import prepare_data_loader
-from accel_train.deepspeed import wrap_optimizer, wrap_scheduler
+from accel_train.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.prepare.compiled import compile_model
 from accel_train.prepare.order import STAGE_NAMES
 from accel_train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -85,11 +86,16 @@ def _precision(bundle: Bundle, request: Request) -> Bundle:
 
 
 def _wrap(bundle: Bundle, request: Request) -> Bundle:
-    return request.parts.strategy.wrapper.wrap(bundle, evaluation=request.evaluation)
+    bundle = request.parts.strategy.wrapper.wrap(bundle, evaluation=request.evaluation)
+    engine = request.parts.engine
+    if engine is not None and not request.evaluation:
+        for model in bundle.models:
+            engine.route(model)
+    return bundle
 
 
 def _compile(bundle: Bundle, request: Request) -> Bundle:
-    in_place = isinstance(request.parts.strategy.stepper, DeepSpeedStepper)
+    in_place = request.parts.strategy.compiles_in_place
     compiler = request.parts.compiler
     return replace(
         bundle, models=tuple(compile_model(one, compiler, in_place=in_place) for one in bundle.models)
@@ -97,16 +103,21 @@ def _compile(bundle: Bundle, request: Request) -> Bundle:
 
 
 def _optimizers(bundle: Bundle, request: Request) -> Bundle:
-    parts, stepper = request.parts, request.parts.strategy.stepper
-    if isinstance(stepper, DeepSpeedStepper):
-        return replace(bundle, optimizers=tuple(wrap_optimizer(one, stepper) for one in bundle.optimizers))
+    parts, wrap = request.parts, request.parts.strategy.wrap_optimizer
+    if wrap is not None:
+        engine = partial(_engine_optimizer, parts.after_step)
+        return replace(bundle, optimizers=tuple(wrap(one, engine) for one in bundle.optimizers))
     wrapped = tuple(
-        AcceleratedOptimizer(
-            optimizer, place, parts.precision.scaler, step=parts.strategy.stepper.step, window=parts.items
-        )
+        AcceleratedOptimizer(optimizer, place, parts.precision.scaler, step=parts.step, window=parts.items)
         for optimizer, place in zip(bundle.optimizers, request.placements.optimizers, strict=True)
     )
     return replace(bundle, optimizers=wrapped)
+
+
+def _engine_optimizer(
+    hooks: Sequence[Callable[[], None] | None], optimizer: Any, *, step: Callable[..., Any], discard: Any
+) -> DeepSpeedOptimizerWrapper:
+    return DeepSpeedOptimizerWrapper(optimizer, step=bind_step(step, hooks), discard=discard)
 
 
 def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
@@ -140,12 +151,10 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
 def _schedulers(bundle: Bundle, request: Request) -> Bundle:
     parts = request.parts
     known = [*parts.prepared.optimizers, *bundle.optimizers]
-    stepper = parts.strategy.stepper
-    driven = stepper.drives if isinstance(stepper, DeepSpeedStepper) else _never
+    wrap = parts.strategy.wrap_scheduler or _unwrapped
     wrapped = tuple(
-        wrap_scheduler(scheduler, known)
-        if driven(scheduler)
-        else AcceleratedScheduler(
+        wrap(scheduler, known, DeepSpeedSchedulerWrapper)
+        or AcceleratedScheduler(
             scheduler,
             _optimizers_of(scheduler, known),
             step_with_optimizer=parts.step_scheduler_with_optimizer,
@@ -158,9 +167,7 @@ def _schedulers(bundle: Bundle, request: Request) -> Bundle:
     return replace(bundle, schedulers=wrapped)
 
 
-def _never(scheduler: Any) -> bool:
-    del scheduler
-    return False
+def _unwrapped(*_: Any) -> None: ...
 
 
 def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:

@@ -40,6 +40,16 @@ TRAINING = (
         question="How many micro-batches per optimizer step?",
         when=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
     ),
+    Option(
+        path="training.strategy",
+        help="The strategy that trains, by its name; auto chooses the first that applies.",
+        topic="training",
+        parse=maybe(str, "auto", ""),
+        variable="ACCELERATE_STRATEGY",
+        flags=("--strategy",),
+        key="strategy",
+        unasked="The questions about DeepSpeed, FSDP and parallelism choose it.",
+    ),
 )
 """Rows of `PrecisionSettings` and `TrainingSettings`."""
 

@@ -1,0 +1,228 @@
+"""The arguments of `Accelerator`, checked and put into the records that they stand for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
+from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
+from accel_plugins.kwargs.profile import ProfileKwargs
+from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.registry import find
+from accel_plugins.strategy import StrategySpec
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError
+from accel_state.labels import RNGType
+from accel_state.logging import get_logger
+from accel_train.plugin_args import configured_accumulation
+from accel_train.scheduler import check_clock
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from accel_plugins.kwargs.base import KwargsHandler
+    from accel_state.labels import DynamoBackend, PrecisionType
+    from accel_state.settings import Settings
+    from accel_trackers.session import OnTrackerError
+    from accel_train.scheduler import StepPer
+
+logger = get_logger(__name__)
+
+HANDLERS: tuple[type[Any], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+"""What `Accelerator(kwargs_handlers=[…])` takes, one of each."""
+
+
+class _Unset:
+    """What `split_batches` is when nobody gave it."""
+
+    def __repr__(self) -> str:
+        return "<unset>"
+
+
+UNSET: Any = _Unset()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arguments:
+    """The arguments of `Accelerator`, as they were given; documented there."""
+
+    device_placement: bool = True
+    split_batches: bool = UNSET
+    mixed_precision: PrecisionType | str | None = None
+    gradient_accumulation_steps: int = 1
+    cpu: bool = False
+    dataloader_config: DataLoaderConfiguration | None = None
+    rng_types: Sequence[str | RNGType] | None = None
+    log_with: Any = None
+    on_tracker_error: OnTrackerError = "raise"
+    project_dir: str | Path | None = None
+    project_config: ProjectConfiguration | None = None
+    gradient_accumulation_plugin: GradientAccumulationPlugin | None = None
+    step_scheduler_with_optimizer: bool = True
+    step_scheduler_per: StepPer | None = None
+    strategy: str | StrategySpec | None = None
+    kwargs_handlers: Sequence[KwargsHandler] | None = None
+    dynamo_backend: DynamoBackend | str | None = None
+    dynamo_plugin: TorchDynamoPlugin | None = None
+    plugins: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
+    """Every kwargs handler by its type.
+
+    Raises:
+        SettingsError: One is no kwargs handler that `Accelerator` knows, or there are two of a type.
+
+    Example:
+        >>> sort_handlers([AutocastKwargs(enabled=False)])
+        {<class 'accel_plugins.kwargs.amp.AutocastKwargs'>: AutocastKwargs(enabled=False, cache_enabled=None)}
+    """
+    found: dict[type, Any] = {}
+    for handler in given:
+        kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
+        if kind is None:
+            names = ", ".join(known.__name__ for known in HANDLERS)
+            raise SettingsError(f"kwargs_handlers contains {handler!r}; it takes one of each of {names}.")
+        if kind in found:
+            raise SettingsError(
+                f"kwargs_handlers contains two {kind.__name__}: {found[kind]!r} and {handler!r}; give one."
+            )
+        found[kind] = handler
+    return found
+
+
+def selected_strategy(given: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
+    """Return what was selected: the argument before that of an earlier `Accelerator` before the settings.
+
+    Raises:
+        SettingsError: There is no strategy of that name, or the argument is something else.
+    """
+    if isinstance(given, StrategySpec):
+        return given
+    if given is not None:
+        if not isinstance(given, str):
+            raise SettingsError(f"Accelerator(strategy={given!r}): expected a name or a StrategySpec.")
+        return find(given, source=f"Accelerator(strategy={given!r})")
+    known: StrategySpec | None = AcceleratorState._shared_state.get("strategy")  # pyright: ignore[reportPrivateUsage] - asks without making one
+    name = settings.training.strategy
+    if known is not None or name is None:
+        return known
+    return find(name, source=f"environment variable ACCELERATE_STRATEGY={name!r}")
+
+
+def accumulation_plugin(
+    arguments: Arguments, settings: Settings, plugins: Mapping[str, Any]
+) -> GradientAccumulationPlugin:
+    """Return how gradients are accumulated.
+
+    Raises:
+        SettingsError: The number of steps is given twice.
+    """
+    steps, plugin = arguments.gradient_accumulation_steps, arguments.gradient_accumulation_plugin
+    if plugin is None:
+        plugin = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
+    elif steps != 1:
+        raise SettingsError(
+            f"Accelerator(gradient_accumulation_steps={steps!r}, gradient_accumulation_plugin={plugin!r}): "
+            "give one of the two."
+        )
+    if plugin.num_steps is None:
+        return replace(plugin, num_steps=settings.training.gradient_accumulation_steps)
+    configured = configured_accumulation(plugins.get("deepspeed_plugin"))
+    if configured is not None and configured != plugin.num_steps:
+        logger.warning_once(
+            "Accelerator has gradient_accumulation_steps=%r, and the DeepSpeed configuration %r, which is "
+            "used; say it in one place, or 'auto' in the configuration.",
+            plugin.num_steps,
+            configured,
+        )
+        return replace(plugin, num_steps=configured)
+    return plugin
+
+
+def dataloader_configuration(arguments: Arguments) -> DataLoaderConfiguration:
+    """Return how loaders are prepared.
+
+    Raises:
+        SettingsError: `split_batches` contradicts `dataloader_config`.
+    """
+    config, split = arguments.dataloader_config, arguments.split_batches
+    if split is UNSET:
+        return DataLoaderConfiguration() if config is None else config
+    if config is None:
+        return DataLoaderConfiguration(split_batches=split)
+    if config.split_batches != split:
+        raise SettingsError(
+            f"Accelerator(split_batches={split!r}, dataloader_config={config!r}): the two contradict each "
+            "other; say it in dataloader_config alone."
+        )
+    return config
+
+
+def checked_rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGType]:
+    """Return the sources of randomness that loaders synchronise.
+
+    Raises:
+        SettingsError: One is no such source.
+    """
+    types: list[str | RNGType] = ["generator"] if given is None else [*given]
+    for one in types:
+        if one not in RNGType:
+            raise SettingsError(
+                f"rng_types contains {one!r}; it takes {', '.join(map(repr, RNGType.list()))}."
+            )
+    return types
+
+
+def project_configuration(arguments: Arguments) -> ProjectConfiguration:
+    """Return the project's directories."""
+    config = arguments.project_config
+    if config is None:
+        return ProjectConfiguration(project_dir=arguments.project_dir)
+    if arguments.project_dir is not None and config.project_dir is None:
+        config.set_directories(arguments.project_dir)
+    return config
+
+
+def dynamo_plugin(arguments: Arguments) -> TorchDynamoPlugin:
+    """Return how models are compiled.
+
+    Raises:
+        SettingsError: The backend is given twice.
+    """
+    backend, plugin = arguments.dynamo_backend, arguments.dynamo_plugin
+    if plugin is None:
+        return TorchDynamoPlugin(backend=backend)
+    if backend is not None:
+        raise SettingsError(
+            f"Accelerator(dynamo_backend={backend!r}, dynamo_plugin={plugin!r}): give one of the two."
+        )
+    return plugin
+
+
+def scheduler_clock(arguments: Arguments) -> StepPer | None:
+    """Return by which clock schedules move.
+
+    Raises:
+        SettingsError: There is no such clock, or `step_scheduler_with_optimizer=False` contradicts it.
+    """
+    step_per = arguments.step_scheduler_per
+    check_clock(step_per, "step_scheduler_per")
+    if step_per is not None and not arguments.step_scheduler_with_optimizer:
+        raise SettingsError(
+            f"Accelerator(step_scheduler_per={step_per!r}, step_scheduler_with_optimizer=False): without the "
+            "optimizer every call of step() is one step of the schedule; leave one of the two out."
+        )
+    return step_per

@@ -1,0 +1,1 @@
+"""A small distribution that extends accel by entry points."""
