@@ -91,6 +91,7 @@ def test_any_object_may_be_a_scheduler():
 def test_the_order_of_stages_is_the_documented_one():
     assert STAGE_NAMES == (
         "check",
+        "recipe",
         "precision",
         "wrap",
         "compile",

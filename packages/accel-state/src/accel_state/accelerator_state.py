@@ -12,7 +12,7 @@ from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
 from accel_state.settings.model import Precision
-from accel_state.settings.parsing import offered
+from accel_state.settings.parsing import precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,8 @@ class AcceleratorState:
     Everything that `PartialState` has, it has too.
 
     Args:
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`; `None` for what the environment says.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or an installed recipe; `None` for what the environment
+            says.
         cpu: Compute on the CPU, whatever else there is.
         dynamo_plugin: How `torch.compile` is used.
         deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As with all
@@ -295,11 +296,13 @@ def do_nothing(*args: Any, **kwargs: Any) -> None:
 
 
 def _precision(asked: str | None, state: PartialState) -> str:
-    wanted = from_environ(environ.read()).precision.mixed_precision if asked is None else str(asked).lower()
-    if wanted not in get_args(Precision):
-        raise SettingsError(
-            f"mixed_precision={asked!r} is not one of {', '.join(map(repr, offered(get_args(Precision))))}."
-        )
+    if asked is None:
+        wanted = from_environ(environ.read()).precision.mixed_precision
+    else:
+        try:
+            wanted = precision(*get_args(Precision))(str(asked))
+        except ValueError as error:
+            raise SettingsError(f"mixed_precision={asked!r}: {error}.") from None
     if wanted == "fp8":
         raise UnsupportedError("mixed_precision='fp8' is not available yet; use 'bf16', 'fp16' or 'no'.")
     if wanted == "bf16" and not is_bf16_available(device=state.device):

@@ -13,6 +13,7 @@ from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.recipe import RECIPES
 from accel_plugins.registry import find
 from accel_plugins.strategy import StrategySpec
 from accel_state.accelerator_state import AcceleratorState
@@ -92,6 +93,9 @@ def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
     found: dict[type, Any] = {}
     for handler in given:
         kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
+        if kind is None:
+            more = [known for spec in RECIPES.available().values() for known in spec.handlers]
+            kind = next((known for known in more if isinstance(handler, known)), None)
         if kind is None:
             names = ", ".join(known.__name__ for known in HANDLERS)
             raise SettingsError(f"kwargs_handlers contains {handler!r}; it takes one of each of {names}.")

@@ -12,6 +12,7 @@ from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.plugin_specs import as_handlers, described, find_plugins
 from accel_plugins.precision import build_precision
+from accel_plugins.recipe import build_recipe
 from accel_plugins.registry import available, load
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState
@@ -37,6 +38,7 @@ from accel_train.plugin_args import (
     refuse_unavailable_engines,
     unchanged_by_failure,
 )
+from accel_train.prepare.converted import Converter
 from accel_train.sync import Synchronizer
 from accel_train.token_normalizer import ItemWindow
 from accel_train.triggers import Trigger
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.base import KwargsHandler
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.recipe import Recipe
     from accel_plugins.roles import PrecisionPolicy
     from accel_plugins.strategy import Strategy, StrategySpec
     from accel_state.labels import RNGType
@@ -103,6 +106,7 @@ class Parts:
         step: Steps an optimizer, with what is done afterwards.
         after_step: That.
         precision: In which number formats.
+        converter: Converts models, where the precision is a recipe.
         compiler: How models are compiled.
         synchronizer: Counts micro-batches.
         items: Counts items, where losses are sums.
@@ -128,6 +132,7 @@ class Parts:
     step: Callable[..., bool | torch.Tensor]
     after_step: Sequence[Callable[[], None] | None]
     precision: PrecisionPolicy
+    converter: Converter | None
     compiler: TorchDynamoPlugin
     synchronizer: Synchronizer
     items: ItemWindow
@@ -158,25 +163,24 @@ def build_parts(arguments: Arguments) -> Parts:
     rng_types = checked_rng_types(arguments.rng_types)
     project, trackers = _project_and_trackers(arguments)
     compiler = dynamo_plugin(arguments)
-    needed = {} if selected is None else selected.sections
-    plugins = find_plugins(arguments.plugins, known_plugins(), settings, needed)
+    plugins = find_plugins(arguments.plugins, known_plugins(), settings, selected and selected.sections)
     settings = described(settings, plugins)
     accumulation = accumulation_plugin(arguments, settings, plugins)
     with unchanged_by_failure():
         state = _state(arguments, handlers, compiler, plugins)
-        process = PartialState()
-        runtime = process.runtime
+        runtime = PartialState().runtime
         handlers |= as_handlers(plugins)
         every = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
-        strategy, precision = _strategy(settings, selected, state.mixed_precision, runtime, every)
+        recipe = build_recipe(state.mixed_precision, settings, runtime, every)
+        base = recipe.precision if recipe else state.mixed_precision
+        strategy, precision = _strategy(settings, selected, base, runtime, every)
     state.strategy, state.device_mesh = selected, strategy.mesh
-    gradient_state = GradientState(gradient_accumulation_plugin=accumulation)
+    gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), Prepared()
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
-    after_step = (strategy.after_step,)
-    prepared = Prepared()
+    after_step = (strategy.after_step, _after_step(recipe, prepared))
     synchronizer = _synchronizer(gradient_state, strategy, runtime)
     return Parts(
-        process=process,
+        process=PartialState(),
         state=state,
         gradient_state=gradient_state,
         strategy=strategy,
@@ -185,6 +189,7 @@ def build_parts(arguments: Arguments) -> Parts:
         step=bind_step(strategy.stepper.step, after_step),
         after_step=after_step,
         precision=precision,
+        converter=None if recipe is None else Converter(recipe, runtime),
         compiler=compiler,
         synchronizer=synchronizer,
         items=ItemWindow(runtime, prepared.parameters),
@@ -197,14 +202,20 @@ def build_parts(arguments: Arguments) -> Parts:
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
         step_scheduler_per=scheduler_clock(arguments),
         prepared=prepared,
-        checkpoints=_checkpoints(strategy, precision, runtime, project, prepared, synchronizer),
+        checkpoints=_checkpoints(strategy, precision, recipe, runtime, project, prepared, synchronizer),
         trackers=trackers,
     )
+
+
+def _after_step(recipe: Recipe | None, prepared: Prepared) -> Callable[[], None] | None:
+    act = None if recipe is None else recipe.after_step
+    return None if act is None else lambda: act(prepared.models)
 
 
 def _checkpoints(
     strategy: Strategy,
     precision: PrecisionPolicy,
+    recipe: Recipe | None,
     runtime: Runtime,
     project: ProjectConfiguration,
     prepared: Prepared,
@@ -218,6 +229,7 @@ def _checkpoints(
         persister=strategy.persister,
         shards=strategy.shards,
         precision=precision,
+        recipe=recipe,
     )
 
 

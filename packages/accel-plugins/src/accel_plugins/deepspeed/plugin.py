@@ -243,8 +243,10 @@ class DeepSpeedPlugin:
             SettingsError: The configuration has the other 16-bit format switched on.
             UnsupportedError: The engine has no such precision.
         """
-        if mixed_precision == "fp8":
-            raise UnsupportedError("mixed_precision='fp8' does not go together with DeepSpeed; use 'bf16'.")
+        if mixed_precision not in {"no", "bf16", "fp16"}:
+            raise UnsupportedError(
+                f"mixed_precision={mixed_precision!r} does not go together with DeepSpeed; use 'bf16'."
+            )
         config, chosen = self.deepspeed_config, mixed_precision
         autocast = self.get_value("torch_autocast.enabled") is True  # the configuration's own way
         for name, other in (("bf16", "fp16"), ("fp16", "bf16")):

@@ -46,10 +46,11 @@ class PrecisionSettings:
     """In which precision the forward and backward passes compute.
 
     Args:
-        mixed_precision: `"no"` leaves the model as it is.
+        mixed_precision: A `Precision`, of which `"no"` leaves the model as it is, or the name of an installed
+            recipe.
     """
 
-    mixed_precision: Precision = "no"
+    mixed_precision: str = "no"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

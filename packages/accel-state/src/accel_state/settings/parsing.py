@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from accel_state.environ import str_to_bool
@@ -67,6 +68,9 @@ def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], 
     return parse
 
 
+RECIPE_GROUP = "accel.recipes"
+"""The entry-point group of precision recipes; a row is an `accel_plugins.recipe.RecipeSpec`."""
+
 ABSENT = ("fp8", "MEGATRON_LM")
 """Choices that are read, so that a refusal can tell, but not offered: this version has no such engine."""
 
@@ -101,6 +105,28 @@ def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
             return known[text.strip().lower()]
         except KeyError:
             raise ValueError(f"expected one of {', '.join(map(repr, offered(choices)))}") from None
+
+    return parse
+
+
+def precision(*choices: str) -> Callable[[str], str]:
+    """Make the reader of a precision: one of some words, in any case, or the name of an installed recipe.
+
+    Example:
+        >>> precision("no", "bf16")("BF16")
+        'bf16'
+    """
+    known = one_of(*choices)
+
+    def parse(text: str) -> str:
+        try:
+            return known(text)
+        except ValueError as error:
+            recipes = sorted({point.name for point in entry_points(group=RECIPE_GROUP)})
+            if text.strip() in recipes:
+                return text.strip()
+            more = f", or an installed recipe: {', '.join(map(repr, recipes))}" if recipes else ""
+            raise ValueError(f"{error}{more}") from None
 
     return parse
 

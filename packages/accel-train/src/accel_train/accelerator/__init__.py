@@ -51,7 +51,8 @@ class Accelerator(
     Args:
         device_placement: Whether `prepare` moves models, and loaders their batches, to the device.
         split_batches: The same as in `dataloader_config`, where it belongs.
-        mixed_precision: `"no"`, `"fp16"` or `"bf16"`; else `ACCELERATE_MIXED_PRECISION`, else `"no"`.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or the name of an installed recipe; else
+            `ACCELERATE_MIXED_PRECISION`, else `"no"`.
         gradient_accumulation_steps: Micro-batches that make one optimizer step; else
             `ACCELERATE_GRADIENT_ACCUMULATION_STEPS`, else 1.
         cpu: Whether to stay on the CPU although there is an accelerator.

@@ -266,8 +266,9 @@ class SteppingFacet(Facet):
 
     @property
     def mixed_precision(self) -> str:
-        """`"no"`, `"fp16"` or `"bf16"`."""
-        return self._parts.precision.name
+        """`"no"`, `"fp16"` or `"bf16"`, or the name of the recipe."""
+        converter = self._parts.converter
+        return self._parts.precision.name if converter is None else converter.recipe.name
 
     @property
     def scaler(self) -> GradScaler | None:

@@ -28,6 +28,7 @@ class Contents:
         dataloaders: In the order of preparation.
         custom: Registered objects.
         scaler: The state of the loss scaler; empty without one.
+        recipe: The state of the precision recipe; empty without one.
     """
 
     weights: Sequence[Mapping[str, Any]] = ()
@@ -36,6 +37,7 @@ class Contents:
     dataloaders: Sequence[Any] = ()
     custom: Sequence[Any] = ()
     scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
@@ -64,6 +66,8 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
         parts += [Part(name=name_of(index), read=one.state_dict) for index, one in enumerate(objects)]
     if contents.scaler:
         parts.append(Part(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
+    if contents.recipe:
+        parts.append(Part(name=layout.RECIPE_NAME, read=partial(dict, contents.recipe)))
     return parts
 
 

@@ -12,6 +12,7 @@ OPTIMIZER_NAME = "optimizer"
 RNG_STATE_NAME = "random_states"
 SAMPLER_NAME = "sampler"
 SCALER_NAME = "scaler.pt"
+RECIPE_NAME = "recipe.bin"
 SCHEDULER_NAME = "scheduler"
 CUSTOM_NAME = "custom_checkpoint"
 LOADER_STATE_NAME = "dl_state_dict"
@@ -33,6 +34,7 @@ _OURS = re.compile(
     rf"""({SAFE_MODEL_NAME}(_\d+)?\{SAFETENSORS_SUFFIX}
     |({MODEL_NAME}|{FSDP_MODEL_NAME}|{OPTIMIZER_NAME}|{SCHEDULER_NAME}|{SAMPLER_NAME}|{LOADER_STATE_NAME})(_\d+)?\.bin
     |{re.escape(SCALER_NAME)}
+    |{re.escape(RECIPE_NAME)}
     |{POSITION_NAME}_\d+\.bin
     |({RNG_STATE_NAME}|{CUSTOM_NAME})_\d+\.pkl
     |{re.escape(TRACKERS_NAME)}

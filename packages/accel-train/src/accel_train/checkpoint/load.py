@@ -194,10 +194,23 @@ def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
             source.folder,
             *(("without", "with") if scaler else ("with", "without")),
         )
+    _restore_recipe(run, source)
     restore_positions(source, prepared.dataloaders)
     restore_states(source, layout.custom_name, [one.load_state_dict for one in run.custom])
     run.synchronizer.step = step_of(source)
     restore_rng(source)  # last: whatever drew random numbers until here
+
+
+def _restore_recipe(run: Run, source: Source) -> None:
+    load = None if run.recipe is None else run.recipe.load_state_dict
+    if load is not None and source.has(layout.RECIPE_NAME):
+        load(source.read(layout.RECIPE_NAME))
+    elif load is not None or source.has(layout.RECIPE_NAME):
+        logger.warning(
+            "The checkpoint %s was saved %s the state of a precision recipe, and this run %s one.",
+            source.folder,
+            *(("without", "has") if load is not None else ("with", "has not")),
+        )
 
 
 def _restore_optimizers(run: Run, source: Source) -> None:

@@ -162,6 +162,8 @@ def _open(run: Run, source: Source) -> bool:
     optional = [source.rng_name()]
     if run.precision.state_dict():
         optional.append(layout.SCALER_NAME)
+    if run.recipe_state():
+        optional.append(layout.RECIPE_NAME)
     if prepared.dataloaders:
         optional.append(source.position_name())
     for name in optional:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.dcp.protocol import ShardedStates
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.recipe import Recipe
     from accel_plugins.roles import Persister, PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_train.checkpoint.store_gather import Agreement
@@ -38,6 +39,7 @@ class Run:
         persister: The strategy's; gives state dicts.
         shards: The strategy's; gives what this rank holds, `None` where one rank writes everything.
         precision: With the loss scaler.
+        recipe: What models were converted by, if they were.
         custom: Registered objects.
         save_hooks: Called as `hook(models, weights, folder)` before anything is written.
         load_hooks: Called as `hook(models, folder)` before anything is loaded.
@@ -50,6 +52,7 @@ class Run:
     synchronizer: Synchronizer
     persister: Persister
     precision: PrecisionPolicy
+    recipe: Recipe | None = None
     shards: ShardedStates | None = None
     custom: list[Any] = field(default_factory=list[Any])
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
@@ -105,6 +108,11 @@ class Run:
     def staging(self) -> HostStaging:
         """Host memory for what is written in the background."""
         return HostStaging()
+
+    def recipe_state(self) -> dict[str, Any]:
+        """What the precision recipe must have to resume; empty where there is nothing."""
+        read = None if self.recipe is None else self.recipe.state_dict
+        return {} if read is None else read()
 
     def settle(self) -> None:
         """Wait until nothing is being written, and raise what has gone wrong with it."""

@@ -276,6 +276,7 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
         dataloaders=prepared.dataloaders,
         custom=run.custom,
         scaler=run.precision.state_dict(),
+        recipe=run.recipe_state(),
     )
     shared = shared_parts(contents, safe=safe) if run.commits else []
     if form is StateForm.SHARDED:

@@ -81,6 +81,12 @@ def _check(bundle: Bundle, request: Request) -> Bundle:
     return bundle
 
 
+def _recipe(bundle: Bundle, request: Request) -> Bundle:
+    if request.parts.converter is not None:
+        request.parts.converter.convert(bundle, request.parts.strategy.mesh)
+    return bundle
+
+
 def _precision(bundle: Bundle, request: Request) -> Bundle:
     return request.parts.precision.convert(bundle)
 
@@ -177,6 +183,7 @@ def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
 
 STAGES: Mapping[str, Callable[[Bundle, Request], Bundle]] = {
     "check": _check,
+    "recipe": _recipe,
     "precision": _precision,
     "wrap": _wrap,
     "compile": _compile,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_state.labels import DynamoBackend, PrecisionType
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import flag, maybe, offered, one_of, whole
+from accel_state.settings.parsing import flag, maybe, offered, one_of, precision, whole
 
 _PRECISIONS = tuple(member.value for member in PrecisionType)
 _BACKENDS = tuple(member.value for member in DynamoBackend)
@@ -21,7 +21,7 @@ TRAINING = (
         path="precision.mixed_precision",
         help="The precision of forward and backward passes.",
         topic="training",
-        parse=one_of(*_PRECISIONS),
+        parse=precision(*_PRECISIONS),
         choices=offered(_PRECISIONS),
         variable="ACCELERATE_MIXED_PRECISION",
         flags=("--mixed_precision",),

@@ -1,0 +1,126 @@
+"""Precision recipes: what models are converted to before they are sharded, and what follows each step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from accel_state.errors import SettingsError
+from accel_state.registry import Registry
+from accel_state.settings.parsing import RECIPE_GROUP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
+
+    from accel_plugins.bundle import Bundle
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How models compute in a format that needs more than autocast, for one run.
+
+    Args:
+        name: The name under which it is registered.
+        convert: Changes the models of a bundle in place, before they are wrapped or sharded, and returns
+            every parameter that it has replaced with the one that took its place; called as
+            `convert(bundle, runtime, mesh)`, on every rank. What must be saved with a model is in its
+            parameters and buffers.
+        precision: The mixed precision of everything that is not converted.
+        after_step: Called after every optimizer step with the prepared models, wrapped as they are.
+        state_dict: Gives what else must be saved to resume; the same on all ranks.
+        load_state_dict: Takes it back.
+    """
+
+    name: str
+    convert: Callable[[Bundle, Runtime, DeviceMesh | None], Mapping[Tensor, Tensor]]
+    precision: Literal["no", "bf16", "fp16"] = "bf16"
+    after_step: Callable[[Sequence[nn.Module]], None] | None = None
+    state_dict: Callable[[], dict[str, Any]] | None = None
+    load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
+
+
+RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Recipe]"
+"""`build(settings, runtime, handlers)`; `handlers` maps the type of a kwargs handler to it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeSpec:
+    """What is known of a recipe before it is built; `Accelerator(mixed_precision=…)` takes its name.
+
+    Args:
+        name: The name under which it is registered; none of `"no"`, `"fp16"`, `"bf16"`.
+        build: Makes it, or `"module:function"` of what does.
+        handlers: The types of kwargs handlers that it reads; `Accelerator(kwargs_handlers=[…])` takes them.
+
+    Example:
+        >>> RecipeSpec(name="int8", build="my_package:build").handlers
+        ()
+    """
+
+    name: str
+    build: RecipeFactory | str
+    handlers: tuple[type, ...] = ()
+
+
+RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={})
+"""All recipes, those of installed distributions included."""
+
+
+def build_recipe(
+    name: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Recipe | None:
+    """Make the recipe of a run; `None` for a precision that needs none.
+
+    Args:
+        name: `"no"`, `"fp16"`, `"bf16"`, or that of a recipe.
+        settings: What was asked for.
+        runtime: Device and topology.
+        handlers: Every kwargs handler by its type.
+
+    Raises:
+        SettingsError: There is no such recipe.
+    """
+    if name in {"no", "fp16", "bf16"}:
+        return None
+    return RECIPES.resolve(name, RECIPES.find(name).build)(settings, runtime, handlers)
+
+
+def check_converted(
+    recipe: Recipe,
+    before: Mapping[int, str],
+    bundle: Bundle,
+    replaced: Mapping[Tensor, Tensor],
+) -> None:
+    """Refuse what a recipe has done if an optimizer would train parameters that no model has any more.
+
+    Args:
+        recipe: For the message.
+        before: Id to name of the parameters that the models had.
+        bundle: With the models as they are now, and the optimizers.
+        replaced: What the recipe has returned.
+
+    Raises:
+        SettingsError: There is such a parameter.
+    """
+    now = {id(one) for model in bundle.models for one in model.parameters()}
+    known = {id(old) for old, new in replaced.items() if id(new) in now}
+    lost = [
+        before[id(one)]
+        for one in _parameters(bundle.optimizers)
+        if id(one) in before and id(one) not in now and id(one) not in known
+    ]
+    if lost:
+        raise SettingsError(
+            f"The precision recipe {recipe.name!r} has replaced {len(lost)} parameters, the first of which "
+            f"is {lost[0]!r}, and its convert() does not say by what: they would not be trained."
+        )
+
+
+def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
