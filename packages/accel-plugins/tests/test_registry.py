@@ -169,6 +169,12 @@ def test_a_strategy_cannot_be_selected_against_fields_of_its_plugin():
         choose_with("fsdp2", fsdp=FsdpSettings(fsdp_version=1))
 
 
+def test_a_strategy_cannot_be_selected_for_more_processes_than_it_trains():
+    assert choose_with("single", world_size=1) == "single"
+    with pytest.raises(SettingsError, match=r"'single' was selected in a job of 2.*at most 1: select 'ddp'"):
+        choose_with("single")
+
+
 def test_an_entry_point_that_cannot_be_imported_is_named():
     with pytest.raises(SettingsError, match=r"'mine' = 'no_such_package:SPEC'.*cannot be imported"):
         registry.available([entry("mine", "no_such_package:SPEC")])

@@ -50,6 +50,12 @@ def choose(
     if selected is None or selected == fitting:
         return fitting
     _check_selected(settings, specs[selected], specs[fitting])
+    limit = specs[selected].max_processes
+    if limit is not None and topology.world_size > limit:
+        raise SettingsError(
+            f"strategy={selected!r} was selected in a job of {topology.world_size} processes, and trains at "
+            f"most {limit}: select {fitting!r}, or start fewer."
+        )
     return selected
 
 

@@ -93,7 +93,7 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             shards_gradients=True,
         ),
         StrategySpec(name="ddp", applies=_several_processes, build=f"{_STRATEGIES}.ddp:build"),
-        StrategySpec(name="single", applies=_always, build=f"{_STRATEGIES}.single:build"),
+        StrategySpec(name="single", applies=_always, build=f"{_STRATEGIES}.single:build", max_processes=1),
     )
 }
 """The strategies that come with accel, in order: the first that applies is chosen."""

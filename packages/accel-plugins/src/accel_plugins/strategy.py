@@ -165,6 +165,7 @@ class StrategySpec:
             `"fsdp"`, `"parallelism"`); with the fields of the plugin that is made if the strategy is selected
             and none was given, or `None` if it does without. A strategy cannot be selected against sections
             that it does not read.
+        max_processes: The largest number of processes that it can train; None for any.
         shards_gradients: Whether a rank has parts of gradients, and cannot tell alone whether all are finite.
         master_weights: Whether models are wrapped so that, under mixed precision, trained parameters are in
             float32 whatever they were loaded in.
@@ -179,5 +180,6 @@ class StrategySpec:
     applies: Callable[[Settings, Topology, torch.device], bool]
     build: StrategyFactory | str
     sections: Mapping[str, Mapping[str, Any] | None] = field(default_factory=dict[str, Any])
+    max_processes: int | None = None
     shards_gradients: bool = False
     master_weights: bool = False

@@ -9,7 +9,6 @@ from accel_plugins.parallelism.config import check_axes
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
-from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,14 +52,9 @@ def build(
     """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it.
 
     Raises:
-        SettingsError: A `ParallelismConfig` among the handlers is for several, or there are several.
+        SettingsError: A `ParallelismConfig` among the handlers is for several.
     """
     del settings
-    if runtime.topology.world_size > 1:
-        raise SettingsError(
-            f"strategy='single' was selected in a job of {runtime.topology.world_size} processes, whose "
-            "models would differ: select 'ddp', or start one process."
-        )
     check_axes(handlers, 1)
     return Strategy(
         name="single",
