@@ -11,6 +11,7 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     streams           only accel_state/streams.py touches streams, events and pinned memory; tests use
                       accel_state.testing
     module-name       no utils, helpers, misc or common inside the packages
+    glossary          names and prose use the field's words (tools/glossary.toml), also in the docs' pages
     one-version       one version everywhere, and members pin each other to it
     top-level         no other folder at the root
 
@@ -28,8 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from glossary import WORDS, load_glossary, member_of
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 ROOT = Path(__file__).resolve().parents[1]
 EXCEPTIONS = Path(__file__).with_suffix(".toml")
@@ -70,7 +73,7 @@ class Source:
 
 def main() -> int:
     """Print every breach that is no exception and every exception that is no breach; return 1 if any."""
-    breaches = sorted({*check_sources(sources()), *one_version(ROOT), *top_level()})
+    breaches = sorted({*check_sources(sources()), *one_version(ROOT), *top_level(), *glossary(texts())})
     allowed = {
         (rule, subject)
         for rule, reasons in tomllib.loads(EXCEPTIONS.read_text()).items()
@@ -232,6 +235,32 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     streams,
     module_name,
 )
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """The path and text of every file whose words are checked: sources, tools, the harness and pages."""
+    for pattern in ("packages/*/src/**/*.py", "tools/**/*.py", "tests-integration/harness/*.py", "**/*.md"):
+        for path in sorted(ROOT.glob(pattern)):
+            relative = path.relative_to(ROOT)
+            if not any(folder.startswith(".") for folder in relative.parts):
+                yield relative.as_posix(), path.read_text()
+
+
+def glossary(files: Iterable[tuple[str, str]]) -> Iterator[Breach]:
+    """Names and prose use the field's words; a pending member has something left to replace."""
+    words = load_glossary()
+    left = {(kind, member) for kind, members in words.pending.items() for member in members}
+    for path, text in files:
+        for finding in words.find(path, text):
+            if words.is_pending(path, finding.kind):
+                left.discard((finding.kind, member_of(path)))
+                continue
+            message = f"line {finding.line}: say {finding.instead}"
+            yield Breach("glossary", f"{path}::{finding.found}", message)
+    for kind, member in left:
+        yield Breach(
+            "glossary", f"{WORDS.name}::{kind}::{member}", "no breach is left: delete it from the list"
+        )
 
 
 def one_version(root: Path) -> Iterator[Breach]:
