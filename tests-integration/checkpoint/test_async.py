@@ -117,6 +117,34 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
+def tensor_files(folder: Path, complete: set[str]) -> list[Path]:
+    """The files with tensors that are there, but for those of complete checkpoints."""
+    found = [path.relative_to(folder) for path in folder.rglob("*")]
+    return [
+        path for path in found if path.suffix in {".bin", ".pt", ".pkl"} and path.parts[0] not in complete
+    ]
+
+
+def assert_same(left: Any, right: Any, where: str = "") -> None:
+    """Compare trees of tensors and objects."""
+    assert type(left) is type(right), where
+    if isinstance(left, torch.Tensor):
+        assert left.dtype == right.dtype, where
+        assert torch.equal(left, right), where
+    elif isinstance(left, dict):
+        assert list(left) == list(right), where
+        for key, value in left.items():
+            assert_same(value, right[key], f"{where}.{key}")
+    elif isinstance(left, (list, tuple)):
+        assert len(left) == len(right), where
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            assert_same(one, other, f"{where}.{index}")
+    elif hasattr(left, "__dict__"):
+        assert_same(vars(left), vars(right), where)
+    else:
+        assert left == right, where
+
+
 @contextmanager
 def writing_waits() -> Generator[threading.Event]:
     """Within it, no file is begun before the event."""
@@ -145,6 +173,9 @@ def check_equal(strategy: str, folder: Path, *, cpu: bool = True) -> None:
             for name in ("first", "second"):  # the second reuses the buffers of the first
                 with writing_waits() as gate:
                     saving = run.accelerator.save_state(str(folder / name), blocking=False)
+                    run.accelerator.wait_for_everyone()
+                    assert not tensor_files(folder, {"blocking", "first"} - {name})
+                    run.accelerator.wait_for_everyone()
                     if name == "second":
                         run.train()
                         run.average.change()
@@ -178,3 +209,22 @@ def test_the_bytes_are_those_of_a_blocking_save_on_one_rank(tmp_path: Path) -> N
 @distributed(world_size=2)
 def test_the_bytes_are_those_of_a_blocking_save(strategy: str, tmp_path: Path) -> None:
     check_equal(strategy, Path(tmp_path))
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero2", "zero3"])
+@distributed(world_size=2)
+def test_the_files_of_an_engine_are_what_it_would_write_itself(strategy: str, tmp_path: Path) -> None:
+    folder = Path(tmp_path)
+    with deepspeed_process():
+        run = Run(strategy, cpu=True)
+        run.model.save_checkpoint(str(folder / "direct"), tag="pytorch_model")
+        run.accelerator.save_state(str(folder / "ours"), blocking=False).wait()
+        run.accelerator.wait_for_everyone()
+        names = [path.relative_to(folder / "direct") for path in (folder / "direct").rglob("*.pt")]
+        assert names
+        for name in names:
+            direct, ours = (
+                torch.load(folder / kind / name, weights_only=False) for kind in ("direct", "ours")
+            )
+            assert_same(ours, direct, str(name))
+        run.close()

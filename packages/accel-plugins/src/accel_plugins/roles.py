@@ -160,19 +160,47 @@ class TrainStep(Protocol):
         ...
 
 
+Write: TypeAlias = "Callable[[Any, Path], object]"
+"""Writes a state to a file."""
+
+
 class Persister(Protocol):
     """Saves and loads models and optimizers. Called on every rank; complete after the next barrier."""
 
-    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Write the model that was prepared as number `index` into an existing directory."""
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = ...) -> None:
+        """Write the model that was prepared as number `index` into an existing directory.
+
+        Args:
+            model: Prepared.
+            directory: Exists already.
+            index: As which it was prepared.
+            write: Called as `write(state, path)` for each file. It may write later, while the model stays as
+                it is.
+        """
         ...
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back into the wrapped model."""
         ...
 
-    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Write the optimizer that was prepared as number `index`; `model` owns its parameters."""
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = ...,
+    ) -> None:
+        """Write the optimizer that was prepared as number `index`; `model` owns its parameters.
+
+        Args:
+            optimizer: Prepared, without any wrapper of ours.
+            model: Prepared.
+            directory: Exists already.
+            index: As which it was prepared.
+            write: As in `save_model`.
+        """
         ...
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:

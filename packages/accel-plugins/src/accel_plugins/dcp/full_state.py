@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.dcp.protocol import ShardedStates
-    from accel_plugins.roles import StateDict
+    from accel_plugins.roles import StateDict, Write
     from accel_state.topology import Topology
 
 
@@ -39,17 +39,17 @@ class ShardsPersister:
     device: torch.device
     topology: Topology
 
-    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
         """Write `pytorch_model.bin`, with `_<index>` before the ending from the second model on.
 
         A strategy that wants its own form gets one file for every rank: `pytorch_model_fsdp_rank0.bin`.
         """
         if self.shards.form() is StateForm.OWN:
-            self._local.save_model(model, directory, index)
+            self._local.save_model(model, directory, index, write=write)
             return
         state = self.full_state_dict(model, keep=self.topology.is_main)
         if self.topology.is_main:
-            torch.save(state, directory / _file("pytorch_model", index))
+            write(state, directory / _file("pytorch_model", index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""
@@ -59,14 +59,22 @@ class ShardsPersister:
         path = directory / _file("pytorch_model", index)
         self.load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
 
-    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = torch.save,
+    ) -> None:
         """Write `optimizer.bin`, with `_<index>` before the ending from the second optimizer on."""
         if self.shards.form() is StateForm.OWN:
-            self._local.save_optimizer(optimizer, model, directory, index)
+            self._local.save_optimizer(optimizer, model, directory, index, write=write)
             return
         state = self.full_optimizer_state(optimizer, [model], keep=self.topology.is_main)
         if self.topology.is_main:
-            torch.save(state, directory / _file("optimizer", index))
+            write(state, directory / _file("optimizer", index))
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""

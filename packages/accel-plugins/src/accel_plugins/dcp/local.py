@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.dcp.protocol import ShardedStates
+    from accel_plugins.roles import Write
     from accel_state.topology import Topology
 
 _PART, _SHAPE = "part", "shape_of_whole"
@@ -26,15 +27,16 @@ MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
 """What files are of, as `local_file` wants it."""
 
 
-def save_local(state: Any, path: Path, world_size: int) -> None:
+def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.save) -> None:
     """Write what this rank holds.
 
     Args:
         state: Nested dictionaries of tensors, DTensors and plain objects.
         path: The file of this rank.
         world_size: Number of ranks.
+        write: Called as `write(state, path)`.
     """
-    torch.save({"world_size": world_size, "state": _packed(state)}, path)
+    write({"world_size": world_size, "state": _packed(state)}, path)
 
 
 def load_local(
@@ -65,11 +67,16 @@ def load_local(
 
 def _packed(state: Any) -> Any:
     if isinstance(state, DTensor):
-        return {_PART: state.to_local().detach().cpu().clone(), _SHAPE: tuple(state.shape)}
+        return {_PART: _compact(state.to_local().detach().cpu()), _SHAPE: tuple(state.shape)}
     if isinstance(state, dict):
         items: dict[Any, Any] = state
         return {key: _packed(value) for key, value in items.items()}
     return state.detach().cpu() if isinstance(state, Tensor) else state
+
+
+def _compact(part: Tensor) -> Tensor:
+    """Return a tensor without memory behind it that is not its own: files have whole storages."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _unpacked(
@@ -108,10 +115,10 @@ class LocalFiles:
     shards: ShardedStates
     topology: Topology
 
-    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
         """Write `pytorch_model_fsdp_rank0.bin`, or `pytorch_model_fsdp_1_rank0.bin` and so on."""
         path = self._file(directory, MODEL, index)
-        save_local(self.shards.model_tensors(model), path, self.topology.world_size)
+        save_local(self.shards.model_tensors(model), path, self.topology.world_size, write=write)
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""
@@ -121,10 +128,19 @@ class LocalFiles:
             model, load_local(path, self.topology.world_size, lambda keys, *_: like[keys[0]])
         )
 
-    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = torch.save,
+    ) -> None:
         """Write `optimizer_fsdp_rank0.bin`, or `optimizer_fsdp_1_rank0.bin` and so on."""
         path = self._file(directory, OPTIMIZER, index)
-        save_local(self.shards.optimizer_tensors(optimizer, [model]), path, self.topology.world_size)
+        state = self.shards.optimizer_tensors(optimizer, [model])
+        save_local(state, path, self.topology.world_size, write=write)
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""

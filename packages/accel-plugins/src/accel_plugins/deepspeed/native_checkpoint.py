@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accel_plugins.deepspeed.folder import engine_folder, read_folder
 from accel_plugins.deepspeed.unpickle import load_file
 from accel_state.errors import CheckpointError
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
     from accel_plugins.deepspeed.state import EngineState
+    from accel_plugins.roles import Write
 
 
 def folder_name(index: int) -> str:
@@ -26,15 +29,17 @@ def folder_name(index: int) -> str:
     return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
 
 
-def save_engine(engine: Any, directory: Path, index: int) -> None:
-    """Let the engine write its folder. Call it on all ranks.
+def save_engine(engine: Any, directory: Path, index: int, *, write: Write = torch.save) -> None:
+    """Let the engine make its folder. Call it on all ranks.
 
     Args:
         engine: The engine.
         directory: An existing directory that all ranks share.
         index: Of the model.
+        write: Called as `write(state, path)` for each file with tensors; the engine writes the others itself.
     """
-    engine.save_checkpoint(str(directory), tag=folder_name(index))
+    with _replaced(engine.checkpoint_engine, save=lambda state_dict, path: write(state_dict, Path(path))):
+        engine.save_checkpoint(str(directory), tag=folder_name(index))
 
 
 def load_engine(engine: Any, state: EngineState, directory: Path, index: int) -> None:
@@ -77,14 +82,21 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
 @contextmanager
 def _reading_safely(engine: Any) -> Generator[None]:
     """A block in which the engine reads tensors and its own objects, and runs nothing that a file says."""
-    reader = engine.checkpoint_engine
 
     def load(path: str, map_location: Any = None) -> Any:
         del map_location  # where the engine wants it it copies it to
         return load_file(Path(path), for_engine=True)
 
-    vars(reader)["load"] = load
+    with _replaced(engine.checkpoint_engine, load=load):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **methods: Any) -> Generator[None]:
+    """A block in which an object has other methods."""
+    vars(owner).update(methods)
     try:
         yield
     finally:
-        del vars(reader)["load"]
+        for name in methods:
+            del vars(owner)[name]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
-    from accel_plugins.roles import StateDict
+    from accel_plugins.roles import StateDict, Write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,21 +32,29 @@ class ShardedPersister:
     is_main: bool
     device: torch.device
 
-    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
         """Write `pytorch_model.bin`, with `_<index>` before the ending from the second model on."""
         state = self.full_state_dict(model, keep=self.is_main)
         if self.is_main:
-            torch.save(state, directory / _file("pytorch_model", index))
+            write(state, directory / _file("pytorch_model", index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""
         self.load_full_state_dict(model, _load(directory / _file("pytorch_model", index)))
 
-    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = torch.save,
+    ) -> None:
         """Write `optimizer.bin`, with `_<index>` before the ending from the second optimizer on."""
         state = self.full_optimizer_state(optimizer, [model], keep=self.is_main)
         if self.is_main:
-            torch.save(state, directory / _file("optimizer", index))
+            write(state, directory / _file("optimizer", index))
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.dcp.protocol import StateAllocator
-    from accel_plugins.roles import StateDict
+    from accel_plugins.roles import StateDict, Write
     from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
     from accel_state.runtime import Runtime
 
@@ -38,13 +38,13 @@ class DeepSpeedPersister:
     runtime: Runtime
     stepper: DeepSpeedStepper
 
-    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
         """Let the engine write its own folder, in which its optimizer is, too."""
         owner = self.stepper.owner_of(model)
         if owner is None:
-            self._plain.save_model(model, directory, index)
+            self._plain.save_model(model, directory, index, write=write)
         else:
-            save_engine(owner.engine, directory, index)
+            save_engine(owner.engine, directory, index, write=write)
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back, also if it was divided otherwise."""
@@ -54,7 +54,15 @@ class DeepSpeedPersister:
         else:
             load_engine(owner.engine, EngineState(owner.engine, owner.groups), directory, index)
 
-    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = torch.save,
+    ) -> None:
         """Do nothing: it is in the folder of the model."""
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
-    from accel_plugins.roles import StateDict
+    from accel_plugins.roles import StateDict, Write
 
 
 def check_materialised(bundle: Bundle) -> None:
@@ -63,21 +63,29 @@ class ReplicatedPersister:
 
     is_main: bool
 
-    def save_model(self, model: nn.Module, directory: Path, index: int) -> None:
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
         """Write `pytorch_model.bin`, with `_<index>` before the ending from the second model on."""
         if self.is_main:
-            torch.save(self.full_state_dict(model), directory / _file("pytorch_model", index))
+            write(self.full_state_dict(model), directory / _file("pytorch_model", index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""
         state = torch.load(directory / _file("pytorch_model", index), map_location="cpu", weights_only=True)
         _core(model).load_state_dict(state)
 
-    def save_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = torch.save,
+    ) -> None:
         """Write `optimizer.bin`, with `_<index>` before the ending from the second optimizer on."""
         del model
         if self.is_main:
-            torch.save(optimizer.state_dict(), directory / _file("optimizer", index))
+            write(optimizer.state_dict(), directory / _file("optimizer", index))
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
         """Read it back."""

@@ -18,7 +18,7 @@ from accel_state.errors import (
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.contents import Contents, rank_files, shared_parts
 from accel_train.checkpoint.manifest import Manifest
-from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, save_native, sharded_parts
+from accel_train.checkpoint.sharded import check_shared, folders_of, form_of, native_parts, sharded_parts
 from accel_train.checkpoint.writer import (
     Job,
     Part,
@@ -282,5 +282,5 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     if form is StateForm.SHARDED:
         shared += sharded_parts(run)
     elif form is StateForm.OWN:
-        save_native(run, job.staging)
+        shared += native_parts(run, job.staging)
     return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]

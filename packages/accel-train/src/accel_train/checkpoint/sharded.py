@@ -92,15 +92,25 @@ def check_shared(run: Run) -> None:
         )
 
 
-def save_native(run: Run, staging: Path) -> None:
-    """Let the strategy write models and optimizers in its own form."""
+def native_parts(run: Run, staging: Path) -> list[Part]:
+    """What this rank writes of models and optimizers in the strategy's own form.
+
+    Args:
+        run: What is saved.
+        staging: The folder of the checkpoint, to which the strategy may write small files at once.
+    """
     prepared = run.prepared
+    parts: list[Part] = []
+
+    def write(state: Any, path: Path) -> None:
+        parts.append(Part(name=path.relative_to(staging).as_posix(), read=lambda: state))
+
     for index, model in enumerate(prepared.models):
-        run.persister.save_model(model, staging, index)
+        run.persister.save_model(model, staging, index, write=write)
     for index, optimizer in enumerate(prepared.optimizers):
-        run.persister.save_optimizer(
-            optimizer.optimizer, owner_of(optimizer, prepared.models), staging, index
-        )
+        owner = owner_of(optimizer, prepared.models)
+        run.persister.save_optimizer(optimizer.optimizer, owner, staging, index, write=write)
+    return parts
 
 
 def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
