@@ -14,10 +14,9 @@ from accel_cli.config_file import ConfigFile, read_config
 from accel_cli.launch.args import help_text, read_arguments
 from accel_cli.launch.explain import explain
 from accel_cli.launch.hostfile import read_hosts
+from accel_cli.launch.launchers import job_of_plan
 from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
-from accel_cli.launch.run_simple import require_script
-from accel_cli.launch.runners import RUNNERS
 from accel_cli.launch.slurm import parse_slurm
 from accel_cli.output import show
 from accel_state.environ import read
@@ -51,7 +50,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     plan, notes = plan_of_line(line)
     if line.explain:
-        show(*explain(plan, RUNNERS[plan.runner](plan), read(), notes))
+        show(*explain(plan, job_of_plan(plan), read(), notes))
         return 0
     return become(job_of(plan, notes))
 
@@ -91,9 +90,9 @@ def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
     Raises:
         SettingsError: There is no such script, or a port or file cannot be used.
     """
-    job = RUNNERS[plan.runner](plan)
-    if plan.runner == "simple":
-        require_script(plan)
+    job = job_of_plan(plan)
+    if plan.launcher.check is not None:
+        plan.launcher.check(plan)
     for note in notes:
         sys.stderr.write(f"accel launch: note: {note}\n")
     return job

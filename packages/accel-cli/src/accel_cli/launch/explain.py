@@ -35,23 +35,11 @@ def explain(
     """
     return [
         Table(head=("setting", "value", "comes from"), rows=tuple(_settings(plan))),
-        f"\nway: {WAYS[plan.runner]}",
+        f"\nway: {plan.launcher.explain}",
         f"\ncommand:\n  {shlex.join(job.command)}",
         "\n  ".join(["\nenvironment, as far as it differs:", *_differences(environ, job.environ)]),
         *(f"\nnote: {note}" for note in notes),
     ]
-
-
-WAYS: Mapping[str, str] = {
-    "simple": "one process, this one",
-    "torchrun": "torch.distributed.run starts the processes of this machine",
-    "mpirun": "mpirun starts the processes of all machines",
-    "deepspeed": "DeepSpeed's launcher starts the processes of all machines",
-    "xla": "torch_xla starts a process for every chip of this machine",
-    "pod": "gcloud starts this command on the machines of the pod",
-    "sagemaker": "the SageMaker SDK starts a job",
-}
-"""By runner, what happens."""
 
 
 def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.launch import run_deepspeed, run_sagemaker, run_simple, run_torchrun
 from accel_cli.launch.args import FLAGS
 from accel_cli.launch.command import probe_host
+from accel_cli.launch.launchers import LAUNCHERS
 from accel_cli.launch.plan import LaunchPlan, make_plan
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -69,7 +70,7 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
         (['train.py', '--lr', '1'], 'true')
     """
     plan = plan_of(args, {"num_processes": 1, "num_machines": 1, "machine_rank": 0})
-    job = run_simple.job(replace(plan, runner="simple"))
+    job = run_simple.job(replace(plan, launcher=LAUNCHERS.built_in["simple"]))
     return list(job.command), dict(job.environ)
 
 

@@ -6,13 +6,15 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from accel_cli.launch.checks import Facts, problems, processes_wanted, uses_cpu
+from accel_cli.launch.launchers import choose_launcher
 from accel_cli.launch.machine import VISIBLE_DEVICES
 from accel_state.errors import SettingsError
 from accel_state.settings import OPTIONS, Given, LaunchSettings, Layer, weigh, worker_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from accel_cli.launch.launcher import Launcher
     from accel_cli.launch.machine import Machine
     from accel_state.settings import Merged
 
@@ -22,7 +24,7 @@ class LaunchPlan:
     """What to run.
 
     Args:
-        runner: A key of `accel_cli.launch.runners.RUNNERS`.
+        launcher: What starts it.
         script: The script, module or program.
         script_arguments: What it is given.
         environ: The whole environment of each worker.
@@ -31,13 +33,18 @@ class LaunchPlan:
         machine: What is known about this machine.
     """
 
-    runner: str
+    launcher: Launcher
     script: str
     script_arguments: tuple[str, ...]
     environ: Mapping[str, str]
     merged: Merged
     launch: LaunchSettings
     machine: Machine
+
+    @property
+    def runner(self) -> str:
+        """The name of the launcher."""
+        return self.launcher.name
 
     @property
     def local_processes(self) -> int:
@@ -55,9 +62,6 @@ PASSED_THROUGH: Mapping[str, Given] = {
 """What workers are told where nobody says anything, and their own default is another."""
 
 _OF_SIZES = "fsdp.min_num_params"  # which the plugin warns of beside another policy
-
-# What only torch.distributed.run offers; asked for, one process goes through it as well.
-_NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role", "min_machines")
 
 
 def make_plan(
@@ -88,10 +92,9 @@ def make_plan(
     launch = replace(
         merged.settings.launch, num_processes=processes_wanted(facts), num_machines=facts.machines
     )
-    runner = next(name for name, applies in _RUNNERS if applies(facts, launch))
     settings = replace(merged.settings, process=replace(merged.settings.process, use_cpu=uses_cpu(merged)))
     plan = LaunchPlan(
-        runner=runner,
+        launcher=choose_launcher(facts, launch),
         script=script,
         script_arguments=script_arguments,
         environ=worker_environ(settings, environ),
@@ -102,63 +105,8 @@ def make_plan(
     return replace(plan, environ={**plan.environ, **_added_variables(plan)})
 
 
-def _in_the_cloud(facts: Facts, launch: LaunchSettings) -> bool:
-    del facts
-    return launch.compute_environment == "AMAZON_SAGEMAKER"
-
-
-def _on_a_pod(facts: Facts, launch: LaunchSettings) -> bool:
-    return launch.on_tpu and facts.settings.tpu.use_cluster
-
-
-def _on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
-    del facts
-    return launch.on_tpu
-
-
-def _by_deepspeed(facts: Facts, launch: LaunchSettings) -> bool:
-    del launch
-    return facts.reaches_hosts and facts.machines > 1
-
-
-def _is_worker(facts: Facts, launch: LaunchSettings) -> bool:
-    del launch
-    return facts.is_worker
-
-
-def _by_mpi(facts: Facts, launch: LaunchSettings) -> bool:
-    del launch
-    return facts.settings.mpi.hostfile is not None
-
-
-def _several(facts: Facts, launch: LaunchSettings) -> bool:
-    del facts
-    defaults = LaunchSettings()
-    return (launch.num_processes or 1) > 1 or any(
-        getattr(launch, name) != getattr(defaults, name) for name in _NEEDS_TORCHRUN
-    )
-
-
-def _one(facts: Facts, launch: LaunchSettings) -> bool:
-    del facts, launch
-    return True
-
-
-# In order: the first row that applies is chosen.
-_RUNNERS: tuple[tuple[str, Callable[[Facts, LaunchSettings], bool]], ...] = (
-    ("sagemaker", _in_the_cloud),
-    ("pod", _on_a_pod),
-    ("xla", _on_tpu),
-    ("simple", _is_worker),
-    ("deepspeed", _by_deepspeed),
-    ("mpirun", _by_mpi),
-    ("torchrun", _several),
-    ("simple", _one),
-)
-
-
 def _added_variables(plan: LaunchPlan) -> dict[str, str]:
-    """What workers read besides settings: threads, visible devices and, for one process, a meeting place."""
+    """What workers read besides settings: threads, visible devices, and what their launcher adds."""
     launch = plan.launch
     added: dict[str, str] = {}
     if launch.num_cpu_threads_per_process is not None:
@@ -167,13 +115,4 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
         added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.local_processes))
     if ids := launch.device_ids:
         added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
-    if plan.runner == "simple":
-        if launch.main_process_ip is not None:
-            added["MASTER_ADDR"] = launch.main_process_ip
-        if launch.main_process_port:
-            added["MASTER_PORT"] = str(launch.main_process_port)
-    if plan.runner == "xla" and plan.merged.settings.tpu.downcast_bf16:
-        added["XLA_DOWNCAST_BF16"] = "1"
-    elif plan.runner == "xla" and plan.merged.settings.precision.mixed_precision == "bf16":
-        added["XLA_USE_BF16"] = "1"
-    return added
+    return added if plan.launcher.environ is None else {**added, **plan.launcher.environ(plan)}

@@ -91,6 +91,7 @@ class LaunchSettings:
 
     Args:
         compute_environment: `"LOCAL_MACHINE"`, or `"AMAZON_SAGEMAKER"` for a job there.
+        launcher: The name of what starts the processes; None for the first that applies.
         num_processes: Processes on all machines together; None for one per device of each machine.
         num_machines: How many machines take part.
         min_machines: Go on with as few machines as this; None for all.
@@ -115,6 +116,7 @@ class LaunchSettings:
     """
 
     compute_environment: str = "LOCAL_MACHINE"
+    launcher: str | None = None
     num_processes: int | None = None
     num_machines: int = 1
     min_machines: int | None = None

@@ -68,6 +68,15 @@ LAUNCH = (
         question="On what do the processes compute?",
     ),
     Option(
+        path="launch.launcher",
+        help="What starts the processes, by its name; auto chooses the first that applies.",
+        topic=_TOPIC,
+        parse=maybe(str, "auto", ""),
+        flags=("--launcher",),
+        key="launcher",
+        unasked="The answers choose it.",
+    ),
+    Option(
         path="launch.num_machines",
         help="How many machines take part.",
         topic=_TOPIC,

@@ -1,0 +1,163 @@
+"""The table of launchers, and the entry points that extend it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from accel_cli.launch.launcher import Launcher
+from accel_cli.launch.run_simple import require_script
+from accel_state.errors import SettingsError
+from accel_state.registry import Registry
+from accel_state.settings import LaunchSettings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_cli.launch.checks import Facts
+    from accel_cli.launch.job import Job
+    from accel_cli.launch.plan import LaunchPlan
+
+# What only torch.distributed.run offers; asked for, one process goes through it as well.
+_NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role", "min_machines")
+
+
+def _in_the_cloud(facts: Facts, launch: LaunchSettings) -> bool:
+    del facts
+    return launch.compute_environment == "AMAZON_SAGEMAKER"
+
+
+def _on_a_pod(facts: Facts, launch: LaunchSettings) -> bool:
+    return launch.on_tpu and facts.settings.tpu.use_cluster
+
+
+def _on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
+    del facts
+    return launch.on_tpu
+
+
+def _by_deepspeed(facts: Facts, launch: LaunchSettings) -> bool:
+    del launch
+    return facts.reaches_hosts and facts.machines > 1 and not facts.is_worker
+
+
+def _by_mpi(facts: Facts, launch: LaunchSettings) -> bool:
+    del launch
+    return facts.settings.mpi.hostfile is not None and not facts.is_worker
+
+
+def _several(facts: Facts, launch: LaunchSettings) -> bool:
+    defaults = LaunchSettings()
+    asked = any(getattr(launch, name) != getattr(defaults, name) for name in _NEEDS_TORCHRUN)
+    return ((launch.num_processes or 1) > 1 or asked) and not facts.is_worker
+
+
+def _one(facts: Facts, launch: LaunchSettings) -> bool:
+    return (launch.num_processes or 1) == 1 or facts.is_worker
+
+
+def _rendezvous(plan: LaunchPlan) -> Mapping[str, str]:
+    """Where a process that starts its own group waits for others."""
+    launch, found = plan.launch, dict[str, str]()
+    if launch.main_process_ip is not None:
+        found["MASTER_ADDR"] = launch.main_process_ip
+    if launch.main_process_port:
+        found["MASTER_PORT"] = str(launch.main_process_port)
+    return found
+
+
+def _xla_formats(plan: LaunchPlan) -> Mapping[str, str]:
+    """How XLA computes in bfloat16."""
+    if plan.merged.settings.tpu.downcast_bf16:
+        return {"XLA_DOWNCAST_BF16": "1"}
+    return {"XLA_USE_BF16": "1"} if plan.merged.settings.precision.mixed_precision == "bf16" else {}
+
+
+_HERE = "accel_cli.launch"
+
+BUILT_IN: Mapping[str, Launcher] = {
+    row.name: row
+    for row in (
+        Launcher(
+            name="sagemaker",
+            applies=_in_the_cloud,
+            job=f"{_HERE}.run_sagemaker:job",
+            explain="the SageMaker SDK starts a job",
+        ),
+        Launcher(
+            name="pod",
+            applies=_on_a_pod,
+            job=f"{_HERE}.run_pod:job",
+            explain="gcloud starts this command on the machines of the pod",
+        ),
+        Launcher(
+            name="xla",
+            applies=_on_tpu,
+            job=f"{_HERE}.run_xla:job",
+            explain="torch_xla starts a process for every chip of this machine",
+            environ=_xla_formats,
+        ),
+        Launcher(
+            name="deepspeed",
+            applies=_by_deepspeed,
+            job=f"{_HERE}.run_deepspeed:job",
+            explain="DeepSpeed's launcher starts the processes of all machines",
+        ),
+        Launcher(
+            name="mpirun",
+            applies=_by_mpi,
+            job=f"{_HERE}.run_mpi:job",
+            explain="mpirun starts the processes of all machines",
+        ),
+        Launcher(
+            name="torchrun",
+            applies=_several,
+            job=f"{_HERE}.run_torchrun:job",
+            explain="torch.distributed.run starts the processes of this machine",
+        ),
+        Launcher(
+            name="simple",
+            applies=_one,
+            job=f"{_HERE}.run_simple:job",
+            explain="one process, this one",
+            check=require_script,
+            environ=_rendezvous,
+        ),
+    )
+}
+"""The launchers that come with accel, in order: the first that applies is used."""
+
+LAUNCHERS = Registry(group="accel.launchers", kind=Launcher, noun="launcher", built_in=BUILT_IN)
+"""All launchers, those of installed distributions first."""
+
+
+def choose_launcher(facts: Facts, launch: LaunchSettings) -> Launcher:
+    """Return the launcher that was selected, else the first that applies.
+
+    Args:
+        facts: What is known.
+        launch: With the numbers of processes and machines.
+
+    Raises:
+        SettingsError: The selected one does not exist, or cannot start what was asked for.
+    """
+    rows = LAUNCHERS.available()
+    fitting = next(row for row in rows.values() if row.applies(facts, launch))
+    if launch.launcher is None:
+        return fitting
+    origin = facts.merged.source_of("launch.launcher").origin
+    selected = LAUNCHERS.find(launch.launcher, source=origin)
+    if not selected.applies(facts, launch):
+        raise SettingsError(
+            f"{origin} selects the launcher {selected.name!r} ({selected.explain}), which cannot start what "
+            f"was asked for; {fitting.name!r} can ({fitting.explain}): leave the selection out."
+        )
+    return selected
+
+
+def job_of_plan(plan: LaunchPlan) -> Job:
+    """Make the program that a plan becomes.
+
+    Raises:
+        SettingsError: A port or file cannot be used.
+    """
+    return LAUNCHERS.resolve(plan.launcher.name, plan.launcher.job)(plan)

@@ -1,0 +1,51 @@
+"""A launcher that starts the processes of this machine itself; run as a program, it is what starts them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from accel_cli.launch.job import Job
+from accel_cli.launch.launcher import Launcher
+from accel_state.errors import SettingsError
+
+
+def job(plan):
+    line = (sys.executable, "-m", "accel_example.spawn", str(plan.local_processes), plan.script)
+    return Job(command=(*line, *plan.script_arguments), environ=plan.environ)
+
+
+def check(plan):
+    if plan.launch.num_machines > 1:
+        raise SettingsError("example_spawn starts the processes of one machine.")
+
+
+LAUNCHER = Launcher(
+    name="example_spawn",
+    applies=lambda facts, launch: launch.launcher == "example_spawn",
+    job=job,
+    explain="a program of a third party starts the processes of this machine",
+    check=check,
+    environ=lambda plan: {"EXAMPLE_PROCESSES": str(plan.local_processes)},
+)
+
+
+def main(count, *line):
+    shared = {
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": os.environ["EXAMPLE_PORT"],
+    }
+    started = [
+        subprocess.Popen(
+            [sys.executable, *line], env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
+        for rank in range(int(count))
+    ]
+    return max(process.wait() for process in started)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
