@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from accel_ops.plan import Bucket
     from accel_state.backends.base import Collectives, ReduceOp
 
+T = TypeVar("T")
+
 Reduction = Literal["sum", "mean", "none", "max", "min", "prod"]
 
 _REDUCTIONS: dict[str, ReduceOp] = {
@@ -47,7 +49,7 @@ _REDUCTIONS: dict[str, ReduceOp] = {
 MAX_COMBINED = 1 << 19  # bytes of all ranks that are combined by each, rather than by an all-reduce
 
 
-def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
+def gather(tensor: T, *, same_shapes: bool = False) -> T:
     """Concatenate every tensor of nested data over all processes, along dimension 0, in rank order.
 
     All leaves travel together. Their sizes of dimension 0 may differ between the processes and may be 0;
@@ -111,7 +113,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
     return [item for part in runtime.collectives.all_gather_object(object) for item in part]
 
 
-def broadcast(tensor: Any, from_process: int = 0) -> Any:
+def broadcast(tensor: T, from_process: int = 0) -> T:
     """Overwrite every tensor of nested data, in place, with that of one process.
 
     Args:
@@ -145,7 +147,7 @@ def broadcast(tensor: Any, from_process: int = 0) -> Any:
     return tensor
 
 
-def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
+def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
     """Replace the picklable objects in a list, in place, by those of one process.
 
     Args:
@@ -179,7 +181,7 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
     return object_list
 
 
-def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0) -> Any:
+def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
     """Combine every tensor of nested data over all processes; one message per element type.
 
     Args:

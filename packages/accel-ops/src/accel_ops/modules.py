@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import singledispatch
 from types import MethodType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -14,15 +14,17 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+M = TypeVar("M", bound="nn.Module")
+
 _ORIGINAL = "_original_forward"
 
 
 def extract_model_from_parallel(
-    model: nn.Module,
+    model: M,
     keep_fp32_wrapper: bool = True,
     keep_torch_compile: bool = True,
     recursive: bool = False,
-) -> nn.Module:
+) -> M:
     """Take a model out of its distributed wrappers.
 
     Args:
@@ -40,7 +42,8 @@ def extract_model_from_parallel(
         >>> extract_model_from_parallel(torch.nn.DataParallel(inner)) is inner
         True
     """
-    innermost, compiled = model, None
+    innermost: nn.Module = model
+    compiled: nn.Module | None = None
     while (inside := _inside(innermost)) is not None:
         if is_compiled_module(innermost):
             compiled = innermost
@@ -48,9 +51,9 @@ def extract_model_from_parallel(
     core = _unwrap_children(innermost) if recursive else innermost
     if not keep_fp32_wrapper:
         restore_forward(core)
-    if compiled is None or not keep_torch_compile:
-        return core
-    return compiled if _inside(compiled) is core else _compiled_like(compiled, core)
+    if compiled is not None and keep_torch_compile:
+        core = compiled if _inside(compiled) is core else _compiled_like(compiled, core)
+    return cast("M", core)  # wrappers are typed as what they wrap
 
 
 @singledispatch

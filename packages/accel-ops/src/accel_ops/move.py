@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -11,13 +11,15 @@ from accel_ops.tree import children, is_dataclass_instance, rebuild
 from accel_state.errors import DistributedOperationException
 from accel_state.runtime import current_or_single
 
+T = TypeVar("T")
+
 
 def send_to_device(
-    tensor: Any,
+    tensor: T,
     device: str | int | torch.device,
     non_blocking: bool = False,
     skip_keys: str | Collection[str] | None = None,
-) -> Any:
+) -> T:
     """Move everything in nested data that has a `to` method to a device; the rest stays as it is.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -20,17 +20,19 @@ if TYPE_CHECKING:
 
     from accel_state.runtime import Runtime
 
+T = TypeVar("T")
+
 
 class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor was met where tensors are padded; it stays as it is."""
 
 
 def pad_across_processes(
-    tensor: Any,
+    tensor: T,
     dim: int = 0,
     pad_index: float = 0,
     pad_first: bool = False,
-) -> Any:
+) -> T:
     """Make every tensor of nested data as long as it is on the process where it is longest.
 
     The sizes of all leaves are exchanged in one message.

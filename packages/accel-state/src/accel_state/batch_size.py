@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, overload
 
 import torch
 
@@ -14,6 +14,7 @@ from accel_state.memory import clear_device_cache
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    P = ParamSpec("P")
     R = TypeVar("R")
 
 _SHRINK = 0.9
@@ -47,16 +48,16 @@ def should_reduce_batch_size(exception: BaseException) -> bool:
 
 @overload
 def find_executable_batch_size(
-    function: Callable[..., R],
+    function: Callable[Concatenate[int, P], R],
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[..., R]: ...
+) -> Callable[P, R]: ...
 @overload
 def find_executable_batch_size(
     function: None = None,
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
-) -> Callable[[Callable[..., R]], Callable[..., R]]: ...
+) -> Callable[[Callable[Concatenate[int, P], R]], Callable[P, R]]: ...
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,

@@ -226,6 +226,14 @@ class PartialState:
         """Decorate a function so that only the last process runs it."""
         return only_if(self.is_last_process, function)
 
+    @overload
+    def on_process(
+        self, function: Callable[P, R], process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(
+        self, function: None = None, process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Decorate a function so that only one process runs it.
 
@@ -245,6 +253,14 @@ class PartialState:
         """
         return self._on(function, "process_index", self.process_index, process_index)
 
+    @overload
+    def on_local_process(
+        self, function: Callable[P, R], local_process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Decorate a function so that only one process of each machine runs it.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
 from accel_ops import collect, pad
 from accel_train.accelerator.facet import Facet
@@ -11,13 +11,15 @@ from accel_train.metrics import gather_real
 if TYPE_CHECKING:
     from typing import Literal
 
+T = TypeVar("T")
+
 
 class CollectFacet(Facet):
     """Collectives over nested data."""
 
     __slots__ = ()
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: T) -> T:
         """Concatenate tensors of all processes along their first dimension, on every process.
 
         Args:
@@ -31,9 +33,9 @@ class CollectFacet(Facet):
 
     def gather_for_metrics(
         self,
-        input_data: Any,
+        input_data: T,
         use_gather_object: bool = False,
-    ) -> Any:
+    ) -> T:
         """Gather what the processes computed for the batch that a prepared loader yielded last.
 
         Loaders fill up the last batches so that all processes have equally many samples; these repeated
@@ -70,9 +72,7 @@ class CollectFacet(Facet):
             repeats=sharding.repeats if sharding.num_shards < parts.process.num_processes else None,
         )
 
-    def reduce(
-        self, tensor: Any, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0
-    ) -> Any:
+    def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
         """Combine tensors of all processes, element by element, on every process.
 
         Args:
@@ -84,11 +84,11 @@ class CollectFacet(Facet):
 
     def pad_across_processes(
         self,
-        tensor: Any,
+        tensor: T,
         dim: int = 0,
         pad_index: int = 0,
         pad_first: bool = False,
-    ) -> Any:
+    ) -> T:
         """Make tensors of all processes equally long along a dimension.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.memory import release_memory
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+    from torch.utils.data import DataLoader
 
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_state.labels import RNGType
+    from accel_train.data.prepared import PreparedLoader
     from accel_train.optimizer import AcceleratedOptimizer
     from accel_train.scheduler import AcceleratedScheduler, StepPer
 
@@ -27,6 +29,8 @@ B = TypeVar("B")
 C = TypeVar("C")
 D = TypeVar("D")
 E = TypeVar("E")
+M = TypeVar("M", bound="nn.Module")
+Placement: TypeAlias = "Sequence[bool | None] | None"
 
 
 class PrepareFacet(Facet):
@@ -35,41 +39,103 @@ class PrepareFacet(Facet):
     __slots__ = ()
 
     @overload
-    def prepare(self, first: A, /, *, device_placement: Sequence[bool | None] | None = ...) -> A: ...
+    def prepare(self, first: Optimizer, /, *, device_placement: Placement = ...) -> AcceleratedOptimizer: ...
+    @overload
+    def prepare(self, first: DataLoader[Any], /, *, device_placement: Placement = ...) -> PreparedLoader: ...
+    @overload
+    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
+        self, first: LRScheduler, /, *, device_placement: Placement = ...
+    ) -> AcceleratedScheduler: ...
     @overload
     def prepare(
-        self, first: A, second: B, /, *, device_placement: Sequence[bool | None] | None = ...
-    ) -> tuple[A, B]: ...
+        self, first: Optimizer, second: DataLoader[Any], /, *, device_placement: Placement = ...
+    ) -> tuple[AcceleratedOptimizer, PreparedLoader]: ...
+    @overload
+    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
+        self, first: Optimizer, second: LRScheduler, /, *, device_placement: Placement = ...
+    ) -> tuple[AcceleratedOptimizer, AcceleratedScheduler]: ...
     @overload
     def prepare(
-        self, first: A, second: B, third: C, /, *, device_placement: Sequence[bool | None] | None = ...
+        self, first: DataLoader[Any], second: DataLoader[Any], /, *, device_placement: Placement = ...
+    ) -> tuple[PreparedLoader, PreparedLoader]: ...
+    @overload
+    def prepare(
+        self, first: M, second: Optimizer, /, *, device_placement: Placement = ...
+    ) -> tuple[M, AcceleratedOptimizer]: ...
+    @overload
+    def prepare(
+        self, first: M, second: DataLoader[Any], /, *, device_placement: Placement = ...
+    ) -> tuple[M, PreparedLoader]: ...
+    @overload
+    def prepare(
+        self, first: M, second: Optimizer, third: DataLoader[Any], /, *, device_placement: Placement = ...
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader]: ...
+    @overload
+    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
+        self, first: M, second: Optimizer, third: LRScheduler, /, *, device_placement: Placement = ...
+    ) -> tuple[M, AcceleratedOptimizer, AcceleratedScheduler]: ...
+    @overload
+    def prepare(
+        self,
+        first: M,
+        second: DataLoader[Any],
+        third: DataLoader[Any],
+        /,
+        *,
+        device_placement: Placement = ...,
+    ) -> tuple[M, PreparedLoader, PreparedLoader]: ...
+    @overload
+    def prepare(
+        self,
+        first: M,
+        second: Optimizer,
+        third: DataLoader[Any],
+        fourth: DataLoader[Any],
+        /,
+        *,
+        device_placement: Placement = ...,
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader, PreparedLoader]: ...
+    @overload
+    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
+        self,
+        first: M,
+        second: Optimizer,
+        third: DataLoader[Any],
+        fourth: LRScheduler,
+        /,
+        *,
+        device_placement: Placement = ...,
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader, AcceleratedScheduler]: ...
+    @overload
+    def prepare(  # pyright: ignore[reportOverlappingOverload] - what is prepared is no LRScheduler
+        self,
+        first: M,
+        second: Optimizer,
+        third: DataLoader[Any],
+        fourth: DataLoader[Any],
+        fifth: LRScheduler,
+        /,
+        *,
+        device_placement: Placement = ...,
+    ) -> tuple[M, AcceleratedOptimizer, PreparedLoader, PreparedLoader, AcceleratedScheduler]: ...
+    @overload
+    def prepare(self, first: A, /, *, device_placement: Placement = ...) -> A: ...
+    @overload
+    def prepare(self, first: A, second: B, /, *, device_placement: Placement = ...) -> tuple[A, B]: ...
+    @overload
+    def prepare(
+        self, first: A, second: B, third: C, /, *, device_placement: Placement = ...
     ) -> tuple[A, B, C]: ...
     @overload
     def prepare(
-        self,
-        first: A,
-        second: B,
-        third: C,
-        fourth: D,
-        /,
-        *,
-        device_placement: Sequence[bool | None] | None = ...,
+        self, first: A, second: B, third: C, fourth: D, /, *, device_placement: Placement = ...
     ) -> tuple[A, B, C, D]: ...
     @overload
     def prepare(
-        self,
-        first: A,
-        second: B,
-        third: C,
-        fourth: D,
-        fifth: E,
-        /,
-        *,
-        device_placement: Sequence[bool | None] | None = ...,
+        self, first: A, second: B, third: C, fourth: D, fifth: E, /, *, device_placement: Placement = ...
     ) -> tuple[A, B, C, D, E]: ...
     @overload
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = ...) -> Any: ...
-
+    def prepare(self, *args: Any, device_placement: Placement = ...) -> Any: ...
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
         """Make objects ready for this run: placed, wrapped, divided among the processes.
 
@@ -107,10 +173,10 @@ class PrepareFacet(Facet):
 
     def prepare_model(
         self,
-        model: nn.Module,
+        model: M,
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
-    ) -> Any:
+    ) -> M:
         """Make one model ready.
 
         Args:
@@ -131,10 +197,10 @@ class PrepareFacet(Facet):
 
     def prepare_data_loader(
         self,
-        data_loader: Any,
+        data_loader: DataLoader[Any],
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
-    ) -> Any:
+    ) -> PreparedLoader:
         """Make one data loader ready.
 
         Args:
@@ -168,10 +234,10 @@ class PrepareFacet(Facet):
 
     def unwrap_model(
         self,
-        model: nn.Module,
+        model: M,
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = True,
-    ) -> Any:
+    ) -> M:
         """Give back a model as it was before `prepare`.
 
         Args:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
 from accel_train.accelerator.facet import Facet
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
     from accel_state.accelerator_state import AcceleratorState
     from accel_state.labels import DistributedType
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class ProcessFacet(Facet):
@@ -77,27 +80,49 @@ class ProcessFacet(Facet):
         """Whether this is the last of all processes."""
         return self._parts.process.is_last_process
 
-    def on_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    @overload
+    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_main_process(self, function: Any = None) -> Any:
         """Decorate a function that only the main process runs; elsewhere it returns `None`."""
         return self._parts.process.on_main_process(function)
 
-    def on_local_main_process(self, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    @overload
+    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_main_process(
+        self, function: None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_main_process(self, function: Any = None) -> Any:
         """Decorate a function that only the first process of every host runs."""
         return self._parts.process.on_local_main_process(function)
 
-    def on_last_process(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Decorate a function that only the last process runs."""
         return self._parts.process.on_last_process(function)
 
+    @overload
     def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
+        self, function: Callable[P, R], process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_process(
+        self, function: None = None, process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
         """Decorate a function that only the process of rank `process_index` runs."""
         return self._parts.process.on_process(function, process_index)
 
+    @overload
     def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
+        self, function: Callable[P, R], local_process_index: int | None = None
+    ) -> Callable[P, R | None]: ...
+    @overload
+    def on_local_process(
+        self, function: None = None, local_process_index: int | None = None
+    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
+    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
         """Decorate a function that only one process of every host runs, by its rank there."""
         return self._parts.process.on_local_process(function, local_process_index)
 

@@ -81,7 +81,10 @@ def processes(session: Session) -> str:
 def collectives(session: Session) -> str:
     """Gather, reduce, broadcast and pad give what arithmetic says, for nested and uneven data too."""
     rank, size, device = session.accelerator.process_index, session.world_size, session.accelerator.device
-    mine = {"a": torch.full((2,), float(rank), device=device), "b": [torch.tensor([rank], device=device)]}
+    mine: dict[str, Any] = {
+        "a": torch.full((2,), float(rank), device=device),
+        "b": [torch.tensor([rank], device=device)],
+    }
     uneven = torch.full((rank + 1,), rank, device=device)
     gathered = gather(mine)
     lengths = gather(uneven)
