@@ -38,6 +38,7 @@ from accel_state.labels import CustomDtype
     [
         ("1GB", 10**9),
         (2.75, 2),
+        ("8Gb", 10**9),
         ("2 GiB", 2**31),
         ("0.5MB", 500_000),
         ("12", 12),
@@ -366,6 +367,20 @@ def test_a_second_save_leaves_no_shard_of_the_first(tmp_path):
 def test_an_index_that_leaves_its_folder_is_refused(tmp_path, shard):
     (tmp_path / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps({"weight_map": {"w": shard}}))
     with pytest.raises(CheckpointError, match="refused as unsafe"):
+        find_checkpoint_files(tmp_path)
+
+
+def test_an_older_index_is_the_table_alone(tmp_path):
+    (tmp_path / "x.index.json").write_text(json.dumps({"w": "one.bin", "v": "two.bin"}))
+    for name in ("one.bin", "two.bin"):
+        (tmp_path / name).touch()
+    found = find_checkpoint_files(tmp_path)
+    assert {name: path.name for name, path in found.weight_map.items()} == {"w": "one.bin", "v": "two.bin"}
+
+
+def test_a_file_without_any_table_is_no_index(tmp_path):
+    (tmp_path / "x.index.json").write_text(json.dumps({"metadata": {"total_size": 8}}))
+    with pytest.raises(CheckpointError, match="no 'weight_map' table"):
         find_checkpoint_files(tmp_path)
 
 

@@ -297,3 +297,24 @@ def test_old_kernels_are_warned_about(monkeypatch, caplog, release, warned):
     monkeypatch.setattr(info.platform, "release", lambda: release)
     info.check_os_kernel()
     assert ("Processes may hang" in caplog.text) == warned
+
+
+@pytest.mark.parametrize("name", ["xpu", "npu", "mlu", "musa", "sdaa", "neuron"])
+def test_a_device_that_is_absent_is_so_whatever_is_checked(name):
+    probe = getattr(probes, f"is_{name}_available")
+    assert [probe(), probe(check_device=True), probe(True)] == [False] * 3
+
+
+def test_checking_a_device_asks_its_driver(monkeypatch):
+    monkeypatch.setitem(BY_NAME, "npu", dataclasses.replace(BY_NAME["npu"], probe=lambda: True))
+    probe = probes.is_npu_available.__wrapped__
+    for count in (0, 2):
+        monkeypatch.setattr(torch, "npu", FakeNamespace(count), raising=False)
+        assert (probe(), probe(check_device=True)) == (True, count > 0)
+
+
+def test_one_kind_of_hardware_behind_xla_can_be_checked():
+    assert not probes.is_torch_xla_available(check_is_tpu=True)
+    assert not probes.is_torch_xla_available(check_is_gpu=True)
+    with pytest.raises(SettingsError, match="choose one"):
+        probes.is_torch_xla_available(check_is_tpu=True, check_is_gpu=True)

@@ -24,15 +24,15 @@ _SHOWN = 10
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
-    """Check that a map places every parameter and buffer of a model, and names nothing else.
+    """Check that a map places every parameter and buffer of a model; warn of what it names besides.
 
     Args:
         model: The model.
         device_map: Module or tensor name to device; `""` is the whole model.
 
     Raises:
-        SettingsError: It is no mapping, a name is no part of the model, a value is no device, or tensors are
-            left without a device; what is wrong is named.
+        SettingsError: It is no mapping, a value is no device, or tensors are left without a device; what is
+            wrong is named.
 
     Example:
         >>> from torch import nn
@@ -50,13 +50,14 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
     unknown = [repr(name) for name in device_map if name not in known]
     names = [name for name, _ in named_module_tensors(model, recurse=True)]
     unplaced = [name for name in names if device_of(name, device_map) is None]
-    problems = [
-        *([f"names no part of {type(model).__name__}: {_some(unknown)}"] if unknown else []),
-        *([f"gives no device to {_some(unplaced)}"] if unplaced else []),
-    ]
-    if problems:
-        hint = ". Add them, or an entry '' for the rest" if unplaced else ". Remove or correct these entries"
-        raise SettingsError(f"the device_map {' and '.join(problems)}{hint}")
+    stray = f"names no part of {type(model).__name__}: {_some(unknown)}" if unknown else ""
+    if unplaced:
+        also = f"{stray}, and " if stray else ""
+        raise SettingsError(
+            f"the device_map {also}gives no device to {_some(unplaced)}. Add them, or '' for the rest"
+        )
+    if stray:
+        _log.warning("The device_map %s. These entries have no effect.", stray)
 
 
 def _check_device(name: object, device: object) -> None:

@@ -141,7 +141,10 @@ def _moved(tensor: Tensor, device: int | str | torch.device | None) -> Tensor:
 def _indexed(index_file: Path) -> CheckpointFiles:
     content = read_json(index_file, what="index of a checkpoint")
     try:
-        pairs = [(name, str(shard)) for name, shard in content["weight_map"].items()]
+        table = content.get("weight_map", content)  # without it, as older ones are: that table alone
+        pairs = [(name, str(shard)) for name, shard in table.items()]
+        if table is content and not all(isinstance(shard, str) for shard in content.values()):
+            raise KeyError("weight_map")
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{str(index_file)!r} is no index of a checkpoint: no 'weight_map' table"

@@ -17,6 +17,7 @@ _UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
     "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
 }  # fmt: skip
+_DECIMAL = ("KB", "MB", "GB", "TB")
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", re.IGNORECASE)
 _CUSTOM_BYTES = {CustomDtype.FP8: 1.0, CustomDtype.INT4: 0.5, CustomDtype.INT2: 0.25}
 
@@ -43,7 +44,7 @@ def convert_file_size_to_int(size: float | str) -> int:
 
     Args:
         size: Bytes, of which a fraction is dropped; or a number with a unit: decimal (`"5GB"`, `"200MB"`) or
-            binary (`"5GiB"`).
+            binary (`"5GiB"`). A small b after a decimal unit means bits (`"5Gb"`).
 
     Raises:
         SettingsError: The text is not a size, or the number not finite.
@@ -60,7 +61,8 @@ def convert_file_size_to_int(size: float | str) -> int:
     unit = found[2].upper() if found else ""
     if not found or unit not in _UNITS:
         raise SettingsError(f"{size!r} is not a size: write a number with a unit, as in '5GB' or '512MiB'")
-    return int(float(found[1]) * _UNITS[unit])
+    count = int(float(found[1]) * _UNITS[unit])
+    return count // 8 if found[2].endswith("b") and unit in _DECIMAL else count
 
 
 def convert_bytes(size: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -10,9 +11,18 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from accel_state.devices.kinds import BY_NAME, available_kind, has_cuda
+from accel_state.errors import SettingsError
 
 _CUDA_FP8 = (8, 9)  # Ada; https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html
 _CUDA_MXFP8 = (10, 0)  # Blackwell; the same page
+
+
+def _answers(name: str) -> bool:
+    """Whether the driver of a kind of device tells of at least one."""
+    try:
+        return BY_NAME[name].module.device_count() > 0
+    except RuntimeError:
+        return False
 
 
 def is_cuda_available() -> bool:
@@ -26,9 +36,13 @@ def is_rocm_available() -> bool:
 
 
 @functools.cache
-def is_xpu_available() -> bool:
-    """Whether torch can use an Intel GPU."""
-    return BY_NAME["xpu"].probe()
+def is_xpu_available(check_device: bool = False) -> bool:
+    """Whether torch can use an Intel GPU.
+
+    Args:
+        check_device: Also whether its driver tells of one, which initialises the driver.
+    """
+    return BY_NAME["xpu"].probe() and (not check_device or _answers("xpu"))
 
 
 def is_xccl_available() -> bool:
@@ -50,32 +64,54 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 @functools.cache
-def is_npu_available() -> bool:
-    """Whether torch can use a Huawei Ascend NPU."""
-    return BY_NAME["npu"].probe()
+def is_npu_available(check_device: bool = False) -> bool:
+    """Whether torch can use a Huawei Ascend NPU.
+
+    Args:
+        check_device: Also whether its driver tells of one, which initialises the driver.
+    """
+    return BY_NAME["npu"].probe() and (not check_device or _answers("npu"))
 
 
 @functools.cache
-def is_mlu_available() -> bool:
-    """Whether torch can use a Cambricon MLU."""
-    return BY_NAME["mlu"].probe()
+def is_mlu_available(check_device: bool = False) -> bool:
+    """Whether torch can use a Cambricon MLU.
+
+    Args:
+        check_device: Also whether its driver tells of one, which initialises the driver.
+    """
+    return BY_NAME["mlu"].probe() and (not check_device or _answers("mlu"))
 
 
 @functools.cache
-def is_musa_available() -> bool:
-    """Whether torch can use a Moore Threads GPU."""
-    return BY_NAME["musa"].probe()
+def is_musa_available(check_device: bool = False) -> bool:
+    """Whether torch can use a Moore Threads GPU.
+
+    Args:
+        check_device: Also whether its driver tells of one, which initialises the driver.
+    """
+    return BY_NAME["musa"].probe() and (not check_device or _answers("musa"))
 
 
 @functools.cache
-def is_sdaa_available() -> bool:
-    """Whether torch can use a Tecorigin SDAA device."""
-    return BY_NAME["sdaa"].probe()
+def is_sdaa_available(check_device: bool = False) -> bool:
+    """Whether torch can use a Tecorigin SDAA device.
+
+    Args:
+        check_device: Also whether its driver tells of one, which initialises the driver.
+    """
+    return BY_NAME["sdaa"].probe() and (not check_device or _answers("sdaa"))
 
 
 @functools.cache
-def is_hpu_available() -> bool:
-    """Whether torch can use an Intel Gaudi."""
+def is_hpu_available(init_hccl: bool = False) -> bool:
+    """Whether torch can use an Intel Gaudi.
+
+    Args:
+        init_hccl: Also import Gaudi's library of collectives, which registers its backend with torch.
+    """
+    if init_hccl and BY_NAME["hpu"].probe():
+        import_module("habana_frameworks.torch.distributed.hccl")
     return BY_NAME["hpu"].probe()
 
 
@@ -86,15 +122,32 @@ def is_habana_gaudi1() -> bool:
 
 
 @functools.cache
-def is_neuron_available() -> bool:
-    """Whether torch can use an AWS Neuron device."""
-    return BY_NAME["neuron"].probe()
+def is_neuron_available(check_device: bool = False) -> bool:
+    """Whether torch can use an AWS Neuron device.
+
+    Args:
+        check_device: Also whether its driver tells of one, which initialises the driver.
+    """
+    return BY_NAME["neuron"].probe() and (not check_device or _answers("neuron"))
 
 
 @functools.cache
-def is_torch_xla_available() -> bool:
-    """Whether torch_xla is installed; it is not imported."""
-    return find_spec("torch_xla") is not None
+def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
+    """Whether torch_xla is installed; it is imported only to check for hardware.
+
+    Args:
+        check_is_tpu: Whether it also drives a TPU.
+        check_is_gpu: Whether it also drives a GPU.
+
+    Raises:
+        SettingsError: Both are asked for.
+    """
+    if check_is_tpu and check_is_gpu:
+        raise SettingsError("is_torch_xla_available: choose one of check_is_tpu=True and check_is_gpu=True")
+    if find_spec("torch_xla") is None:
+        return False
+    wanted = {"TPU"} if check_is_tpu else {"GPU", "CUDA"} if check_is_gpu else None
+    return wanted is None or import_module("torch_xla.runtime").device_type() in wanted
 
 
 def is_bf16_available(ignore_tpu: bool = False, *, device: torch.device | None = None) -> bool:
