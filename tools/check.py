@@ -5,6 +5,7 @@ non-zero if any did.
 
     uv run tools/check.py --list
     uv run tools/check.py --only types --only unit
+    uv run tools/check.py --since main
     uv run tools/check.py --all
 
 A test that fails is run once more by itself. If it then passes, its step passes; the test is listed under
@@ -27,6 +28,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from affected import Affected, affected_by, changed_since
 from handle_signals import handle_signals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -153,6 +155,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Run every check of the workspace.")
     parser.add_argument("--list", action="store_true", help="name the steps and stop")
     parser.add_argument("--only", action="append", metavar="NAME", help="run this step (may be repeated)")
+    parser.add_argument("--since", metavar="REF", help="leave out tests that no change since REF can touch")
     parser.add_argument("--all", action="store_true", help="also what is too slow for every commit")
     arguments = parser.parse_args(argv)
     if arguments.list:
@@ -162,6 +165,8 @@ def main(argv: list[str] | None = None) -> int:
     names = [step.name for step in STEPS]
     if unknown := sorted(set(arguments.only or ()) - set(names)):
         parser.error(f"no step is called {', '.join(unknown)}; there are {', '.join(names)}")
+    if arguments.since and (arguments.all or arguments.only):
+        parser.error("--since goes with neither --all nor --only")
     handle_signals()
     FLAKY_REPORT.unlink(missing_ok=True)
     started = time.monotonic()
@@ -173,12 +178,43 @@ def main(argv: list[str] | None = None) -> int:
     ]
     if arguments.all:
         chosen = [replace(step, command=(*step.command, *step.thorough)) for step in chosen]
+    if arguments.since:
+        chosen = narrowed(chosen, affected_by(changed_since(arguments.since)))
     results = [run(step) for step in chosen]
     print_summary(results, time.monotonic() - started)
     failed = any(result.status for result in results)
-    if not failed and not arguments.only and commit is not None and commit == clean_commit():
+    if (
+        not failed
+        and not arguments.only
+        and not arguments.since
+        and commit is not None
+        and commit == clean_commit()
+    ):
         (git_folder() / "check-passed").write_text(commit + "\n")
     return int(failed)
+
+
+def narrowed(steps: list[Step], affected: Affected) -> list[Step]:
+    """The steps without the tests that a change cannot touch; checks that read all sources always run."""
+    if affected.everything:
+        return steps
+    run_them: dict[str, tuple[str, ...] | bool] = {
+        "unit": tuple(f"packages/{name}" for name in affected.packages),
+        "integration": affected.integration,
+        "examples": affected.documentation,
+        "fuzz": affected.sources,
+        "isolation": affected.sources,
+    }
+    found: list[Step] = []
+    for step in steps:
+        wanted = run_them.get(step.name, True)
+        if isinstance(wanted, tuple):
+            paths = {"packages", "tests-integration"}
+            rest = tuple(word for word in step.command if word not in paths)
+            found += [replace(step, command=(*rest, *wanted))] if wanted else []
+        elif wanted:
+            found.append(step)
+    return found
 
 
 def run(step: Step) -> Result:
