@@ -376,6 +376,18 @@ def test_rank_0_alone_reads_the_model():
         assert model.scale.item() == 1.0
 
 
+@pytest.mark.parametrize("layout", ["shards", "layers"])
+@distributed(world_size=2)
+def test_the_values_of_rank_0_count_whatever_the_others_have(layout):
+    accelerator = make_accelerator(layout)
+    right, model = make_model().state_dict(), make_model()
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.add_(accelerator.process_index)
+    found = whole(accelerator, accelerator.prepare(model))
+    assert all(torch.equal(found[name], value) for name, value in right.items())
+
+
 @distributed(world_size=2)
 def test_bad_input_is_one_error_on_every_rank():
     with pytest.raises(SettingsError, match=r"dp_shard_size=3 makes 3 processes, and there are 2"):

@@ -84,6 +84,10 @@ def materialize_from_rank0(
 ) -> None:
     """Give every rank its parts of the values that rank 0 has taken, one tensor after the other.
 
+    The values of rank 0 count also where every rank has some: ranks that seeded differently would otherwise
+    train a model that is put together of several. That costs one broadcast of the model in `prepare`, as with
+    DDP.
+
     Args:
         model: Emptied by `to_meta`, and divided since then.
         values: On rank 0 with tensors, which are let go one by one.
