@@ -162,7 +162,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         runs["reference"] = lambda: reference.ask("save", target)
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in runs}
     ours.ask("save", target, blocking=False)  # takes the memory that later saves use again
+    start = time.monotonic()
     for turn in range(arguments.rounds):
+        if turn and time.monotonic() - start > arguments.seconds:
+            print(f"{turn} of {arguments.rounds} rounds: {arguments.seconds:.0f} s are over")
+            break
         # Another order each time: what a disk has just done tells on what it does next.
         for name in random.Random(turn).sample(sorted(runs), len(runs)):
             discard(target)
@@ -217,6 +221,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where to save, on the disk that is measured")
     parser.add_argument("--gigabytes", type=float, default=1.2, help="size of the model")
     parser.add_argument("--rounds", type=int, default=3, help="how often each takes its turn")
+    parser.add_argument("--seconds", type=float, default=600, help="after which no further round begins")
     parser.add_argument(
         "--reference-python", type=Path, help="interpreter of an environment with the reference"
     )
