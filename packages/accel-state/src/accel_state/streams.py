@@ -155,6 +155,8 @@ class TorchStreams:
 _ASYNCHRONOUS = ("cuda", "xpu")
 """Device types whose copies overlap with computation through streams of torch's device-independent API."""
 
+_CPU = torch.device("cpu")
+
 _overrides: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
 
 
@@ -164,6 +166,8 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
     Args:
         device: Any device.
     """
+    if device == _CPU and not _overrides:
+        return None  # called for every logged value, and reading `device.type` takes as long as all of this
     kind = device.type
     override = _overrides.get(kind)
     if override is not None:

@@ -68,6 +68,7 @@ class Arguments:
     rng_types: Sequence[str | RNGType] | None = None
     log_with: Any = None
     on_tracker_error: OnTrackerError = "raise"
+    log_system_metrics: bool = False
     project_dir: str | Path | None = None
     project_config: ProjectConfiguration | None = None
     gradient_accumulation_plugin: GradientAccumulationPlugin | None = None

@@ -70,6 +70,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             the optimizer itself, through `scaler` where there is one.
         window: The items that are counted until the next step, which ends the window.
 
+    Attributes:
+        num_steps (int): How often it was told to step while gradients were synchronised.
+
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
         >>> optimizer = AcceleratedOptimizer(torch.optim.SGD([weight], lr=0.5))
@@ -96,6 +99,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._step = step or stepping_with(scaler)
         self._window = window
         self._stepped: bool | torch.Tensor = True
+        self.num_steps = 0
         if device_placement and _state_lags_behind(optimizer):
             # Loading its own state is how an optimizer moves it to its parameters.
             optimizer.load_state_dict(optimizer.state_dict())
@@ -111,10 +115,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
+        self.num_steps += 1
         window = self._window
         if window is not None and window.is_open:
             window.settle()
-            window.close()
+            window.close(used=True)
         if closure is None:
             self._stepped = self._step(self.optimizer, None)
             return None

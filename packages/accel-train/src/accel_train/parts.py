@@ -39,6 +39,7 @@ from accel_train.plugin_args import (
     unchanged_by_failure,
 )
 from accel_train.prepare.converted import Converter
+from accel_train.step_meter import StepMeter
 from accel_train.sync import Synchronizer
 from accel_train.token_normalizer import ItemWindow
 from accel_train.triggers import Trigger
@@ -121,6 +122,7 @@ class Parts:
         prepared: What `prepare` has prepared.
         checkpoints: What is saved and loaded, and where.
         trackers: The experiment trackers.
+        meter: Measures the loop for them; `None` if nobody asked for it.
     """
 
     process: PartialState
@@ -147,6 +149,7 @@ class Parts:
     prepared: Prepared
     checkpoints: Run
     trackers: TrackerSession
+    meter: StepMeter | None
 
 
 def build_parts(arguments: Arguments) -> Parts:
@@ -159,8 +162,7 @@ def build_parts(arguments: Arguments) -> Parts:
     settings = _settings()
     selected = selected_strategy(arguments.strategy, settings)
     handlers = sort_handlers(arguments.kwargs_handlers or ())
-    dataloading = dataloader_configuration(arguments)
-    rng_types = checked_rng_types(arguments.rng_types)
+    dataloading, rng_types = dataloader_configuration(arguments), checked_rng_types(arguments.rng_types)
     project, trackers = _project_and_trackers(arguments)
     compiler = dynamo_plugin(arguments)
     plugins = find_plugins(arguments.plugins, known_plugins(), settings, selected and selected.sections)
@@ -175,7 +177,7 @@ def build_parts(arguments: Arguments) -> Parts:
         base = recipe.precision if recipe else state.mixed_precision
         strategy, precision = _strategy(settings, selected, base, runtime, every)
     state.strategy, state.device_mesh = selected, strategy.mesh
-    gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), Prepared()
+    gradient_state, prepared, meter = _loop_state(arguments, accumulation, runtime)
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
     after_step = (strategy.after_step, _after_step(recipe, prepared))
     synchronizer = _synchronizer(gradient_state, strategy, runtime)
@@ -192,7 +194,7 @@ def build_parts(arguments: Arguments) -> Parts:
         converter=None if recipe is None else Converter(recipe, runtime),
         compiler=compiler,
         synchronizer=synchronizer,
-        items=ItemWindow(runtime, prepared.parameters),
+        items=ItemWindow(runtime, prepared.parameters, meter),
         trigger=Trigger(runtime),
         handlers=handlers,
         dataloading=dataloading,
@@ -204,7 +206,17 @@ def build_parts(arguments: Arguments) -> Parts:
         prepared=prepared,
         checkpoints=_checkpoints(strategy, precision, recipe, runtime, project, prepared, synchronizer),
         trackers=trackers,
+        meter=meter,
     )
+
+
+def _loop_state(
+    arguments: Arguments, accumulation: GradientAccumulationPlugin, runtime: Runtime
+) -> tuple[GradientState, Prepared, StepMeter | None]:
+    """What changes while the loop runs, and what measures it if somebody asked for that."""
+    gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), Prepared()
+    meter = StepMeter(gradient_state, prepared.optimizers, runtime) if arguments.log_system_metrics else None
+    return gradient_state, prepared, meter
 
 
 def _after_step(recipe: Recipe | None, prepared: Prepared) -> Callable[[], None] | None:

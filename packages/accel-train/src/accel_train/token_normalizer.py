@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from accel_state.runtime import Runtime
+    from accel_train.step_meter import StepMeter
 
 ItemCount: TypeAlias = "int | float | torch.Tensor"
 """A number of items: 0 or more, a tensor of one element to leave it where it was computed."""
@@ -31,13 +32,31 @@ class ItemWindow:
     Args:
         runtime: Whose processes share a window.
         parameters: Finds the parameters whose gradients a window is about.
+        meter: Is told the number of items of every window that an optimizer has used.
     """
 
-    __slots__ = ("_alone", "_count", "_divisor", "_holds", "_parameters", "_refusing", "_runtime")
+    __slots__ = (
+        "_alone",
+        "_count",
+        "_divisor",
+        "_holds",
+        "_meter",
+        "_parameters",
+        "_refusing",
+        "_runtime",
+        "_total",
+    )
 
-    def __init__(self, runtime: Runtime, parameters: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        parameters: Callable[[], Iterable[torch.Tensor]],
+        meter: StepMeter | None = None,
+    ) -> None:
         self._runtime = runtime
         self._parameters = parameters
+        self._meter = meter
+        self._total: torch.Tensor | None = None
         self._count: torch.Tensor | None = None
         self._divisor: torch.Tensor | None = None
         self._holds = 0
@@ -88,13 +107,20 @@ class ItemWindow:
         if not self._alone:
             self._runtime.collectives.all_reduce(total)
             processes = self._runtime.topology.world_size
+        self._total = total
         # The gradients are the mean over the processes of what each has summed up.
         self._divisor = torch.where(total == 0, torch.ones_like(total), total / processes)
         _divide(self._gradients(), self._divisor)
 
-    def close(self) -> None:
-        """Begin anew: the gradients have been used, or thrown away."""
-        self._count = self._divisor = None
+    def close(self, *, used: bool = False) -> None:
+        """Begin anew.
+
+        Args:
+            used: Whether an optimizer has used the gradients; else they are thrown away.
+        """
+        if used and self._meter is not None and self._total is not None:
+            self._meter.count_items(self._total)
+        self._count = self._divisor = self._total = None
 
     @contextmanager
     def hold(self, inner: AbstractContextManager[Any]) -> Generator[None]:

@@ -87,6 +87,8 @@ class Accelerator(
         strategy: How models are trained: the name of a strategy, such as `"ddp"` or that of an installed
             distribution, or a `StrategySpec`. If `None`, that of an earlier `Accelerator`, else
             `ACCELERATE_STRATEGY`, else the first that applies to the plugins and the number of processes.
+        log_system_metrics: Whether `log` adds step time, throughput, device memory and the share of time in
+            which data was waited for, under names that begin with `system/`.
 
     Raises:
         SettingsError: An argument, or an environment variable that stands for it, cannot be used.
@@ -133,6 +135,7 @@ class Accelerator(
         step_scheduler_per: StepPer | None = None,
         on_tracker_error: OnTrackerError = "raise",
         strategy: str | StrategySpec | None = None,
+        log_system_metrics: bool = False,
     ) -> None:
         plugins = sort_plugins(
             deepspeed_plugin=deepspeed_plugin,
@@ -152,6 +155,7 @@ class Accelerator(
             rng_types=rng_types,
             log_with=log_with,
             on_tracker_error=on_tracker_error,
+            log_system_metrics=log_system_metrics,
             project_dir=project_dir,
             project_config=project_config,
             gradient_accumulation_plugin=gradient_accumulation_plugin,

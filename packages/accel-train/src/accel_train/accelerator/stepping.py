@@ -67,6 +67,8 @@ class SteppingFacet(Facet):
         """
         parts = self._parts
         state = parts.gradient_state
+        if parts.meter is not None:
+            parts.meter.count_batch()
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"backward({loss!r}): expected the loss as a tensor, which has gradients, not as item()."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from accel_train.accelerator.facet import Facet
 from accel_train.tracked_runs import save_runs
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from accel_trackers.general import GeneralTracker
 
 
@@ -69,7 +68,8 @@ class TrackingFacet(Facet):
         """Log values with every tracker; nothing without trackers.
 
         It does not wait for a device: tensors there are copied on the side and written by a later call, in
-        order, by `save_state`, or by `end_training`; also when an exception or SIGTERM ends the program.
+        order, by `save_state`, or by `end_training`; also when an exception or SIGTERM ends the program. With
+        `log_system_metrics=True`, what was measured since the last call is added.
 
         Args:
             values: By name numbers, texts, tensors with one element, dictionaries of these, and what else a
@@ -82,7 +82,10 @@ class TrackingFacet(Facet):
             UnsupportedError: A value cannot be logged.
             Exception: What a tracker raised, with `on_tracker_error="raise"`.
         """
-        self._parts.trackers.log(values, step, log_kwargs)
+        parts = self._parts
+        if parts.meter is not None and isinstance(values, Mapping):
+            values = {**parts.meter.read(), **values}
+        parts.trackers.log(values, step, log_kwargs)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Find a tracker, for what only it can do, such as `log_images`.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from accel_train.data.device_transfer import Placing
     from accel_train.data.reading import Reading, StartCopy
+    from accel_train.step_meter import StepMeter
 
 _END: Any = object()
 
@@ -83,9 +84,11 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
 
     Attributes:
         divide (Callable | None): Gives this rank's part of the sequences of a batch; all of it if `None`.
+        meter (StepMeter | None): Measures how long each batch is waited for.
     """
 
     divide: Callable[[Any], Any] | None = None
+    meter: StepMeter | None = None
 
     def __init__(
         self,
@@ -178,6 +181,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             placing: How batches get to their device; not at all if `None`.
             before: Called at the beginning.
         """
+        batches = self._batches(placing, before)
+        return batches if self.meter is None else self.meter.timed(self, batches)
+
+    def _batches(self, placing: Placing | None, before: Callable[[], None] | None) -> Generator[Any]:
         if before is not None:
             before()
         epoch = self.iteration
