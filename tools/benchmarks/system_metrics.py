@@ -18,7 +18,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel_trackers import GeneralTracker
 from accel_train import Accelerator
@@ -47,12 +47,12 @@ def loop(*, metrics: bool) -> Callable[[], float]:
     accelerator = Accelerator(cpu=True, log_with=Nothing(), log_system_metrics=metrics)
     accelerator.init_trackers("run")
     model = torch.nn.Linear(8, 8)
-    data = DataLoader(torch.ones(2 * STEPS, 8), batch_size=2)
+    data = DataLoader(TensorDataset(torch.ones(2 * STEPS, 8)), batch_size=2)
     model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
 
     def run() -> float:
         begin = time.perf_counter()
-        for step, batch in enumerate(loader):
+        for step, (batch,) in enumerate(loader):
             loss = model(batch).square().mean()
             accelerator.backward(loss)
             optimizer.step()
@@ -71,7 +71,8 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     plain, measured = loop(metrics=False), loop(metrics=True)
-    plain(), measured()
+    plain()
+    measured()
     pairs = [(plain(), measured()) for _ in range(rounds)]
     more = statistics.median(two - one for one, two in pairs)
     fastest = min(two for _, two in pairs) - min(one for one, _ in pairs)
