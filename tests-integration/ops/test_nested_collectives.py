@@ -225,6 +225,9 @@ def test_debug_mode_shows_where_each_rank_is_and_what_it_calls() -> None:
         gather_object([1]) if rank == 0 else broadcast(tree)
     with pytest.raises(DistributedOperationException, match=r"data\['x'\]: float32\[2, 4\]"):
         broadcast({"x": torch.ones(2, 3 + rank)})
+    with pytest.raises(DistributedOperationException, match=r"barrier +no tensors\n.* gather "):
+        PartialState().wait_for_everyone() if rank == 0 else gather(tree)
+    PartialState().wait_for_everyone()
     assert gather(torch.tensor([rank])).tolist() == [0, 1]
 
 

@@ -9,13 +9,12 @@ from accel_ops import (
     DistributedOperationException,
     broadcast,
     broadcast_object_list,
-    checked,
     gather,
     gather_object,
     pad_across_processes,
     reduce,
 )
-from accel_ops.checked import Call
+from accel_state.calls import Call, explain
 
 HERE = Path(__file__).name
 X = torch.ones(2, 3)
@@ -105,7 +104,7 @@ def test_without_debug_mode_no_call_sites_are_compared(world) -> None:
 
 def test_a_table_of_many_leaves_is_cut() -> None:
     many = tuple((f"[{i}]", "float32", (i,)) for i in range(20))
-    message = checked.explain(
+    message = explain(
         [Call(where="a.py:1", operation="gather", leaves=many), Call(where="b.py:2", operation="reduce")]
     )
     assert "data[5]: float32[5]; and 14 more" in message

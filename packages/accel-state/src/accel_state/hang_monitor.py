@@ -7,7 +7,6 @@ second. When the backend gives up on a collective, the statuses of all ranks mak
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import sys
@@ -361,6 +360,5 @@ def _explain(monitor: HangMonitor, operation: str, error: BaseException) -> None
         raise wrapped(monitor.on_timeout(operation, error)) from error
 
 
-atexit.register(end, closing=True)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)

@@ -57,7 +57,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
             for rank in range(topology.world_size):
                 if rank == topology.rank:
                     self.logger.log(level, message, *args, **options)
-                runtime.current_or_single().collectives.barrier()
+                runtime.current_or_single().barrier()
         else:
             self.logger.log(level, message, *args, **options)
 

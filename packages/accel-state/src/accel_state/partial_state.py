@@ -176,10 +176,13 @@ class PartialState:
     def wait_for_everyone(self) -> None:
         """Wait until every process has come here.
 
+        Raises:
+            DistributedOperationException: In debug mode, another process calls something else.
+
         Example:
             >>> PartialState(cpu=True).wait_for_everyone()
         """
-        self.runtime.collectives.barrier()
+        self.runtime.barrier()
 
     def main_process_first(self) -> AbstractContextManager[None]:
         """Run a block on the main process first, then on the others.

@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 
 from accel_state import environ as process_environment
-from accel_state import hang_monitor
+from accel_state import group_end, hang_monitor
 from accel_state.backends.single import SingleCollectives
 from accel_state.backends.torch_dist import TorchCollectives, default_store, group_timeout, set_group_timeout
+from accel_state.calls import compare_calls
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
 from accel_state.devices.select import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
@@ -53,6 +54,16 @@ class Runtime:
     backend: str | None = None
     debug: bool = False
     fork_launched: bool = False
+
+    def barrier(self) -> None:
+        """Return when every rank has come here.
+
+        Raises:
+            DistributedOperationException: In debug mode, another rank calls something else.
+        """
+        if self.debug and self.topology.world_size > 1:
+            compare_calls(self.collectives, "barrier")
+        self.collectives.barrier()
 
 
 _SINGLE = Runtime()
@@ -174,11 +185,14 @@ def set_collective_timeout(timeout: timedelta) -> None:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Destroy a process group, the default one and all others if `None`; harmless where there is none."""
+    """Destroy a process group, the default one and all others if `None`; harmless where there is none.
+
+    While an exception is handled, it does not wait for ranks that do not answer.
+    """
     if dist.is_initialized():
         if group is None:
             hang_monitor.end(closing=True)
-        dist.destroy_process_group(group)
+        group_end.destroy(group)
 
 
 def _check_timeout(timeout: object) -> None:
@@ -214,6 +228,7 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
     timeout = options.get("timeout")
     if not dist.is_initialized():
         dist.init_process_group(**_group_options(runtime, variables, options))
+        group_end.joined()
     elif timeout is not None:
         set_group_timeout(timeout)
     joined = replace(
@@ -308,4 +323,11 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
     torch.set_num_threads(max(1, cores // runtime.topology.local_world_size))
 
 
-atexit.register(wait_for_gloo_threads)
+def _leave() -> None:
+    """End in order: the thread that uses the store, the process group, and what remains of gloo's threads."""
+    hang_monitor.end(closing=True)
+    group_end.leave()
+    wait_for_gloo_threads()
+
+
+atexit.register(_leave)

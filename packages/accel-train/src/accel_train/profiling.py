@@ -50,7 +50,7 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
             profiler.step_num,
             main_process_only=False,
         )
-    runtime.collectives.barrier()
+    runtime.barrier()
 
 
 class Traces:

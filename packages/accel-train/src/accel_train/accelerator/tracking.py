@@ -106,7 +106,8 @@ class TrackingFacet(Facet):
     def end_training(self) -> None:
         """Write what was logged, finish the trackers, and leave the process group.
 
-        The last call of a program. Without trackers and with one process it does nothing.
+        The last call of a program. Without trackers and with one process it does nothing. While an exception
+        is on its way, as in `finally`, it does not wait for ranks that do not answer.
 
         Raises:
             Exception: What a tracker raised, with `on_tracker_error="raise"`.

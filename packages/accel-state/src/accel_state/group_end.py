@@ -1,0 +1,84 @@
+"""Destroy process groups without waiting for ranks that no longer answer.
+
+gloo's destructor waits for collectives that have not completed, NCCL's `shutdown` for kernels; both for as
+long as the limit of the group allows, half an hour by default. A rank that is dead breaks its connections,
+and ends such a wait at once under gloo; one that is stopped or busy elsewhere does not. Where nothing may
+wait, gloo's groups are therefore left to the end of the process, and NCCL gets some seconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import threading
+import weakref
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+EXIT_LIMIT_S = 5.0  # what is left undone at the end of a program; the usual end takes milliseconds
+FAILED_LIMIT_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+_joined: tuple[int, weakref.ref[Any]] | None = None
+
+
+def joined() -> None:
+    """Remember that this process has initialised the default process group, which `leave` destroys."""
+    global _joined  # noqa: PLW0603 - a process has one default group
+    _joined = os.getpid(), weakref.ref(dist.group.WORLD)
+
+
+def destroy(group: Any = None) -> None:
+    """Destroy a process group as torch does; the default one and all others, if `None`.
+
+    While an exception is handled or on its way, ranks may never answer: collectives are aborted where the
+    backend can do that, and what is not done after a second is left to the end of the process.
+
+    Args:
+        group: Which one.
+    """
+    if sys.exc_info()[0] is None or group is not None:
+        dist.destroy_process_group(group)
+    else:
+        _within(FAILED_LIMIT_S, abort=True)
+
+
+def leave() -> None:
+    """Destroy the default process group at the end of the program, if this process has initialised it."""
+    if _joined is None or not dist.is_initialized():
+        return
+    pid, group = _joined
+    if pid != os.getpid() or group() is not dist.group.WORLD:
+        return  # a forked child has no threads that could be joined; a group of the user is theirs
+    failed = getattr(sys, "last_value", None) is not None  # what the interpreter has shown of an exception
+    _within(FAILED_LIMIT_S if failed else EXIT_LIMIT_S, abort=failed)
+
+
+def _within(seconds: float, *, abort: bool) -> None:
+    """Destroy all groups, in another thread that is left behind if that takes longer."""
+    for group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage] - no public list
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # gloo's destructor would wait
+    end = getattr(c10d, "_abort_process_group", dist.destroy_process_group)
+    thread = threading.Thread(
+        target=_run, args=(end if abort else dist.destroy_process_group,), name="accel-destroy", daemon=True
+    )
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        logger.warning(
+            "Left the process group with collectives that have not completed in %.0f s: another rank does "
+            "not take part in them.",
+            seconds,
+        )
+
+
+def _run(end: Any) -> None:
+    try:
+        end()
+    except Exception as error:  # noqa: BLE001 - whatever the backend says: the process ends as it would have
+        logger.debug("the process group could not be destroyed: %s", error)
