@@ -7,8 +7,9 @@ import os
 import pytest
 
 from accel_cli.commands.estimate.meta_model import meta_model
-from accel_cli.config_file import CONFIG_LIMIT, read, read_config
+from accel_cli.config_file import read, read_config
 from accel_state.errors import SettingsError
+from accel_state.regular_file import CONFIG_LIMIT
 
 BOMB = "a0: &a0 {x: 1, y: 2}\n" + "".join(
     f"a{i}: &a{i}\n  <<: [{', '.join([f'*a{i - 1}'] * 9)}]\n  k{i}: 1\n" for i in range(1, 10)

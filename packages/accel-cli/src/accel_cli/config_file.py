@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_state.errors import SettingsError
-from accel_state.regular_file import parse_json, read_regular
+from accel_state.regular_file import CONFIG_LIMIT, parse_json, read_regular
 from accel_state.settings import Given, default_config_file, parse_file
 from accel_state.settings.legacy import translate
 
@@ -69,9 +69,6 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
         notes=(*notes, *([advice] if notes else [])),
     )
 
-
-CONFIG_LIMIT = 200_000
-"""Bytes of a config file; parsing YAML takes a second per 100 kB."""
 
 _MAX_NODES = 100_000
 """Values of a config file, those behind YAML's aliases counted each time."""

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 JSON_LIMIT = 100_000_000
 """Bytes; the bound of the safetensors format for its header, and generous for every index."""
 
+CONFIG_LIMIT = 200_000
+"""Bytes of a config file; parsing YAML takes a second per 100 kB."""
+
 _KINDS = {
     stat.S_IFDIR: "folder",
     stat.S_IFIFO: "FIFO",

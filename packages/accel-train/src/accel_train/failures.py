@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from typing import TYPE_CHECKING, Any
+
+from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,7 +37,7 @@ def failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[i
     for file in attempts[-1].glob("*/error.json") if attempts else ():
         rank = first + int(file.parent.name)
         with contextlib.suppress(ValueError):  # one that was ended as it wrote
-            error = json.loads(file.read_text(encoding="utf-8"))["message"]
+            error = read_json(file, error=ValueError)["message"]
             stories[rank] = file.stat().st_mtime, _story_of_error(rank, error)
     return {rank: story for rank, (_, story) in sorted(stories.items(), key=lambda item: item[1][0])}
 

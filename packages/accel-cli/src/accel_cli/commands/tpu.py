@@ -6,12 +6,12 @@ import re
 import shlex
 import shutil
 import subprocess
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.config_file import read_config
 from accel_cli.launch.run_pod import as_name
 from accel_cli.output import show
+from accel_cli.text_file import text_lines
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 
@@ -89,18 +89,15 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
     if given and options.command_file:
         raise SettingsError("arguments --command and --command_file contradict each other: give one of them.")
     if file:
-        given = _lines(Path(str(file)).expanduser())
+        given = _lines(str(file))
     elif not given:
         found = config.get("commands") or []
         given = [str(one) for one in (found if isinstance(found, list) else [found])]
     return [*_installation(options), *given]
 
 
-def _lines(file: Path) -> list[str]:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"command file {str(file)!r} cannot be read: {error}") from None
+def _lines(file: str) -> list[str]:
+    lines = text_lines(file, "command file")
     return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
 
 

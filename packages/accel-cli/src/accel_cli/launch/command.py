@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_cli.config_file import ConfigFile, read_config
@@ -19,8 +18,8 @@ from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.slurm import parse_slurm
 from accel_cli.output import show
+from accel_cli.text_file import text_lines
 from accel_state.environ import read
-from accel_state.errors import SettingsError
 from accel_state.settings import Given, Problems, parse_environ, weigh
 
 if TYPE_CHECKING:
@@ -144,8 +143,5 @@ def _mpirun(environ: Mapping[str, str]) -> str | None:
 
 
 def _commands(file: str) -> tuple[str, ...]:
-    try:
-        lines = Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"command_file {file!r} cannot be read: {error}") from None
+    lines = text_lines(file, "command_file")
     return tuple(line.strip() for line in lines if line.strip())

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_cli.text_file import text_lines
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def read_hosts(file: str, inclusion: str | None = None, exclusion: str | None = 
     Raises:
         SettingsError: The file cannot be used, or a filter names what is not in it.
     """
-    return filtered(parse_hosts(_lines(file), file), inclusion, exclusion)
+    return filtered(parse_hosts(text_lines(file, "hostfile"), file), inclusion, exclusion)
 
 
 def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
@@ -127,16 +127,8 @@ def first_machine(file: str) -> str:
     Raises:
         SettingsError: The file cannot be read, or lists none.
     """
-    names = [line.partition("#")[0].split() for line in _lines(file)]
+    names = [line.partition("#")[0].split() for line in text_lines(file, "hostfile")]
     found = next((words[0].partition(":")[0] for words in names if words), None)
     if found is None:
         raise SettingsError(f"hostfile {file!r} names no machine.")
     return found
-
-
-def _lines(file: str) -> list[str]:
-    try:
-        return Path(file).expanduser().read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise SettingsError(f"hostfile {file!r} cannot be read: {reason}.") from None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.job import Job
+from accel_cli.text_file import text_lines
 from accel_state.errors import SettingsError
 from accel_state.settings import to_environ
 
@@ -137,11 +138,8 @@ def _rows(file: str | None, first: str) -> list[tuple[str, str]]:
     """The two columns of a file, without its head."""
     if file is None:
         return []
-    try:
-        lines = Path(file).read_text(encoding="utf-8").splitlines()[1:]
-    except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file!r} cannot be read: {error}") from None
-    rows = [tuple(line.split("\t")) for line in lines if line.strip()]
+    lines = text_lines(file, f"file of {first}s")
+    rows = [tuple(line.split("\t")) for line in lines[1:] if line.strip()]
     if any(len(row) != 2 for row in rows):
         raise SettingsError(f"{file!r}: every line has a {first}, a tab, and what belongs to it.")
     return [(row[0].strip(), row[1].strip()) for row in rows if len(row) == 2]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import signal
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_state.rank_status import format_ranks
+from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -114,8 +115,9 @@ def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
             rank = int(file.stem.rpartition("-")[2])
             found[rank] = WorkerErrors(how="was interrupted, and did not end", trace=stack)
     for file in attempts[-1].glob("*/error.json") if attempts else ():
-        record = json.loads(file.read_text(encoding="utf-8"))
-        found[int(_details(record).get("rank", file.parent.name))] = parse_worker_errors(record)
+        with contextlib.suppress(ValueError):  # one that was ended as it wrote
+            record = read_json(file, error=ValueError)
+            found[int(_details(record).get("rank", file.parent.name))] = parse_worker_errors(record)
     return found
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_state.errors import SettingsError
+from accel_state.regular_file import CONFIG_LIMIT, read_regular
 
 if TYPE_CHECKING:
     import os
@@ -46,7 +47,11 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
             ) from None
     path = Path(cast("str", source)).expanduser()
     if _is_file(path):
-        return _parse(path.read_text(encoding="utf-8"), f"the file {str(path)!r}")
+        where = f"the file {str(path)!r}"
+        try:
+            return _parse(read_regular(path, limit=CONFIG_LIMIT, error=SettingsError).decode(), where)
+        except (OSError, UnicodeDecodeError) as error:
+            raise SettingsError(f"The DeepSpeed configuration in {where} cannot be read: {error}.") from None
     try:
         text = base64.urlsafe_b64decode(str(source)).decode()
     except (binascii.Error, UnicodeError):

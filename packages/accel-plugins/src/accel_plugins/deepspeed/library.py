@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from accel_state import environ
+from accel_plugins.deepspeed.contract import check_names
+from accel_state import environ, group_end
 from accel_state.available import require
 from accel_state.errors import MissingDependencyError
 from accel_state.versions import compare_versions
@@ -68,11 +69,12 @@ def start(runtime: Runtime) -> ModuleType:
             DeepSpeed has no way without.
 
     Raises:
-        MissingDependencyError: DeepSpeed is not installed.
+        MissingDependencyError: DeepSpeed is not installed, or has not what we use of it.
     """
     _publish_topology(runtime.topology)
     with _for_device(runtime.device):
         deepspeed = load_library("the strategy 'deepspeed'")
+        check_names()
         if not dist.is_initialized():
             dist.init_process_group(
                 runtime.kind.backend or "gloo",
@@ -80,6 +82,7 @@ def start(runtime: Runtime) -> ModuleType:
                 rank=0,
                 world_size=1,
             )
+            group_end.joined()
         comm = part("comm.comm")
         if comm.cdb is None or not comm.cdb.is_initialized():
             with _without_compiling(runtime.device):

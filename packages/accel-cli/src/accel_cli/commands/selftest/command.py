@@ -15,6 +15,7 @@ from accel_cli.commands.selftest.advice import advice
 from accel_cli.commands.selftest.names import CHECK_NAMES
 from accel_cli.commands.selftest.results import FAILED, Outcome, Report, combine
 from accel_cli.output import Table, show
+from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -105,9 +106,7 @@ def read_reports(folder: Path) -> list[Report]:
     Args:
         folder: Where they did.
     """
-    found: list[dict[str, Any]] = [
-        json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank*.json")
-    ]
+    found: list[dict[str, Any]] = [read_json(path) for path in folder.glob("rank*.json")]
     reports = [
         Report(
             rank=one["rank"],
