@@ -19,6 +19,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from accel_cli.config.defaults import suggestion
+from accel_cli.config.host_info import HostInfo
 from accel_cli.launch import (
     deepspeed_hosts,
     run_deepspeed,
@@ -36,6 +38,7 @@ from accel_cli.launch.run_sagemaker import hyperparameters
 from accel_cli.launch.slurm import parse_slurm
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.settings import combine, from_environ, parse_environ, parse_file
+from accel_state.settings.options import BY_PATH
 
 EIGHT = Machine(gpus=8, cores=64)
 
@@ -238,7 +241,7 @@ def test_one_task_per_machine_of_slurm_starts_the_processes_of_its_machine():
     launch = made.launch
     assert made.runner == "torchrun"
     assert (launch.num_processes, launch.num_machines, launch.machine_rank) == (24, 3, 2)
-    assert (launch.main_process_ip, launch.main_process_port) == ("gpu07", 15001)
+    assert (launch.main_process_ip, launch.main_process_port) == ("gpu07", 15018)  # 15000 + 15001 % 14983
 
 
 def test_several_tasks_of_slurm_on_a_machine_are_the_processes():
@@ -381,16 +384,27 @@ print(json.dumps([made.instance_count, made.hyperparameters()["lr"], made.traini
 """
 
 
+SUGGESTED = {
+    name: suggestion(BY_PATH[f"sagemaker.{name}"], HostInfo(), lambda _: None)
+    for name in ("transformers_version", "pytorch_version", "py_version")
+}
+
+
 @pytest.mark.skipif(find_spec("sagemaker") is None, reason="the SageMaker SDK is not installed")
-@pytest.mark.parametrize("kind", ["NO", "DATA_PARALLEL", "MODEL_PARALLEL"])
-def test_the_sdk_of_sagemaker_accepts_the_arguments(kind, script):
-    file = {**CLOUD, "distributed_type": kind, "iam_role_name": "arn:aws:iam::123456789012:role/trainer"}
+@pytest.mark.parametrize(
+    ("kind", "software"),
+    [("NO", {}), ("DATA_PARALLEL", {}), ("MODEL_PARALLEL", {}), ("NO", SUGGESTED)],
+)
+def test_the_sdk_of_sagemaker_accepts_the_arguments(kind, software, script):
+    role = {"iam_role_name": "arn:aws:iam::123456789012:role/trainer"}
+    file = {**CLOUD, **software, "distributed_type": kind, **role}
     told = json.dumps(run_sagemaker.estimator_arguments(plan(file=file, script=script)))
     environ = {"AWS_DEFAULT_REGION": "us-east-1", "HOME": str(Path(script).parent)}
     done = subprocess.run([sys.executable, "-c", CHECK, told], env=environ, capture_output=True, check=True)
     count, rate, image = json.loads(done.stdout.splitlines()[-1])  # the SDK logs before it
     assert (count, rate) == (2, "1")
-    assert "pytorch-training:1.10.2-transformers4.17.0" in image
+    expected = "2.8.0-transformers4.56.2-gpu-py312" if software else "1.10.2-transformers4.17.0"
+    assert f"pytorch-training:{expected}" in image
 
 
 @pytest.mark.parametrize("words", [["word"], ["--flag"], ["--flag", "--other", "1"]])

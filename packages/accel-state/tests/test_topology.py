@@ -166,3 +166,20 @@ def test_cpu_information_reads_the_environment_of_the_process():
         assert get_cpu_distributed_information() == CPUInformation(
             rank=1, world_size=2, local_rank=1, local_world_size=2
         )
+
+
+def test_jobs_of_open_mpi_meet_at_ports_of_their_own():
+    ranks = {
+        "OMPI_COMM_WORLD_RANK": "1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    }
+    names = [str(family * 2**16 + 1) for family in range(1000, 1100)]  # as version 4 calls jobs
+    names += [f"prterun-node3-{pid}@1" for pid in range(1000, 1100)]  # and version 5
+    for some in (names[:100], names[100:]):
+        environs = [{**ranks, "PMIX_NAMESPACE": name} for name in some]
+        found = [rendezvous(environ, detect(environ)) for environ in environs]
+        assert len({one.port for one in found}) == 100
+        assert all(one.address == "127.0.0.1" and 15000 <= one.port < 30000 for one in found)
+    assert rendezvous(ranks, detect(ranks)).port == 29500

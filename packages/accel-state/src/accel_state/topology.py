@@ -94,6 +94,7 @@ class LauncherEnvironment:
         node: Variable of the machine's index, for a launcher that lists the numbers of all machines.
         applies: A further condition on the environment.
         address: Where rank 0 is, if the launcher lets one know.
+        job: Variable of the job's name, in which jobs of one machine differ.
     """
 
     name: str
@@ -104,6 +105,7 @@ class LauncherEnvironment:
     node: str | None = None
     applies: Callable[[Mapping[str, str]], bool] = _always
     address: Callable[[Mapping[str, str]], str | None] = _nowhere
+    job: str | None = None
 
 
 def _inside_srun(environ: Mapping[str, str]) -> bool:
@@ -148,6 +150,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         world_size="OMPI_COMM_WORLD_SIZE",
         local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
         local_world_size="OMPI_COMM_WORLD_LOCAL_SIZE",
+        job="PMIX_NAMESPACE",
     ),
     LauncherEnvironment(
         name="MVAPICH",
@@ -165,6 +168,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
         node="SLURM_NODEID",
         applies=_inside_srun,
         address=_slurm_host,
+        job="SLURM_JOB_ID",
     ),
     LauncherEnvironment(
         name="Intel MPI",
@@ -251,9 +255,16 @@ def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
         )
     if environ.get("MASTER_PORT"):
         return Rendezvous(address=address, port=_number(environ, "MASTER_PORT"))
-    job = environ.get("SLURM_JOB_ID", "") if topology.launcher == "Slurm" else ""
     # Two jobs on one machine must not meet; all processes of one job must.
-    return Rendezvous(address=address, port=15000 + int(job) % 15000 if job.isdigit() else DEFAULT_PORT)
+    job = environ.get(row.job, "") if row is not None and row.job is not None else ""
+    return Rendezvous(address=address, port=_port_of(job))
+
+
+def _port_of(job: str) -> int:
+    """A port below those that systems choose from, by the digits in the job's name; the usual one without."""
+    digits = "".join(re.findall("[0-9]", job))
+    # A prime: Open MPI numbers its jobs in multiples of 2 ** 16.
+    return 15000 + int(digits) % 14983 if digits else DEFAULT_PORT
 
 
 def _number(environ: Mapping[str, str], variable: str) -> int:

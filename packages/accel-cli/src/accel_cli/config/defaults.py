@@ -164,6 +164,10 @@ _SUGGESTIONS: Mapping[str, _Suggests] = {
     "fp8.opt_level": _always("O2"),
     "fp8.enable_fsdp_float8_all_gather": _always("true"),
     "fp8.pad_inner_dim": _always("true"),
-    "sagemaker.ec2_instance_type": _always("ml.p3.2xlarge"),
+    "sagemaker.ec2_instance_type": _always("ml.g5.2xlarge"),  # PyTorch 2.8 no longer knows the V100 of p3
     "sagemaker.iam_role_name": _always("accelerate_sagemaker_execution_role"),
+    # The newest container of SageMaker for PyTorch and transformers; the defaults are the reference's.
+    "sagemaker.transformers_version": _always("4.56.2"),
+    "sagemaker.pytorch_version": _always("2.8.0"),
+    "sagemaker.py_version": _always("py312"),
 }

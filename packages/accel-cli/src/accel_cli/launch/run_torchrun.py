@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accel_cli.launch.job import Job
 from accel_cli.launch.run_simple import require_script, worker_line
 from accel_state.errors import SettingsError
-from accel_state.ports import free_port, is_port_in_use
+from accel_state.ports import is_port_in_use, reserved_port
 from accel_state.settings import LaunchSettings
 from accel_state.topology import DEFAULT_PORT
 
@@ -86,12 +86,12 @@ def choose_port(launch: LaunchSettings) -> int:
     """The port where rank 0 shall listen, for launchers that cannot choose one themselves.
 
     Args:
-        launch: Says which; nothing and 0 stand for one that is free on this machine.
+        launch: Says which; nothing and 0 stand for one of this machine, which is kept for this launch.
 
     Raises:
         SettingsError: The port that was asked for is taken.
     """
-    return requested_port(launch) or free_port()
+    return requested_port(launch) or reserved_port()
 
 
 def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None = None) -> list[str]:
