@@ -1,11 +1,13 @@
 """Run many small jobs of two ranks and count those that did their work and yet did not end with 0.
 
-    python tools/exit_storm.py --jobs 100 --who ours plain --kind ddp fsdp2 tp --load 2
+    python tools/exit_storm.py --by fork accel torchrun mpirun --jobs 157 --launched 4
 
 Ranks are forked from a process that has imported torch already, so that a job costs a second rather than
-ten; their interpreters end as those of scripts do. With `--slow-threads` the threads of gloo get the time
-that is left over, as on a loaded machine. `--launcher` starts real commands instead. A rank that ended
-otherwise is told with its exit code and with the last line that it wrote.
+ten; their interpreters end as those of scripts do. `--by` names real launchers besides. With `--slow-threads`
+the threads of gloo get the time that is left over, as on a loaded machine. A rank that ended otherwise is
+told with its exit code and with the last line that it wrote. A job that does not end is killed and counted
+as late; the jobs of a kind that were not started within `--limit` are left out. The totals are printed in
+any case.
 """
 
 from __future__ import annotations
@@ -18,10 +20,13 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch._dynamo  # pyright: ignore[reportUnusedImport] - which DDP imports when it is first made
 import torch.distributed as dist
@@ -38,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
+from accel_state.ports import free_port
 from accel_train import Accelerator
 
 if TYPE_CHECKING:
@@ -84,6 +90,9 @@ def slow_down(slow: bool) -> None:
 
 def plain(kind: str, *, slow: bool) -> None:
     """The job in PyTorch alone, which leaves the end to the interpreter."""
+    for name in ("RANK", "SIZE"):  # as Open MPI tells them, and plain PyTorch does not know
+        if f"OMPI_COMM_WORLD_{name}" in os.environ:
+            os.environ[name.replace("SIZE", "WORLD_SIZE")] = os.environ[f"OMPI_COMM_WORLD_{name}"]
     dist.init_process_group("gloo")
     slow_down(slow)
     module: Any = model()
@@ -124,26 +133,32 @@ class Figures:
     """How jobs ended.
 
     Args:
-        jobs: How many ran.
-        bad: How many did not end with 0 on every rank.
+        jobs: How many were started.
+        bad: How many of them ended and not with 0 on every rank.
+        late: How many had not ended in time, and were killed.
         told: A line for each rank of those.
     """
 
     jobs: int = 0
     bad: int = 0
+    late: int = 0
     told: list[str] = field(default_factory=list[str])
 
-    def add(self, codes: Sequence[int], outputs: Sequence[str]) -> None:
+    def add(self, codes: Sequence[int], outputs: Sequence[str], *, late: bool = False) -> None:
         """Count a job."""
         self.jobs += 1
-        if any(codes):
-            self.bad += 1
-            last = [(text.strip().splitlines() or [""])[-1] for text in outputs]
-            self.told += [
-                f"rank {rank}: {code}: {line}"
-                for rank, (code, line) in enumerate(zip(codes, last, strict=True))
-                if code
-            ]
+        self.late += late
+        self.bad += not late and any(codes)
+        for rank, (code, text) in enumerate(zip(codes, outputs, strict=True)):
+            if code or late:
+                last = (text.strip().splitlines() or [""])[-1]
+                self.told.append(f"rank {rank}: {'late' if late else code}: {last}")
+
+    def __str__(self) -> str:
+        return f"{self.bad:>4} {self.late:>6} {self.jobs:>6}"
+
+
+HEADER = f"{'started by':>10} {'kind':>6} {'who':>6} {'bad':>4} {'late':>6} {'jobs':>6}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -153,13 +168,27 @@ class Running:
     pids: list[int]
     outputs: list[Path]
     agent: int
+    started: float = field(default_factory=time.monotonic)
     codes: dict[int, int] = field(default_factory=dict[int, int])
+
+    def end(self, figures: Figures, *, late: bool = False) -> None:
+        """Kill what is left of it and count it."""
+        for pid in {*self.pids} - {*self.codes}:
+            os.kill(pid, signal.SIGKILL)
+            self.codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        os.kill(self.agent, signal.SIGKILL)
+        os.waitpid(self.agent, 0)
+        figures.add(
+            [self.codes[pid] for pid in self.pids], [path.read_text() for path in self.outputs], late=late
+        )
 
 
 def fork_job(folder: Path, number: int) -> Running | int:
     """Start a job as torchrun's agent would; give the job, or in a child the rank that it is."""
     agent, port = fork_store()
     running = Running(pids=[], outputs=[folder / f"{number}.{rank}" for rank in range(RANKS)], agent=agent)
+    for path in running.outputs:
+        path.touch()
     for rank in range(RANKS):
         pid = os.fork()
         if not pid:
@@ -195,45 +224,77 @@ def become_rank(rank: int, port: str, output: Path) -> None:
     os.dup2(stream.fileno(), 2)
 
 
-def storm(jobs: int, at_once: int, folder: Path, figures: Figures) -> bool:
+def storm(options: argparse.Namespace, folder: Path, figures: Figures) -> bool:
     """Run forked jobs.
 
     Returns:
         Whether this process is a rank, which has its work before it.
     """
-    waiting: dict[int, Running] = {}
-    started = 0
-    while started < jobs or waiting:
-        while started < jobs and len(waiting) < at_once * RANKS:
+    deadline, started = time.monotonic() + options.limit, 0
+    running: list[Running] = []
+    while started < options.jobs or running:
+        while started < options.jobs and len(running) < options.at_once and time.monotonic() < deadline:
             job = fork_job(folder, started)
             if isinstance(job, int):
                 return True
             started += 1
-            waiting |= dict.fromkeys(job.pids, job)
-        pid, status = os.wait()
-        if pid not in waiting:  # a store
-            continue
-        job = waiting.pop(pid)
-        job.codes[pid] = os.waitstatus_to_exitcode(status)
-        if len(job.codes) == RANKS:
-            figures.add([job.codes[pid] for pid in job.pids], [path.read_text() for path in job.outputs])
-            os.kill(job.agent, signal.SIGKILL)
+            running.append(job)
+        if not running:
+            break
+        time.sleep(0.01)
+        for job in [*running]:
+            for pid in {*job.pids} - {*job.codes}:
+                if (status := os.waitpid(pid, os.WNOHANG))[0]:
+                    job.codes[pid] = os.waitstatus_to_exitcode(status[1])
+            late = min(deadline, job.started + options.job_limit) < time.monotonic()
+            if late or len(job.codes) == RANKS:
+                job.end(figures, late=late and len(job.codes) < RANKS)
+                running.remove(job)
     return False
 
 
-def launched(launcher: str, who: str, kind: str, jobs: int, at_once: int) -> Figures:
+def launched(options: argparse.Namespace, launcher: str, who: str, kind: str, figures: Figures) -> None:
     """Run jobs by real commands."""
-    line = [*LAUNCHERS[launcher], __file__, "--rank", who, kind]
-    figures = Figures()
-    while figures.jobs < jobs:
+    slow = ["--slow-threads"] if options.slow_threads else []
+    line = [*LAUNCHERS[launcher], __file__, *slow, "--rank", who, kind]
+    deadline = time.monotonic() + options.limit
+    while figures.jobs < options.launched and time.monotonic() < deadline:
         running = [
-            subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            for _ in range(min(at_once, jobs - figures.jobs))
+            subprocess.Popen(
+                line,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env={**os.environ, **(meeting(launcher, who))},
+            )
+            for _ in range(min(options.at_once, options.launched - figures.jobs))
         ]
+        until = min(deadline, time.monotonic() + options.job_limit)
         for process in running:
-            told, _ = process.communicate()
-            figures.add([process.returncode], [told])
-    return figures
+            late = False
+            try:
+                told, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late = True
+                kill_with_descendants(process.pid)
+                told, _ = process.communicate()
+            figures.add([process.returncode], [told], late=late)
+
+
+def meeting(launcher: str, who: str) -> dict[str, str]:
+    """Where ranks meet if neither the launcher nor the library says so."""
+    if (launcher, who) != ("mpirun", "plain"):
+        return {}
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def kill_with_descendants(pid: int) -> None:
+    """Kill a process and all that it has started, also what is in a session of its own."""
+    with suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        for one in [*process.children(recursive=True), process]:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()
 
 
 def hogs(count: int) -> Iterator[subprocess.Popen[bytes]]:
@@ -242,24 +303,33 @@ def hogs(count: int) -> Iterator[subprocess.Popen[bytes]]:
         yield subprocess.Popen([sys.executable, "-c", "while True: pass"])
 
 
-def storms(options: argparse.Namespace, folder: Path) -> tuple[str, str] | None:
+def storms(options: argparse.Namespace, folder: Path, totals: dict[str, Figures]) -> tuple[str, str] | None:
     """Run every kind of job and print its figures.
 
     Returns:
         In a forked rank the job that it shall do, otherwise nothing.
     """
-    for kind, who in itertools.product(options.kind, options.who):
-        if options.launcher:
-            figures = launched(options.launcher, who, kind, options.jobs, options.at_once)
-        else:
-            figures = Figures()
-            if storm(options.jobs, options.at_once, folder, figures):
+    print(HEADER, flush=True)
+    for way, kind, who in itertools.product(options.by, options.kind, options.who):
+        figures, is_rank = Figures(), False
+        try:
+            if way != "fork":
+                launched(options, way, who, kind, figures)
+            elif is_rank := storm(options, folder, figures):
                 return who, kind
-        print(
-            f"{options.launcher or 'forked'} {kind} {who}: {figures.bad} of {figures.jobs} did not end with 0"
-        )
-        print(*(f"  {line}\n" for line in figures.told), sep="", end="", flush=True)
+        finally:
+            if not is_rank:
+                show(f"{way:>10} {kind:>6} {who:>6}", figures, totals.setdefault(who, Figures()))
     return None
+
+
+def show(words: str, figures: Figures, total: Figures) -> None:
+    """Print the figures of a kind, and add them to the total."""
+    print(words, figures)
+    print(*(f"  {line}\n" for line in figures.told), sep="", end="", flush=True)
+    total.jobs += figures.jobs
+    total.bad += figures.bad
+    total.late += figures.late
 
 
 def main() -> None:
@@ -267,25 +337,43 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--jobs", type=int, default=20, help="of each kind")
+    parser.add_argument("--by", nargs="+", default=["fork"], choices=["fork", *LAUNCHERS])
+    parser.add_argument("--jobs", type=int, default=20, help="of each kind, by forking")
+    parser.add_argument("--launched", type=int, default=4, help="of each kind, by each real launcher")
     parser.add_argument("--who", nargs="+", default=[*WHO], choices=[*WHO])
     parser.add_argument("--kind", nargs="+", default=["ddp", "fsdp2", "tp"], choices=["ddp", "fsdp2", "tp"])
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for the jobs of a kind")
+    parser.add_argument("--job-limit", type=float, default=120.0, help="seconds after which a job is killed")
     parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy each")
     parser.add_argument("--slow-threads", action="store_true")
-    parser.add_argument("--launcher", choices=[*LAUNCHERS])
     parser.add_argument("--rank", nargs=2, metavar=("WHO", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
-    job, folder, load = options.rank, Path(tempfile.mkdtemp()), [*hogs(0 if options.rank else options.load)]
-    if job is None:
-        job = storms(options, folder)
+    job = options.rank or run_storms(options)
     if job is not None:
         WHO[job[0]](job[1], slow=options.slow_threads)
         print(DONE, flush=True)  # and now the end of the interpreter
-        return
-    for one in load:
-        one.kill()
-    shutil.rmtree(folder)
+
+
+def run_storms(options: argparse.Namespace) -> tuple[str, str] | None:
+    """Run all storms, print the totals whatever happens, and leave nothing behind.
+
+    Returns:
+        In a forked rank the job that it shall do.
+    """
+    parent, folder, load = os.getpid(), Path(tempfile.mkdtemp()), [*hogs(options.load)]
+    totals: dict[str, Figures] = {}
+    try:
+        return storms(options, folder, totals)
+    finally:
+        if os.getpid() == parent:
+            for who, figures in totals.items():
+                print(f"{'all':>10} {'':>6} {who:>6} {figures}", flush=True)
+            for one in load:
+                one.kill()
+            for child in psutil.Process().children(recursive=True):
+                child.kill()
+            shutil.rmtree(folder)
 
 
 if __name__ == "__main__":

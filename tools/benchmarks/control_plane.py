@@ -1,14 +1,14 @@
 """What ranks ask of the store while they wait, for 16 to 2,048 simulated ranks and one real TCPStore.
 
-    uv run python tools/benchmarks/control_plane.py [--ranks 16 64 ...] [--baseline-up-to 256] [--seconds 12]
+    uv run python tools/benchmarks/control_plane.py [--ranks 16 64 ...] [--baseline-up-to 64] [--seconds 8]
 
 Ranks are threads of two processes, each with a connection of its own, a real hang monitor and a real
 agreement. `slow writer`: all ranks agree about a checkpoint, and one comes after `--seconds`; requests are
 counted in between. `stall`: all ranks give up on a collective at the same time, and the requests until each
 has its message are counted. The baseline waits as earlier versions did, in about twenty lines below: every
 rank looks for its key 20 times a second, and every half second for the status of every rank in two requests;
-and a rank that gives up does the latter twice. Beyond `--baseline-up-to` ranks that is more than a store
-answers.
+and a rank that gives up does the latter twice. Beyond `--baseline-up-to` ranks that is more than two cores
+answer.
 
 Claim: requests per rank do not grow with the number of ranks.
 """
@@ -16,8 +16,9 @@ Claim: requests per rank do not grow with the number of ranks.
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
+import logging
+import multiprocessing
+import signal
 import sys
 import threading
 import time
@@ -31,8 +32,10 @@ from accel_train.checkpoint.store_gather import StoreAgreement
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from multiprocessing.connection import Connection
 
 PROCESSES = 2
+FORK: Any = multiprocessing.get_context("fork")
 POLL_S, SURVEY_S = 0.05, 0.5  # of the baseline
 STALL = RuntimeError(
     "[/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 8000ms for send operation"
@@ -126,21 +129,29 @@ class Rank:
                 statuses.get(f"{rank}")
 
 
-def simulate(port: int, first: int, count: int, world_size: int, *, baseline: bool) -> None:
-    """Be some ranks: for every line `[scenario, seconds]` answer with the requests of each."""
-    ranks = [Rank(port, rank, world_size, baseline=baseline) for rank in range(first, first + count)]
-    print("ready", flush=True)
-    for line in sys.stdin:
-        scenario, seconds = json.loads(line)
-        before = [rank.store.requests for rank in ranks]
+def keep_store(told: Connection) -> None:
+    """Be the process that keeps the store."""
+    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)  # noqa: FBT003
+    told.send(store.port)
+    signal.pause()
+
+
+def simulate(asked: Connection, port: int, ranks: range, world_size: int, baseline: bool) -> None:
+    """Be some ranks: answer every scenario with the sum of their requests."""
+    logging.disable()
+    mine = [Rank(port, rank, world_size, baseline=baseline) for rank in ranks]
+    asked.send("ready")
+    while True:
+        scenario, seconds = asked.recv()
+        before = sum(rank.store.requests for rank in mine)
         if scenario == "slow writer":
-            delays = [seconds if rank.rank == world_size - 1 else 0.0 for rank in ranks]
+            delays = [seconds if rank.rank == world_size - 1 else 0.0 for rank in mine]
             threads = [
                 threading.Thread(target=rank.agree, args=(delay,), daemon=True)
-                for rank, delay in zip(ranks, delays, strict=True)
+                for rank, delay in zip(mine, delays, strict=True)
             ]
         else:
-            threads = [threading.Thread(target=rank.give_up, daemon=True) for rank in ranks]
+            threads = [threading.Thread(target=rank.give_up, daemon=True) for rank in mine]
         for thread in threads:
             thread.start()
         if scenario == "slow writer":
@@ -148,10 +159,7 @@ def simulate(port: int, first: int, count: int, world_size: int, *, baseline: bo
         else:
             for thread in threads:
                 thread.join()
-        print(
-            json.dumps([rank.store.requests - old for rank, old in zip(ranks, before, strict=True)]),
-            flush=True,
-        )
+        asked.send(sum(rank.store.requests for rank in mine) - before)
         if not baseline:
             for thread in threads:
                 thread.join()
@@ -159,48 +167,36 @@ def simulate(port: int, first: int, count: int, world_size: int, *, baseline: bo
 
 def measure(world_size: int, seconds: float, *, baseline: bool) -> tuple[float, float]:
     """Requests per rank and second with a slow writer, and per rank in a stall."""
-    store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)  # noqa: FBT003
     share = world_size // PROCESSES
-    plans = [[store.port, i * share, share, world_size, baseline] for i in range(PROCESSES)]
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                "--simulate",
-                json.dumps(plan),
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
-        for plan in plans
+    told, store = start(keep_store)
+    port = told.recv()
+    started = [
+        start(simulate, port, range(i * share, (i + 1) * share), world_size, baseline)
+        for i in range(PROCESSES)
     ]
 
     def ask(*what: object) -> int:
-        for process in processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(what) + "\n")
-            process.stdin.flush()
-        return sum(sum(answer(process)) for process in processes)
-
-    def answer(process: subprocess.Popen[str]) -> list[int]:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        if not line:
-            sys.exit(f"a process of simulated ranks has ended: {process.args!r}")
-        return [] if line == "ready\n" else json.loads(line)
+        for connection, _ in started:
+            connection.send(what)
+        return sum(connection.recv() for connection, _ in started)
 
     try:
-        for process in processes:
-            answer(process)
-        waiting = ask("slow writer", seconds) / world_size / seconds
-        return waiting, ask("stall", 0.0) / world_size
+        for connection, _ in started:
+            connection.recv()
+        return ask("slow writer", seconds) / world_size / seconds, ask("stall", 0.0) / world_size
     finally:
-        for process in processes:
+        for process in (*(process for _, process in started), store):
             process.kill()
-            process.communicate()
+            process.join()
+
+
+def start(body: Callable[..., None], *arguments: object) -> tuple[Connection, Any]:
+    """Fork a process, which has torch already, and return the connection to it. This one has no threads."""
+    ours, theirs = FORK.Pipe()
+    process = FORK.Process(target=body, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()
+    return ours, process
 
 
 def main() -> None:
@@ -208,14 +204,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64, 256, 1024, 2048])
-    parser.add_argument("--baseline-up-to", type=int, default=256, metavar="RANKS")
-    parser.add_argument("--seconds", type=float, default=12.0, help="how late one rank is")
-    parser.add_argument("--simulate", help=argparse.SUPPRESS)
+    parser.add_argument("--baseline-up-to", type=int, default=64, metavar="RANKS")
+    parser.add_argument("--seconds", type=float, default=8.0, help="how late one rank is")
     arguments = parser.parse_args()
-    if arguments.simulate:
-        port, first, count, world_size, baseline = json.loads(arguments.simulate)
-        simulate(port, first, count, world_size, baseline=baseline)
-        return
     print(f"{'ranks':>6} {'slow writer, requests per rank and second':>45} {'stall, requests per rank':>40}")
     print(f"{'':>6} {'before':>15} {'after':>15} {'ratio':>13} {'before':>12} {'after':>12} {'ratio':>14}")
     found: list[tuple[float, float]] = []
