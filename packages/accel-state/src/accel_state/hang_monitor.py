@@ -251,8 +251,9 @@ class HangMonitor:
 
     def _poll_diagnosis(self) -> None:
         if self.diagnosis is None and self._store.check(["diagnosis"]):
-            self.diagnosis = self._store.get("diagnosis").decode()
-            logger.error("Another rank gave up waiting: %s", self.diagnosis)
+            diagnosis = self._store.get("diagnosis").decode()
+            logger.error("Another rank gave up waiting: %s", diagnosis)
+            self.diagnosis = diagnosis  # from now on collectives are refused, with the reason in the log
 
     def _warn(self) -> None:
         """Log where all ranks are if this one has not moved for long, then after twice as long, and so on."""
