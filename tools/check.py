@@ -142,6 +142,12 @@ STEPS = (
         thorough=("--tests",),
     ),
     Step(
+        name="behaviour",
+        about="small programs do what they do with the reference, or differ for a reason (with --all)",
+        command=(PYTHON, "tools/compare_behaviour.py"),
+        slow=True,
+    ),
+    Step(
         name="ordering",
         about="without any one statement that orders asynchronous work, a test fails (with --all)",
         command=(PYTHON, "tools/delete_ordering.py"),

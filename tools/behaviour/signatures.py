@@ -1,0 +1,43 @@
+"""The names of the parameters of every documented function and class."""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+from cases import cases
+
+SURFACE = json.loads((Path(__file__).resolve().parents[1] / "surface.json").read_text())["modules"]
+DOCUMENTED = {
+    parameter["name"].lstrip("*")
+    for names in SURFACE.values()
+    for entry in names.values()
+    for parameter in [*entry.get("parameters", ()), *entry.get("init", ())]
+}
+PLACES = tuple(
+    (module.partition(".")[2], name)
+    for module, names in SURFACE.items()
+    if "tracking" not in module
+    for name, entry in names.items()
+    if not name.startswith("_") and entry.get("kind") != "constant"
+)
+
+
+@cases("signatures", place=PLACES)
+def parameters(lib: Any, *, place: tuple[str, str]) -> Any:
+    module, name = place
+    found = getattr(importlib.import_module(f"{lib.__name__}.{module}" if module else lib.__name__), name)
+    if isinstance(found, type) and issubclass(found, enum.Enum):
+        return [one.name for one in found]
+    given = inspect.signature(found).parameters.values()
+    # What is new in accel can be given by name only; it is no difference.
+    return sorted(_said(one) for one in given if one.kind is not one.KEYWORD_ONLY or one.name in DOCUMENTED)
+
+
+def _said(parameter: inspect.Parameter) -> str:
+    marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    return marks.get(parameter.kind, "") + parameter.name
