@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "--color=no")
 EXAMPLES = "tests-integration/docs"
+CLIENTS = "tests-integration/clients"
 PYTEST_LINE = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s.*$")
 WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed")
 MAX_RERUNS = 10
@@ -123,7 +124,15 @@ STEPS = (
     Step(
         name="integration",
         about="SPMD tests on pooled ranks, and real launches",
-        command=(*PYTEST, "--durations=10", "tests-integration", f"--ignore={EXAMPLES}"),
+        command=(
+            *(*PYTEST, "--durations=10", "tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
+        ),
+    ),
+    Step(
+        name="clients",
+        about="transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
+        command=(*PYTEST, "-m", "not thorough", "--durations=5", CLIENTS),
+        thorough=("-m", "thorough or not thorough"),
     ),
     Step(
         name="examples",

@@ -62,7 +62,7 @@ ABOUT = {
 }
 
 CALLABLE_MODULE = """
-class _CallableModule(ModuleType):
+class _CallableModule(Table):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.{name}(*arguments, **options)
 
@@ -251,10 +251,9 @@ def table_text(module: str, api: Api) -> str:
         "from __future__ import annotations",
         "",
         *(["import sys"] if is_callable or is_program else []),
-        *(["from types import ModuleType"] if is_callable else []),
         f"from typing import TYPE_CHECKING{', Any' if is_callable else ''}",
         "",
-        "from accel_state._lazy import attach",
+        f"from accel_state._lazy import {'Table, ' if is_callable else ''}attach",
         "",
         "if TYPE_CHECKING:",
         *(

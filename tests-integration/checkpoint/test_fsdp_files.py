@@ -113,8 +113,20 @@ def test_what_is_not_there_or_does_not_fit_is_named_on_every_rank(form, tmp_path
     other = accelerator.prepare(other)
     with pytest.raises((CheckpointError, RuntimeError), match=r"(?s)0\.weight.*5, 3.*4, 3"):
         load_fsdp_model(plugin, accelerator, other, tmp_path / "here")
-    with pytest.raises(SettingsError, match=r"adapter_only=True: .*Sequential has no adapter"):
-        save_fsdp_model(plugin, accelerator, model, tmp_path / "there", adapter_only=True)
+
+
+@distributed(world_size=2)
+def test_of_a_model_without_adapter_all_is_saved_and_loaded_strictly(tmp_path):
+    plugin, accelerator, model, optimizer = make(2, "FULL_STATE_DICT")
+    step(accelerator, model, optimizer)
+    saved = accelerator.get_state_dict(model)
+    save_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
+    step(accelerator, model, optimizer)
+    load_fsdp_model(plugin, accelerator, model, tmp_path, adapter_only=True)
+    torch.testing.assert_close(accelerator.get_state_dict(model), saved)
+    other = accelerator.prepare(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)))
+    with pytest.raises((CheckpointError, RuntimeError)):
+        load_fsdp_model(plugin, accelerator, other, tmp_path, adapter_only=True)
 
 
 @distributed(world_size=2)

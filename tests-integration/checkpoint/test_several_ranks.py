@@ -106,6 +106,35 @@ def test_every_sample_comes_once_whatever_the_number_of_ranks(tmp_path: Path) ->
     assert sorted(map(int, (tmp_path / "seen").read_text().split())) == list(range(15))
 
 
+@distributed(world_size=2)
+def test_hooks_get_the_models_without_wrappers_and_what_they_leave_is_loaded(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    models = [nn.Linear(2, 2), nn.Linear(3, 3)]
+    prepared = accelerator.prepare(*models)
+    given: list[list[nn.Module]] = []
+
+    def on_save(found, weights, folder):
+        given.append([*found])
+        found.clear()  # a list of its own
+
+    def on_load(found, folder):
+        given.append([*found])
+        found.pop()
+
+    accelerator.register_save_state_pre_hook(on_save)
+    accelerator.register_load_state_pre_hook(on_load)
+    saved = [weights(model).clone() for model in models]
+    accelerator.save_state(tmp_path / "c")
+    with torch.no_grad():
+        for model in models:
+            model.weight.fill_(7.0)
+    accelerator.load_state(tmp_path / "c")
+    assert all(one is bare for found in given for one, bare in zip(found, models, strict=True))
+    assert torch.equal(weights(models[0]), saved[0])
+    assert (models[1].weight == 7.0).all()
+    assert [type(model) for model in prepared] == [type(prepared[0])] * 2 != [nn.Linear] * 2
+
+
 @distributed(world_size=3)
 def test_a_rank_without_random_numbers_gets_its_own(tmp_path: Path) -> None:
     run = build(tmp_path)

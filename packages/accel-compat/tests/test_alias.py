@@ -118,6 +118,23 @@ assert accel.notebook_launcher is len
     run(INSTALL + program)
 
 
+def test_what_is_assigned_in_a_submodule_is_what_accel_calls() -> None:
+    program = """
+import accelerate.big_modeling, accel.utils, accel_bigmodel.dispatch
+from torch import nn
+before = accelerate.big_modeling.check_device_map
+accelerate.big_modeling.check_device_map = lambda *_, **__: print("mine")
+accelerate.big_modeling.dispatch_model(nn.Linear(1, 1), {"": "cpu"}, force_hooks=True)
+accelerate.big_modeling.check_device_map = before
+accelerate.big_modeling.dispatch_model(nn.Linear(1, 1), {"": "cpu"}, force_hooks=True)
+assert accel_bigmodel.dispatch.check_device_map is accel.utils.check_device_map is before
+import accel.utils.tqdm
+accel.utils.tqdm.tqdm = print
+accel.utils.tqdm("called")
+"""
+    assert run(INSTALL + program) == "mine\ncalled"
+
+
 def test_children_that_start_anew_inherit_the_alias(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import sys; sys.seen_by_test = True\n")
     program = f"""

@@ -7,10 +7,9 @@ Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 from __future__ import annotations
 
 import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from accel_state._lazy import attach
+from accel_state._lazy import Table, attach
 
 if TYPE_CHECKING:
     from accel_state.progress import tqdm
@@ -22,7 +21,7 @@ _EXPORTS = {
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)
 
-class _CallableModule(ModuleType):
+class _CallableModule(Table):
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self.tqdm(*arguments, **options)
 

@@ -177,10 +177,10 @@ class StateIoFacet(Facet):
         """Call a function before `save_state` writes.
 
         Args:
-            hook: Called as `hook(models, weights, output_dir)` on every process, with the prepared models,
-                their state dicts, and the folder in which the checkpoint is written, which is not yet where
-                it will stand. Files that it writes there become part of the checkpoint; what it removes from
-                `weights` is not saved.
+            hook: Called as `hook(models, weights, output_dir)` on every process, with the prepared models
+                without what `prepare` has put around them, their state dicts, and the folder in which the
+                checkpoint is written, which is not yet where it will stand. Files that it writes there become
+                part of the checkpoint; what it removes from `weights` is not saved.
 
         Returns:
             A handle whose `remove()` undoes it.
@@ -192,7 +192,8 @@ class StateIoFacet(Facet):
 
         Args:
             hook: Called as `hook(models, input_dir)` on every process, with a list of the prepared models
-                and the folder of the checkpoint. What it removes from `models` is not loaded.
+                without what `prepare` has put around them, and the folder of the checkpoint. What it removes
+                from `models` is not loaded.
 
         Returns:
             A handle whose `remove()` undoes it.

@@ -57,7 +57,7 @@ def save_fsdp_model(
         model: Prepared.
         output_dir: The folder; made if absent.
         model_index: Number of the model, part of the name.
-        adapter_only: Whether only the adapter of a PEFT model is saved.
+        adapter_only: Whether only the adapter of a PEFT model is saved. Other models are saved whole.
         use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a
             file for itself.
     """
@@ -101,7 +101,7 @@ def load_fsdp_model(
     access = _Access(accelerator)
     folder = Path(input_dir)
     form = _form(fsdp_plugin, use_dcp=use_dcp)
-    strict = {"strict": False} if adapter_only else {}
+    strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
     if form is StateForm.WHOLE:
         state: Any = read_object(_existing(folder / layout.fsdp_weights_name(model_index)))
         access.persister.load_full_state_dict(model, state, **strict)
@@ -237,13 +237,17 @@ def _write_folder(accelerator: Any, folder: Path, state: Mapping[str, Any]) -> N
         dcp.write_index(folder, range(accelerator.num_processes))
 
 
-def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
-    """The weights of a PEFT model's active adapter, if that is all that is wanted."""
-    if not adapter_only:
-        return dict(state)
+def _has_adapter(model: nn.Module) -> bool:
+    """Whether a model is a PEFT model."""
     core: Any = extract_model_from_parallel(model, keep_torch_compile=False)
-    if getattr(core, "peft_config", None) is None:
-        raise SettingsError(f"adapter_only=True: {type(core).__name__} has no adapter, it is no PEFT model.")
+    return getattr(core, "peft_config", None) is not None
+
+
+def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
+    """The weights of a PEFT model's active adapter, if that is all that is wanted; else all."""
+    if not adapter_only or not _has_adapter(model):
+        return dict(state)
+    core = extract_model_from_parallel(model, keep_torch_compile=False)
     names = {name for name, parameter in core.named_parameters() if parameter.requires_grad}
     return {name: value for name, value in state.items() if plain_name(name) in {*map(plain_name, names)}}
 

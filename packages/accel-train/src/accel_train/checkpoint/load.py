@@ -170,10 +170,11 @@ def _listings(answers: Iterable[Answer]) -> list[list[int]]:
 
 def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
     prepared = run.prepared
-    models = list(prepared.models)
+    models = run.bare_models
+    wrapped = dict(zip(map(id, models), prepared.models, strict=True))
     for hook in tuple(run.load_hooks.values()):
         hook(models, str(source.folder))
-    for index, model in enumerate(models):
+    for index, model in enumerate(wrapped.get(id(bare), bare) for bare in models):
         load_shards = model_loader(run, source, index)
         if load_shards is not None:
             load_shards(model, **to_model)

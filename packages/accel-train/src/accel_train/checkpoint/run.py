@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import SettingsError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.staging import HostStaging
@@ -15,6 +16,8 @@ from accel_train.checkpoint.store_gather import agreement_of
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
+
+    from torch import nn
 
     from accel_plugins.dcp.protocol import ShardedStates
     from accel_plugins.kwargs.project import ProjectConfiguration
@@ -93,6 +96,11 @@ class Run:
     def commits(self) -> bool:
         """Whether that is this rank."""
         return self.rank == self.committer
+
+    @property
+    def bare_models(self) -> list[nn.Module]:
+        """The models without what `prepare` has put around them, as hooks get them."""
+        return [extract_model_from_parallel(one, keep_torch_compile=False) for one in self.prepared.models]
 
     @cached_property
     def main(self) -> Agreement:

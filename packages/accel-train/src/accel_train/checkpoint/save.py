@@ -264,7 +264,7 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     full = form is StateForm.WHOLE
     weights = [run.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
     for hook in tuple(run.save_hooks.values()):
-        hook(prepared.models, weights, str(job.staging))
+        hook(run.bare_models, weights, str(job.staging))
     contents = Contents(
         weights=weights,
         optimizers=[

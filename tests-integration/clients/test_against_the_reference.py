@@ -1,0 +1,172 @@
+"""Libraries that import `accelerate`, unchanged: on accel they find what they find on the reference.
+
+Both run in an environment of their own, which holds these libraries and the reference; under accel-compat
+`import accelerate` is accel there. One case of each family runs always, those marked `thorough` with
+`tools/check.py --all`.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = ROOT / "build" / "clients"
+PROGRAM = Path(__file__).parent / "programs" / "run_cases.py"
+TOLERANCE = 1e-6
+
+ALONE = (
+    "trainer:basic",
+    "big_models:device_maps",
+    "adapters:lora",
+    "preferences:sft",
+    "diffusion:training",
+    "sentences:ranking",
+    "sentences:setfit",
+)
+THOROUGH = (
+    "trainer:accumulated",
+    "trainer:best",
+    "trainer:resume",
+    "trainer:bf16",
+    "trainer:iterable",
+    "trainer:evaluated",
+    "big_models:eight_bits",
+    "big_models:four_bits",
+    "adapters:qlora",
+    "adapters:offloaded",
+    "preferences:dpo",
+    "preferences:grpo",
+    "preferences:reward",
+    "preferences:command",
+    "diffusion:offloaded",
+)
+TWO_RANKS = (
+    "trainer:accumulated",
+    "trainer:best",
+    "trainer:iterable",
+    "trainer:fsdp2",
+    "adapters:lora",
+    "diffusion:training",
+)
+ON_ONE_SIDE = {"trainer:fsdp2": ("files",)}
+"""What is not compared: on the CPU the reference shards nothing, and has no files of FSDP."""
+
+
+@pytest.fixture(scope="session")
+def python() -> Path:
+    """The interpreter of the environment, made as the lock says; a moment if it is there already."""
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv is not None, "uv is not on the path: it makes the environment of these tests"
+    line = [uv, "sync", "--frozen", "--quiet", "--no-default-groups", "--group", "clients"]
+    done = subprocess.run(
+        line,
+        cwd=ROOT,
+        env={**_environ(), "UV_PROJECT_ENVIRONMENT": str(ENVIRONMENT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return ENVIRONMENT / "bin" / "python"
+
+
+@pytest.fixture(scope="module")
+def found(request: pytest.FixtureRequest, python: Path, tmp_path_factory: Any) -> dict[str, Any]:
+    """What the cases that were chosen find, by library and number of ranks; all of them run at once."""
+    folder = tmp_path_factory.mktemp("found")
+    chosen: dict[int, list[str]] = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            chosen.setdefault(item.callspec.params["ranks"], []).append(item.callspec.params["case"])
+    found: dict[str, Any] = {}
+    for ranks, cases in chosen.items():
+        run = partial(_outcome, python, folder, cases, ranks)
+        with ThreadPoolExecutor(2) as pool:
+            found |= {
+                str(ranks): dict(zip(("reference", "accel"), pool.map(run, (False, True)), strict=True))
+            }
+    return found
+
+
+def _outcome(python: Path, folder: Path, cases: list[str], ranks: int, on_accel: bool) -> dict[str, Any]:
+    out = folder / f"{ranks}_{on_accel}.pt"
+    several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
+    alias = ["-m", "accel_compat"] if on_accel else []
+    done = subprocess.run(
+        [str(python), *(several if ranks > 1 else []), *alias, str(PROGRAM), str(out), *cases],
+        env=_environ(),
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return torch.load(out, weights_only=True)
+
+
+def _environ() -> dict[str, str]:
+    ours = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+    del_ = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
+    ours = {key: value for key, value in ours.items() if key not in del_}
+    return {**ours, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _cases() -> Iterator[Any]:
+    for case in (*ALONE, *THOROUGH):
+        yield pytest.param(1, case, marks=[] if case in ALONE else [pytest.mark.thorough])
+    for case in TWO_RANKS:
+        yield pytest.param(2, case, marks=[pytest.mark.thorough])
+
+
+@pytest.mark.parametrize(("ranks", "case"), [*_cases()])
+def test_a_library_finds_on_accel_what_it_finds_on_the_reference(
+    ranks: int, case: str, found: dict[str, Any]
+) -> None:
+    reference, accel = found[str(ranks)]["reference"], found[str(ranks)]["accel"]
+    assert (reference["library"], accel["library"]) == ("accelerate", "accel_state")
+    for result in (reference[case], accel[case]):
+        assert not isinstance(result, str), result  # a traceback
+    for key in ON_ONE_SIDE.get(case, ()):
+        assert reference[case].pop(key) != accel[case].pop(key)
+    assert not [*differences(case, reference[case], accel[case])]
+
+
+def differences(where: str, left: Any, right: Any) -> Iterator[str]:
+    """Name what differs: numbers and tensors by more than the tolerance, all else at all."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        if left.keys() != right.keys():
+            yield f"{where}: {sorted(left.keys() ^ right.keys())} are on one side only"
+        for key in left.keys() & right.keys():
+            yield from differences(f"{where}/{key}", left[key], right[key])
+    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
+        for index, (one, other) in enumerate(zip(left, right, strict=True)):
+            yield from differences(f"{where}/{index}", one, other)
+    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.shape == right.shape:
+        far = (left.double() - right.double()).abs().max().item() if left.numel() else 0.0
+        if not far <= TOLERANCE:
+            yield f"{where}: tensors differ by {far}"
+    elif isinstance(left, float) and isinstance(right, float):
+        if not abs(left - right) <= TOLERANCE:
+            yield f"{where}: {left} and {right}"
+    elif left != right:
+        yield f"{where}: {left!r} and {right!r}"
+
+
+def test_the_comparison_sees_a_difference() -> None:
+    one = {"log": [{"loss": 1.0}], "weights": torch.ones(2), "files": ["a"]}
+    assert not [*differences("", one, {**one, "weights": torch.ones(2) + 1e-7})]
+    for other in ({"log": [{"loss": 1.1}]}, {"weights": torch.zeros(2)}, {"files": []}, {"more": 1}):
+        assert len([*differences("", one, {**one, **other})]) == 1
