@@ -310,3 +310,17 @@ def test_quiet_reaches_the_launcher_of_the_workers(tmp_path, monkeypatch):
     )
     assert loud[:3] == (sys.executable, "-m", "accel_cli.launch.elastic")
     assert (loud[3].startswith("--nproc"), quiet[3]) == (True, "--quiet")
+
+
+def test_as_accelerate_puts_the_alias_first_on_the_path_of_workers():
+    machine = replace(NO_GPU, alias="/compat/startup")
+    for made in (
+        plan("--as_accelerate", environ={"PYTHONPATH": "/mine:/compat/startup"}, machine=machine),
+        plan(file={"as_accelerate": True}, environ={"PYTHONPATH": "/mine"}, machine=machine),
+        plan(environ={"ACCELERATE_AS_ACCELERATE": "yes", "PYTHONPATH": "/mine"}, machine=machine),
+    ):
+        assert made.environ["PYTHONPATH"] == "/compat/startup:/mine"
+        assert from_environ(made.environ).process.as_accelerate
+    assert "PYTHONPATH" not in plan(machine=machine).environ
+    with pytest.raises(SettingsError, match=r"--as_accelerate asks for accel-compat, which is not installed"):
+        plan("--as_accelerate")

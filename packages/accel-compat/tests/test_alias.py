@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
@@ -84,7 +85,23 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     ("statement", "error", "words"),
     [
         ("import accelerate.nowhere", "ModuleNotFoundError", "has no 'accel.nowhere'. Please report"),
-        ("from accelerate import Nothing", "ImportError", "cannot import name 'Nothing'"),
+        ("from accelerate import Nothing", "ModuleNotFoundError", "has no 'accel.Nothing'. Please report"),
+        (
+            "from accelerate.utils import Nothing",
+            "ModuleNotFoundError",
+            "'accel.utils.Nothing'. Please report",
+        ),
+        (
+            "from accelerate.state import Nothing",
+            "ModuleNotFoundError",
+            "'accel.state.Nothing'. Please report",
+        ),
+        ("from accelerate.utils import FP8RecipeKwargs", "ModuleNotFoundError", "FP8 is still to come"),
+        (
+            "from accelerate.test_utils.testing import x",
+            "ModuleNotFoundError",
+            "`accel test` checks a machine",
+        ),
         ("import accelerate; accelerate.Nothing", "AttributeError", "has no such name. Please report"),
     ],
 )
@@ -94,6 +111,24 @@ def test_names_that_accel_lacks_are_errors_that_say_so(statement: str, error: st
     )
     assert error in done.stderr
     assert words in done.stderr
+
+
+def test_asking_whether_a_name_is_there_is_no_error() -> None:
+    program = """
+import accelerate.state, accelerate.utils
+for module in (accelerate, accelerate.state, accelerate.utils):
+    assert not hasattr(module, "Nothing")
+    assert getattr(module, "Nothing", None) is None
+try:
+    from accelerate.utils import Nothing
+except ImportError:
+    Nothing = None
+from accelerate.utils import imports, operations
+from accelerate.utils.tqdm import tqdm
+from accelerate.commands.config import config_args
+assert config_args.__name__ == "accel.commands.config.config_args"
+"""
+    run(INSTALL + program)
 
 
 def test_installing_after_the_reference_was_imported_is_an_error() -> None:
@@ -171,3 +206,33 @@ def test_without_a_script_the_usage_is_told() -> None:
     done = subprocess.run([sys.executable, "-m", "accel_compat"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("usage: python -m accel_compat")
+
+
+@pytest.mark.parametrize("where", ["flag", "variable", "file"])
+def test_a_launched_script_and_its_spawned_children_have_the_alias(where: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(
+        "import multiprocessing, accelerate\n"
+        "def told(queue):\n"
+        "    import accelerate\n"
+        "    queue.put(accelerate.utils.__name__)\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn')\n"
+        "    queue = context.Queue()\n"
+        "    child = context.Process(target=told, args=(queue,))\n"
+        "    child.start()\n"
+        "    print(accelerate.state.__name__, queue.get())\n"
+        "    child.join()\n"
+    )
+    (tmp_path / "config.yaml").write_text("as_accelerate: true\n")
+    said = {"flag": ["--as_accelerate"], "variable": [], "file": ["--config_file", "config.yaml"]}[where]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli", "launch", "--cpu", *said, "script.py"],
+        env={**os.environ, "HF_HOME": str(tmp_path)}
+        | ({"ACCELERATE_AS_ACCELERATE": "1"} if where == "variable" else {}),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "accel.state accel.utils\n"

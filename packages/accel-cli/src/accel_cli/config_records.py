@@ -155,6 +155,7 @@ class ClusterConfig(BaseConfig):
     rdzv_conf: str | None = None
     role: str | None = None
     tee: str | None = None
+    as_accelerate: bool | None = None
 
 
 @dataclass

@@ -7,14 +7,15 @@ import sys
 from email.message import EmailMessage
 from importlib import import_module
 from importlib.abc import Loader
-from importlib.machinery import ModuleSpec
-from importlib.metadata import Distribution, DistributionFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder, version
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import accel
+from accel_compat.absent import instead_of
 from accel_state.environ import publish, read
 
 if TYPE_CHECKING:
@@ -62,6 +63,11 @@ def is_installed() -> bool:
     return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
 
 
+def version_of_accel() -> str:
+    """The version of accel, which is that of all its packages."""
+    return version("accel-compat")
+
+
 class AliasFinder(DistributionFinder):
     """Answer imports of `accelerate` and of its submodules, and questions for its metadata."""
 
@@ -76,24 +82,45 @@ class AliasFinder(DistributionFinder):
         del path, target
         if fullname == REFERENCE:
             return ModuleSpec(fullname, TopLevelLoader(), is_package=True)
-        if not fullname.startswith(f"{REFERENCE}."):
+        top, _, rest = fullname.partition(".")
+        if top not in {REFERENCE, "accel"} or not rest:
             return None
-        ours = f"accel{fullname.removeprefix(REFERENCE)}"
+        if top == "accel":
+            self._refuse_absent(fullname)
+            return None
+        ours = f"accel.{rest}"
         found = find_spec(ours)
         if found is None:
-            raise ModuleNotFoundError(
-                f"No module named {fullname!r}: accel answers for accelerate in this process and has no "
-                f"{ours!r}. Please report which library imports it, and for what.",
-                name=fullname,
-            )
+            raise _absent(fullname)
         return ModuleSpec(
             fullname, SubmoduleLoader(ours), is_package=found.submodule_search_locations is not None
         )
+
+    def _refuse_absent(self, fullname: str) -> None:
+        """Say what to do about `from accelerate.utils import name`, which asks for a submodule in the end.
+
+        Raises:
+            ModuleNotFoundError: A module that was imported as the alias has neither the name nor a submodule.
+        """
+        parent, _, _ = fullname.rpartition(".")
+        alias = parent.replace("accel", REFERENCE, 1)
+        if alias in sys.modules and PathFinder.find_spec(fullname, sys.modules[parent].__path__) is None:
+            raise _absent(f"{alias}.{fullname.rpartition('.')[2]}")
 
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         """Yield the distribution `accelerate` if it is asked for, by its name or with all others."""
         if context is None or context.name is None or context.name.lower() == REFERENCE:
             yield AliasDistribution()
+
+
+def _absent(name: str) -> ModuleNotFoundError:
+    """The error about a name that accel does not serve. It is not called like the name: Python drops that."""
+    ours = name.replace(REFERENCE, "accel", 1)
+    return ModuleNotFoundError(
+        f"No name or module {name!r}: accel answers for accelerate in this process and has no {ours!r}. "
+        f"{instead_of(name)}",
+        name=REFERENCE,
+    )
 
 
 class TopLevelLoader(Loader):
@@ -119,7 +146,7 @@ class TopLevel(ModuleType):
         except AttributeError:
             raise AttributeError(
                 f"module {REFERENCE!r} has no attribute {name!r}: accel answers for accelerate in this "
-                "process and has no such name. Please report which library uses it, and for what.",
+                f"process and has no such name. {instead_of(f'{REFERENCE}.{name}')}",
                 name=name,
             ) from None
 
@@ -148,6 +175,8 @@ class SubmoduleLoader(Loader):
         del spec
         module = import_module(self._ours)
         self._spec = module.__spec__
+        if not hasattr(module, "__path__"):
+            module.__path__ = []  # then the finder is asked for names that it lacks
         return module
 
     def exec_module(self, module: ModuleType) -> None:

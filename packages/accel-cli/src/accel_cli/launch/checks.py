@@ -249,6 +249,12 @@ def _engine_is_absent(facts: Facts) -> Iterator[str]:
         yield f"{engine.origin} asks for Megatron-LM, which is not available in this version: use FSDP."
 
 
+def _alias_is_absent(facts: Facts) -> Iterator[str]:
+    if facts.settings.process.as_accelerate and facts.machine.alias is None:
+        origin = facts.merged.source_of("process.as_accelerate").origin
+        yield f"{origin} asks for accel-compat, which is not installed: `pip install accel-compat`."
+
+
 def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
     section = facts.settings.deepspeed
     if section is None or section.hf_ds_config is None:
@@ -354,6 +360,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _elasticity_does_not_fit,
     _engine_is_off,
     _engine_is_absent,
+    _alias_is_absent,
     _conflicting_deepspeed_settings,
     _precision_has_no_recipe,
     _sizes_do_not_fit,

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,6 +38,7 @@ class Machine:
         hosts: The machines of a DeepSpeed hostfile and how many processes each runs, if there is one.
         mpirun: What `mpirun --version` says; None where it is not asked or not there.
         commands: What the command file of a TPU pod says.
+        alias: The folder by which Python finds the start of accel-compat; None if that is not installed.
     """
 
     gpus: int
@@ -45,6 +47,7 @@ class Machine:
     hosts: Mapping[str, int] | None = None
     mpirun: str | None = None
     commands: tuple[str, ...] = ()
+    alias: str | None = None
 
     def __post_init__(self) -> None:
         """Fill in what nobody said."""
@@ -60,7 +63,14 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     installed = _present()
-    return Machine(gpus=count_gpus(environ, lambda: installed), cores=cores, installed=installed)
+    gpus = count_gpus(environ, lambda: installed)
+    return Machine(gpus=gpus, cores=cores, installed=installed, alias=_alias())
+
+
+def _alias() -> str | None:
+    """Where accel-compat starts a process; it lies above this package, and is not imported."""
+    found = find_spec("accel_compat")
+    return str(Path(found.origin).with_name("startup")) if found is not None and found.origin else None
 
 
 def count_gpus(environ: Mapping[str, str], present: Callable[[], int]) -> int:

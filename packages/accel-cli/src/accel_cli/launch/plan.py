@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -115,4 +116,8 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
         added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.local_processes))
     if ids := launch.device_ids:
         added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
+    if plan.merged.settings.process.as_accelerate and plan.machine.alias is not None:
+        before = plan.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [plan.machine.alias, *(path for path in before if path not in {"", plan.machine.alias})]
+        added["PYTHONPATH"] = os.pathsep.join(paths)
     return added if plan.launcher.environ is None else {**added, **plan.launcher.environ(plan)}

@@ -31,6 +31,7 @@ class ProcessSettings:
         cpu_affinity: Pin the process to the CPU cores that are near its device.
         log_level: The level that `get_logger` sets when it is not given one.
         enable_rich: Show tracebacks with rich.
+        as_accelerate: Let `import accelerate` in what is launched be accel.
     """
 
     use_cpu: bool = False
@@ -39,6 +40,7 @@ class ProcessSettings:
     cpu_affinity: bool = False
     log_level: str | None = None
     enable_rich: bool = False
+    as_accelerate: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

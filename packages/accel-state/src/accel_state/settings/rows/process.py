@@ -68,5 +68,16 @@ PROCESS = (
         variable="ACCELERATE_ENABLE_RICH",
         unasked=_ONE_RUN,
     ),
+    Option(
+        path="process.as_accelerate",
+        help="Let `import accelerate` in the script, and in what it imports, be accel; needs accel-compat.",
+        topic=_TOPIC,
+        parse=flag,
+        variable="ACCELERATE_AS_ACCELERATE",
+        flags=("--as_accelerate",),
+        const="true",
+        key="as_accelerate",
+        unasked="It is for scripts and libraries that are written for Accelerate.",
+    ),
 )
 """Rows of `ProcessSettings`."""
