@@ -64,7 +64,15 @@ def test_what_cannot_be_used_is_an_error(tmp_path):
         ClusterConfig("LOCAL_MACHINE", "NO", "no", use_cpu=True, debug=False).to_json_file("c.yaml")
 
 
-def test_the_records_have_every_key_that_a_file_can_have():
+def test_keys_that_only_accel_has_are_kept(tmp_path):
+    (tmp_path / "c.yaml").write_text("gradient_accumulation_steps: 4\nas_accelerate: true\n")
+    config = load_config_from_file(str(tmp_path / "c.yaml"))
+    assert config.further == {"gradient_accumulation_steps": 4, "as_accelerate": True}
+    config.to_yaml_file(str(tmp_path / "again.yaml"))
+    assert load_config_from_file(str(tmp_path / "again.yaml")) == config
+
+
+def test_the_fields_are_keys_that_a_file_can_have():
     fields = {field.name for kind in (ClusterConfig, SageMakerConfig) for field in dataclasses.fields(kind)}
-    assert {key.partition(".")[0] for key in BY_KEY} == fields
+    assert fields - {"further"} <= {key.partition(".")[0] for key in BY_KEY}
     assert config_records.default_config_file.startswith(config_records.cache_dir)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,9 +58,11 @@ class BaseConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys and values of the file; `None` is left out."""
+        content = dataclasses.asdict(self)
+        content |= content.pop("further", {})
         return {
             key: value.value if isinstance(value, Enum) else value
-            for key, value in dataclasses.asdict(self).items()
+            for key, value in content.items()
             if value is not None
         }
 
@@ -112,7 +114,9 @@ class BaseConfig:
 
 @dataclass
 class ClusterConfig(BaseConfig):
-    """The config file of machines of one's own; the fields are the keys of the reference page of settings.
+    """The config file of machines of one's own; the fields are keys of the reference page of settings.
+
+    Keys that only accel has are in `further`.
 
     Example:
         >>> config = ClusterConfig("LOCAL_MACHINE", "NO", "bf16", use_cpu=True, debug=False, num_processes=2)
@@ -146,16 +150,7 @@ class ClusterConfig(BaseConfig):
     tpu_vm: list[str] | None = None
     tpu_env: list[str] | None = None
     dynamo_config: dict[str, Any] | None = None
-    gradient_accumulation_steps: int | None = None
-    num_cpu_threads_per_process: int | None = None
-    log_dir: str | None = None
-    max_restarts: int | None = None
-    min_machines: int | None = None
-    monitor_interval: float | None = None
-    rdzv_conf: str | None = None
-    role: str | None = None
-    tee: str | None = None
-    as_accelerate: bool | None = None
+    further: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
 @dataclass
@@ -217,5 +212,8 @@ def _content(path: str, kind: type[BaseConfig]) -> dict[str, Any]:
         content["mixed_precision"] = "no"
     if isinstance(content["distributed_type"], bool):
         content["distributed_type"] = "NO"
-    known = {field.name for field in dataclasses.fields(kind)}
-    return {key: value for key, value in content.items() if key in known and value is not None}
+    known = {one.name for one in dataclasses.fields(kind)}
+    found = {key: value for key, value in content.items() if value is not None}
+    own = {key: value for key, value in found.items() if key in known}
+    further = {key: value for key, value in found.items() if key not in known}
+    return {**own, "further": further} if "further" in known else own
