@@ -88,7 +88,7 @@ def found(request: pytest.FixtureRequest, python: Path, tmp_path_factory: Any) -
     folder = tmp_path_factory.mktemp("found")
     chosen: dict[int, list[str]] = {}
     for item in request.session.items:
-        if isinstance(item, pytest.Function) and item.module is request.module:
+        if item.path == request.path and hasattr(item, "callspec"):
             chosen.setdefault(item.callspec.params["ranks"], []).append(item.callspec.params["case"])
     found: dict[str, Any] = {}
     for ranks, cases in chosen.items():
