@@ -28,7 +28,7 @@ from accel_plugins.precision.engine import EnginePrecision
 from accel_plugins.strategies.deepspeed import accumulation_of
 from accel_plugins.strategies.replicated import ReplicatedPersister
 from accel_plugins.strategies.torch_step import TorchStepper
-from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -136,7 +136,7 @@ class ObservedStepper:
 
 def loading(
     recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
-) -> Callable[[str], Any]:
+) -> Callable[[str | StrategySpec], Any]:
     """Make what takes the place of `accel_plugins.registry.load`.
 
     Args:
@@ -144,7 +144,9 @@ def loading(
         load: The real one.
     """
 
-    def observed(name: str) -> Callable[..., Strategy]:
+    def observed(strategy: str | StrategySpec) -> Callable[..., Strategy]:
+        name = strategy if isinstance(strategy, str) else strategy.name
+
         def build(
             settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
         ) -> Strategy:
