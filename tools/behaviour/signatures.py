@@ -12,12 +12,6 @@ from typing import Any
 from cases import cases
 
 SURFACE = json.loads((Path(__file__).resolve().parents[1] / "surface.json").read_text())["modules"]
-DOCUMENTED = {
-    parameter["name"].lstrip("*")
-    for names in SURFACE.values()
-    for entry in names.values()
-    for parameter in [*entry.get("parameters", ()), *entry.get("init", ())]
-}
 PLACES = tuple(
     (module.partition(".")[2], name)
     for module, names in SURFACE.items()
@@ -34,8 +28,10 @@ def parameters(lib: Any, *, place: tuple[str, str]) -> Any:
     if isinstance(found, type) and issubclass(found, enum.Enum):
         return [one.name for one in found]
     given = inspect.signature(found).parameters.values()
+    entry = SURFACE[f"accel.{module}".removesuffix(".")][name]
+    documented = {one["name"] for one in [*entry.get("parameters", ()), *entry.get("init", ())]}
     # What is new in accel can be given by name only; it is no difference.
-    return sorted(_said(one) for one in given if one.kind is not one.KEYWORD_ONLY or one.name in DOCUMENTED)
+    return sorted(_said(one) for one in given if one.kind is not one.KEYWORD_ONLY or one.name in documented)
 
 
 def _said(parameter: inspect.Parameter) -> str:
