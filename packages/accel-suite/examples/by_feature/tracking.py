@@ -14,7 +14,7 @@ from accel import Accelerator
 from accel.utils import set_seed
 
 config = {"learning_rate": 3e-3, "epochs": 4, "model": {"hidden": 64}}
-accelerator = Accelerator(log_with="tensorboard", project_dir="tracking-run")
+accelerator = Accelerator(log_with="tensorboard", project_dir="tracking-run", log_system_metrics=True)
 accelerator.init_trackers("digits", config)
 set_seed(0)
 
@@ -36,7 +36,7 @@ for epoch in range(config["epochs"]):
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        accelerator.log({"train/loss": loss, "epoch": epoch}, step=step)  # does not wait for the device
+        accelerator.log({"train/loss": loss, "train/epoch": epoch}, step=step)  # does not wait for the device
     tracker.log_histograms({"weights": accelerator.unwrap_model(model)[0].weight}, step=step)
 
 accelerator.print(f"logged {step} steps, the last loss is {loss.item():.3f}")

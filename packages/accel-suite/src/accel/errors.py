@@ -13,18 +13,18 @@ from accel_state._lazy import attach
 if TYPE_CHECKING:
     from accel_state.errors import (
         AccelError, DistributedOperationException, MissingDependencyError, SettingsError,
-        StalledCollectiveError, UnsupportedError,
+        StalledCollectiveError, TrackerError, UnsupportedError,
     )
 
 __all__ = [
     "AccelError", "DistributedOperationException", "MissingDependencyError", "SettingsError",
-    "StalledCollectiveError", "UnsupportedError",
+    "StalledCollectiveError", "TrackerError", "UnsupportedError",
 ]
 
 _EXPORTS = {
     **dict.fromkeys((
         "AccelError", "DistributedOperationException", "MissingDependencyError", "SettingsError",
-        "StalledCollectiveError", "UnsupportedError",
+        "StalledCollectiveError", "TrackerError", "UnsupportedError",
     ), "accel_state.errors"),
 }
 __getattr__, __dir__ = attach(__name__, _EXPORTS)
