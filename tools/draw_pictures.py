@@ -53,7 +53,7 @@ def photograph(chromium: str, page: str, picture: Path, profile: Path) -> None:
         "--hide-scrollbars",
         "--force-device-scale-factor=1",
         f"--user-data-dir={profile}",
-        "--window-size=1400,960",
+        "--window-size=1720,860",
         "--virtual-time-budget=30000",
         f"--screenshot={picture}",
         page,
