@@ -402,7 +402,7 @@ def test_bad_input_is_one_error_on_every_rank():
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     model = make_model()
     stranger = torch.optim.SGD(copy.deepcopy(model).parameters(), lr=0.1)
-    with pytest.raises(SettingsError, match=r"SGD has 32 of 32 parameters.*belong to no model"):
+    with pytest.raises(SettingsError, match=r"32 of the 32 parameters of SGD.*belong to no model"):
         accelerator.prepare(model, stranger)
     with pytest.raises(SettingsError, match=r"got other models on rank 1 than on rank 0"):
         accelerator.prepare(nn.Linear(2, 2 + accelerator.process_index))

@@ -98,7 +98,7 @@ def test_a_strategy_of_version_1_says_what_version_2_does(given: Any, strategy: 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"fsdp_version": 3}, r"fsdp_version=3\): there are the versions 1 and 2"),
+        ({"fsdp_version": 3}, r"fsdp_version=3\): expected 1 or 2"),
         ({"sharding_strategy": "FULL_SHRAD"}, r"'FULL_SHRAD'.*did you mean 'FULL_SHARD'"),
         ({"sharding_strategy": "HYBRID_SHARD"}, r"dp_replicate_size"),
         ({"auto_wrap_policy": "transformer_based"}, r"did you mean 'transformer_based_wrap'"),

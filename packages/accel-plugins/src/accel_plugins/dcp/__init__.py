@@ -1,4 +1,4 @@
-"""What ranks hold of models and optimizers, by name; folders that PyTorch Distributed Checkpoint reads."""
+"""Sharded states of models and optimizers, by name, and PyTorch Distributed Checkpoint (DCP) folders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole state dicts out of shards and into shards, one tensor after the other."""
+"""Gather full state dicts from shards, and load full state dicts into shards, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from accel_plugins.dcp.local import LocalFiles
 from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.dcp.tensors import named_state, numbered_state
-from accel_plugins.sharding.shards import gather_full_tensor, names_of_each, part_like
+from accel_plugins.sharding.shards import gather_full_tensor, names_of_each, shard_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsPersister:
-    """A `Persister` for any `ShardedStates`.
+    """Save and load full state dicts through any `ShardedStates`.
 
     Args:
-        shards: Gives what this rank holds.
-        device: Where ranks communicate.
-        topology: Which process this is among how many.
+        shards: The sharded states of models and optimizers.
+        device: Device of the collectives.
+        topology: Rank and world size.
     """
 
     shards: ShardedStates
@@ -40,11 +40,11 @@ class ShardsPersister:
     topology: Topology
 
     def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
-        """Write `pytorch_model.bin`, with `_<index>` before the ending from the second model on.
+        """Write `pytorch_model.bin`; `pytorch_model_<index>.bin` from the second model on.
 
-        A strategy that wants its own form gets one file for every rank: `pytorch_model_fsdp_rank0.bin`.
+        In the native form every rank writes its own file, `pytorch_model_fsdp_rank<rank>.bin`.
         """
-        if self.shards.form() is StateForm.OWN:
+        if self.shards.form() is StateForm.NATIVE:
             self._local.save_model(model, directory, index, write=write)
             return
         state = self.full_state_dict(model, keep=self.topology.is_main)
@@ -52,8 +52,8 @@ class ShardsPersister:
             write(state, directory / _file("pytorch_model", index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
-        if self.shards.form() is StateForm.OWN:
+        """Load what `save_model` wrote."""
+        if self.shards.form() is StateForm.NATIVE:
             self._local.load_model(model, directory, index)
             return
         path = directory / _file("pytorch_model", index)
@@ -68,8 +68,8 @@ class ShardsPersister:
         *,
         write: Write = torch.save,
     ) -> None:
-        """Write `optimizer.bin`, with `_<index>` before the ending from the second optimizer on."""
-        if self.shards.form() is StateForm.OWN:
+        """Write `optimizer.bin`; `optimizer_<index>.bin` from the second optimizer on."""
+        if self.shards.form() is StateForm.NATIVE:
             self._local.save_optimizer(optimizer, model, directory, index, write=write)
             return
         state = self.full_optimizer_state(optimizer, [model], keep=self.topology.is_main)
@@ -77,8 +77,8 @@ class ShardsPersister:
             write(state, directory / _file("optimizer", index))
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
-        if self.shards.form() is StateForm.OWN:
+        """Load what `save_optimizer` wrote."""
+        if self.shards.form() is StateForm.NATIVE:
             self._local.load_optimizer(optimizer, model, directory, index)
             return
         path = directory / _file("optimizer", index)
@@ -86,27 +86,27 @@ class ShardsPersister:
         self.load_full_optimizer_state(optimizer, [model], state)
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """The whole state dict, on the CPU; tied tensors share memory."""
+        """Gather the full state dict to the CPU; tied tensors share memory."""
         state = self.shards.model_tensors(model)
         found: StateDict = {}
-        for part in self._parts(state, keep=keep):
-            found |= part
+        for tensors in self._iter_full(state, keep=keep):
+            found |= tensors
         return {name: found[name] for name in state} if keep else {}
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """One tensor after the other, on the CPU; tied ones together."""
-        return self._parts(self.shards.model_tensors(model), keep=keep)
+        """Gather the full state dict to the CPU tensor by tensor; tied names come together."""
+        return self._iter_full(self.shards.model_tensors(model), keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load this rank's parts of a whole state dict."""
+        """Load this rank's shards of a full state dict."""
         like = self.shards.model_tensors(model)
-        parts = {name: _part(value, like.get(name)) for name, value in state.items()}
-        return self.shards.load_model(model, parts, **options)
+        shards = {name: _shard(value, like.get(name)) for name, value in state.items()}
+        return self.shards.load_model(model, shards, **options)
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        """The state dict of the optimizer in a run of one process, on the CPU."""
+        """Gather the optimizer's full state dict, as a single process has it, to the CPU."""
         state = self.shards.optimizer_tensors(optimizer, models)
         names = [group["params"] for group in state["param_groups"]]
         return numbered_state(self._full(state, keep=keep), names)
@@ -114,13 +114,13 @@ class ShardsPersister:
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """Load this rank's parts of a whole state dict."""
+        """Load this rank's shards of an optimizer's full state dict."""
         groups = self.shards.optimizer_tensors(optimizer, models)["param_groups"]
         named = named_state(state, [group["params"] for group in groups])
         allocate = self.shards.state_allocator(optimizer, models)
         named["state"] = {
             name: {
-                key: _part(value, allocate(name, value.shape, value.dtype))
+                key: _shard(value, allocate(name, value.shape, value.dtype))
                 if isinstance(value, Tensor)
                 else value
                 for key, value in values.items()
@@ -133,14 +133,14 @@ class ShardsPersister:
     def _local(self) -> LocalFiles:
         return LocalFiles(shards=self.shards, topology=self.topology)
 
-    def _parts(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
+    def _iter_full(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
         for names, value in names_of_each(state):
             full = self._full(value, keep=keep)
             yield dict.fromkeys(names, full) if keep else {}
-            del full  # before the next one comes
+            del full  # freed before the next tensor is gathered
 
     def _full(self, state: Any, *, keep: bool) -> Any:
-        """The same nested dictionaries with whole tensors; where they are not kept, without."""
+        """Gather the tensors of nested dictionaries; every rank takes part, those with `keep` return them."""
         if isinstance(state, dict):
             items: dict[Any, Any] = state
             done = {key: self._full(value, keep=keep) for key, value in items.items()}
@@ -151,10 +151,10 @@ class ShardsPersister:
         return full.cpu() if keep else None
 
 
-def _part(value: Any, like: Any) -> Any:
+def _shard(value: Any, like: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
         return value
-    return part_like(value.to(like.dtype), like)
+    return shard_like(value.to(like.dtype), like)
 
 
 def _file(stem: str, index: int) -> str:

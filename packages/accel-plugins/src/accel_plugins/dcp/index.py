@@ -1,4 +1,4 @@
-"""The index of a DCP folder: made from the notes of all ranks, and read."""
+"""The index of a DCP folder: merge it from the metadata of all ranks, and read it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """A value that is in a folder.
+    """One value of a DCP folder.
 
     Args:
-        key: Under which it is filed.
-        path: The keys of nested dictionaries, and places in lists, that lead to it.
-        shape: Of the whole tensor; `None` for an object that is no tensor.
-        dtype: Of the tensor.
+        key: Its key in the index.
+        path: The keys of nested dictionaries, and indices of lists, that lead to it.
+        shape: Shape of the full tensor; `None` for an object that is not a tensor.
+        dtype: Dtype of the tensor.
     """
 
     key: str
@@ -39,57 +39,57 @@ class Entry:
 
 
 def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """Make the index of a folder when every rank has written its part, and remove the notes.
+    """Merge the metadata files of all ranks into the index of a DCP folder, and remove them.
 
     Args:
-        folder: The folder.
-        ranks: Those that have written.
+        folder: The folder, in which every rank has written its shards.
+        ranks: The ranks that have written.
 
     Returns:
-        The names of the notes.
+        The names of the metadata files.
 
     Raises:
-        CheckpointError: What they have written does not make whole tensors.
-        OSError: A note is absent, or the index cannot be written.
+        CheckpointError: The shards do not add up to full tensors.
+        OSError: A metadata file is absent, or the index cannot be written.
     """
     metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
-    found = [unpickle(note) for note in metadata_files]
+    found = [unpickle(file) for file in metadata_files]
     try:
         _, index = DefaultSavePlanner().create_global_plan([plan for plan, _ in found])
     except (ValueError, AssertionError) as error:
         raise CheckpointError(
-            f"What the ranks wrote to {str(folder)!r} does not make whole tensors: {error}. Prepare the same "
-            "objects on every rank."
+            f"The shards that the ranks wrote to {str(folder)!r} do not add up to full tensors: {error}. "
+            "Prepare the same objects on every rank."
         ) from error
     index.storage_data = {result.index: result.storage_data for _, results in found for result in results}
     index.storage_meta = StorageMeta()
     (folder / INDEX_NAME).write_bytes(pickle.dumps(index))
-    for note in metadata_files:
-        note.unlink()
-    return [note.name for note in metadata_files]
+    for file in metadata_files:
+        file.unlink()
+    return [file.name for file in metadata_files]
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of a folder.
+    """Read the index of a DCP folder.
 
     Raises:
-        CheckpointError: It is absent or damaged, or names files outside of the folder.
+        CheckpointError: The index is absent or damaged, or names files outside of the folder.
     """
     path = folder / INDEX_NAME
     if not path.is_file():
         raise CheckpointError(
-            f"{str(folder)!r} has no {INDEX_NAME!r}: it is no folder of a sharded state, or was not "
-            "completed."
+            f"{str(folder)!r} has no {INDEX_NAME!r}: it is not the folder of a sharded state, or its save "
+            "was not completed."
         )
     index = unpickle(path)
     if not isinstance(index, Metadata) or not isinstance(index.storage_data, dict):
-        raise CheckpointError(f"{str(path)!r} is no index of a sharded state.")
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state.")
     storage_data: Mapping[Any, Any] = index.storage_data
     try:
         entries(index)
-        names = [PurePath(place.relative_path) for place in storage_data.values()]
+        names = [PurePath(stored.relative_path) for stored in storage_data.values()]
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{str(path)!r} is no index of a sharded state: {error}.") from error
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error
     for name in names:
         if name.is_absolute() or ".." in name.parts:
             raise CheckpointError(f"{str(path)!r} names {str(name)!r}, which is not in its folder.")
@@ -97,7 +97,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def entries(index: Metadata) -> list[Entry]:
-    """Everything that an index lists."""
+    """List the values of an index."""
     paths: Mapping[str, tuple[str | int, ...]] = index.planner_data or {}
     return [
         Entry(key=key, path=paths.get(key, (key,)), shape=row.size, dtype=row.properties.dtype)

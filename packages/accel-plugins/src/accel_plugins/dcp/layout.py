@@ -1,4 +1,4 @@
-"""The names of the files in a DCP folder; imports nothing heavy."""
+"""File names of a DCP folder; imports no torch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ INDEX_NAME = ".metadata"
 
 
 def is_sharded_folder(folder: Path) -> bool:
-    """Whether there is a folder with an index."""
+    """Return whether a folder has a DCP index."""
     return (folder / INDEX_NAME).is_file()
 
 
 def shard_file(rank: int) -> str:
-    """The file of a rank.
+    """Return the name of a rank's file of shards.
 
     Example:
         >>> shard_file(3)
@@ -26,5 +26,5 @@ def shard_file(rank: int) -> str:
 
 
 def local_metadata_file(rank: int) -> str:
-    """The note of a rank, which is there only while a folder is written."""
+    """Return the name of a rank's metadata file, which exists only while the folder is written."""
     return f"__{rank}.note"

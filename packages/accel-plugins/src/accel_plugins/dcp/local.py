@@ -1,4 +1,4 @@
-"""One file per rank with exactly what that rank holds, for the same ranks to read again."""
+"""Local state dicts: one file per rank with that rank's shards, read by the same world size."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 _PART, _SHAPE = "part", "shape_of_whole"
 MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
-"""What files are of, as `local_file` wants it."""
+"""Stems of the files' names, for `local_file`."""
 
 
 def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.save) -> None:
-    """Write what this rank holds.
+    """Write this rank's local state.
 
     Args:
         state: Nested dictionaries of tensors, DTensors and plain objects.
-        path: The file of this rank.
+        path: This rank's file.
         world_size: Number of ranks.
         write: Called as `write(state, path)`.
     """
@@ -42,25 +42,27 @@ def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.
 def load_local(
     path: Path, world_size: int, allocate: Callable[[tuple[Any, ...], torch.Size, torch.dtype], Tensor]
 ) -> Any:
-    """Read it back.
+    """Read what `save_local` wrote.
 
     Args:
-        path: The file of this rank.
+        path: This rank's file.
         world_size: Number of ranks now.
-        allocate: Makes a tensor that is divided as those here, from the keys that lead to it, and the
-            shape and dtype of the full tensor.
+        allocate: Allocates a destination tensor, sharded as in this run, from the keys that lead to it
+            and the shape and dtype of the full tensor.
 
     Raises:
-        CheckpointError: It was written by another number of ranks, or divided in another way.
+        CheckpointError: The file is absent, or was written with another world size or another sharding.
     """
     if not path.is_file():
-        raise CheckpointError(f"There is no {str(path)!r}, the part of this rank.")
+        raise CheckpointError(
+            f"{str(path)!r}, the local state dict of this rank, does not exist: load the folder that "
+            "save_state wrote with LOCAL_STATE_DICT on the same ranks."
+        )
     found = torch.load(path, map_location="cpu", weights_only=True)
     if found["world_size"] != world_size:
         raise CheckpointError(
-            f"{str(path)!r} is of a run with {found['world_size']} processes, and there are {world_size}: "
-            "local "
-            "state dicts can only be read by as many. Save with SHARDED_STATE_DICT instead."
+            f"{str(path)!r} was saved with world size {found['world_size']}, but this run has {world_size}: "
+            "local state dicts load only with the same world size. Save with SHARDED_STATE_DICT instead."
         )
     return _unpacked(found["state"], (), allocate, path)
 
@@ -95,9 +97,9 @@ def _unpacked(
     local: Tensor = target.to_local() if isinstance(target, DTensor) else target
     if local.shape != part.shape:
         raise CheckpointError(
-            f"{str(path)!r}: this rank holds {tuple(local.shape)} of {'.'.join(map(str, keys))!r}, and the "
-            "file "
-            f"has {tuple(part.shape)}. Wrap the model as in the run that was saved."
+            f"{str(path)!r}: this rank's shard of {'.'.join(map(str, keys))!r} has shape "
+            f"{tuple(local.shape)}, but the saved one has {tuple(part.shape)}. Wrap the model as in the "
+            "run that was saved."
         )
     local.copy_(part)
     return target
@@ -105,23 +107,23 @@ def _unpacked(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFiles:
-    """Saves and loads models and optimizers as one file per rank.
+    """Save and load models and optimizers as one file per rank.
 
     Args:
-        shards: Gives what this rank holds.
-        topology: Which process this is among how many.
+        shards: The sharded states of models and optimizers.
+        topology: Rank and world size.
     """
 
     shards: ShardedStates
     topology: Topology
 
     def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
-        """Write `pytorch_model_fsdp_rank0.bin`, or `pytorch_model_fsdp_1_rank0.bin` and so on."""
+        """Write `pytorch_model_fsdp_rank<rank>.bin`, or `pytorch_model_fsdp_<index>_rank<rank>.bin`."""
         path = self._file(directory, MODEL, index)
         save_local(self.shards.model_tensors(model), path, self.topology.world_size, write=write)
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
+        """Load what `save_model` wrote."""
         like = self.shards.model_tensors(model)
         path = self._file(directory, MODEL, index)
         self.shards.load_model(
@@ -137,13 +139,13 @@ class LocalFiles:
         *,
         write: Write = torch.save,
     ) -> None:
-        """Write `optimizer_fsdp_rank0.bin`, or `optimizer_fsdp_1_rank0.bin` and so on."""
+        """Write `optimizer_fsdp_rank<rank>.bin`, or `optimizer_fsdp_<index>_rank<rank>.bin`."""
         path = self._file(directory, OPTIMIZER, index)
         state = self.shards.optimizer_tensors(optimizer, [model])
         save_local(state, path, self.topology.world_size, write=write)
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
+        """Load what `save_optimizer` wrote."""
         allocate = self.shards.state_allocator(optimizer, [model])
         path = self._file(directory, OPTIMIZER, index)
         state = load_local(path, self.topology.world_size, lambda keys, *what: allocate(keys[1], *what))
@@ -154,12 +156,12 @@ class LocalFiles:
 
 
 def local_file(stem: str, index: int, rank: int) -> str:
-    """The name of the file with a rank's part of a model or an optimizer.
+    """Return the name of the file with a rank's local state of a model or an optimizer.
 
     Args:
-        stem: What it is of.
-        index: Which of several; the first has no number.
-        rank: Whose part it is.
+        stem: `MODEL` or `OPTIMIZER`.
+        index: Index of the model or optimizer; 0 is left out of the name.
+        rank: The rank.
 
     Example:
         >>> local_file(MODEL, 1, 0)

@@ -1,4 +1,4 @@
-"""The names of parameters, whatever has been put around the modules that hold them."""
+"""Fully qualified names of parameters, without the prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-# What torch calls the inside of FSDP1, of activation checkpointing and of a compiled module.
+# The prefixes of FSDP1, of activation checkpointing and of compiled modules.
 _LAYERS = re.compile(r"(?:^|(?<=\.))(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter has in the model itself.
+    """Remove the prefixes of wrappers from a parameter's name.
 
     Example:
         >>> plain_name("layers.0._checkpoint_wrapped_module.weight")
@@ -28,13 +28,12 @@ def plain_name(name: str) -> str:
 
 
 def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
-    """The names of the parameters of an optimizer, group by group.
+    """Return the names of an optimizer's parameters, group by group.
 
     Args:
         optimizer: The optimizer.
-        models: Those that may own the parameters, wrapped or not. Where the parameters come from several
-            models, names begin with the number of the model; a parameter of none of them is named by its
-            place.
+        models: Models that may own the parameters, wrapped or not. If several own some, names begin with
+            the model's index; a parameter of none of them is named by its group and position.
 
     Example:
         >>> import torch
@@ -50,9 +49,9 @@ def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[l
     groups: list[list[Tensor]] = [group["params"] for group in optimizer.param_groups]
     numbers = {owners[id(one)][0] for group in groups for one in group if id(one) in owners}
     named: list[list[str]] = []
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         named.append([])
         for position, parameter in enumerate(group):
-            number, name = owners.get(id(parameter), (-1, f"param_groups.{place}.{position}"))
+            number, name = owners.get(id(parameter), (-1, f"param_groups.{index}.{position}"))
             named[-1].append(f"{number}.{name}" if number >= 0 and len(numbers) > 1 else name)
     return named

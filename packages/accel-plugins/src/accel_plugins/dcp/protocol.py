@@ -1,4 +1,4 @@
-"""The role that gives what a rank holds of models and optimizers, and takes it back."""
+"""Protocol of sharded states: a rank's shards of models and optimizers, by name."""
 
 from __future__ import annotations
 
@@ -18,49 +18,49 @@ StateAllocator: TypeAlias = "Callable[[str, torch.Size, torch.dtype], Tensor]"
 
 
 class StateForm(Enum):
-    """In which form `save_state` writes models and optimizers."""
+    """The form in which `save_state` writes models and optimizers."""
 
-    WHOLE = auto()
-    """One rank writes everything: `model.safetensors`, `optimizer.bin`."""
+    FULL = auto()
+    """Rank 0 writes the full state dict: `model.safetensors`, `optimizer.bin`."""
     SHARDED = auto()
-    """Every rank writes what it holds: folders that PyTorch Distributed Checkpoint reads."""
-    OWN = auto()
-    """The strategy writes files of its own, through its `Persister`."""
+    """Every rank writes its shards, to a folder that PyTorch Distributed Checkpoint reads."""
+    NATIVE = auto()
+    """The strategy writes its own files, through its `Persister`."""
 
 
 class ShardedStates(Protocol):
-    """Gives models and optimizers as tensors by fully qualified name, and takes them back.
+    """State dicts of models and optimizers, by fully qualified name.
 
-    A tensor of which every rank holds a part is a `DTensor`; any other one is whole on every rank. Names are
-    those of the model itself, so that what one strategy has given another can take.
+    A sharded tensor is a `DTensor`; any other tensor is replicated. Names have no prefixes of wrappers, so
+    that one strategy loads what another has saved.
     """
 
     def form(self) -> StateForm:
-        """What `save_state` writes now."""
+        """Return the form that `save_state` writes."""
         ...
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """The state dict of a prepared model, by name.
+        """Return the sharded state dict of a prepared model.
 
-        Tensors may be read from until the model changes, and written to before `load_model`.
+        Its tensors may be read until the model changes, and written before `load_model`.
         """
         ...
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Take back what `model_tensors` gave, with other contents.
+        """Load a state dict of the layout of `model_tensors`.
 
         Args:
             model: The prepared model.
-            state: By name.
-            **options: As for `Module.load_state_dict`.
+            state: The sharded state dict.
+            **options: Options of `Module.load_state_dict`.
         """
         ...
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """The state dict of an optimizer, where names stand for parameters.
+        """Return the sharded state dict of an optimizer, with parameters by name.
 
         Args:
-            optimizer: Prepared, without any wrapper of ours.
+            optimizer: Prepared, without the wrapper `AcceleratedOptimizer`.
             models: All prepared models, some of which own its parameters.
 
         Returns:
@@ -69,21 +69,21 @@ class ShardedStates(Protocol):
         ...
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Make a function that makes the tensors into which the optimizer's saved state is read.
+        """Return an allocator for the destination tensors of an optimizer load.
 
         Args:
-            optimizer: As above.
-            models: As above.
+            optimizer: As for `optimizer_tensors`.
+            models: As for `optimizer_tensors`.
 
         Returns:
-            Called with the name of a parameter, and the shape and the dtype of a whole saved tensor.
+            A function of a parameter's name and of the shape and dtype of the full saved tensor.
         """
         ...
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Take back what `optimizer_tensors` gave.
+        """Load a state dict of the layout of `optimizer_tensors`.
 
         Raises:
-            CheckpointError: It is of other parameters.
+            CheckpointError: Its parameters are not those of the optimizer.
         """
         ...

@@ -1,4 +1,4 @@
-"""Read a DCP folder into tensors that are divided among ranks in any way, without collectives."""
+"""Read a DCP folder into tensors of any sharding, without collectives."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.dcp.index import Entry
 
-# What torch raises for damaged bytes, and for those that would run code.
+# Raised by torch for damaged bytes, and for pickles that would run code.
 _DAMAGE = (
     OSError,
     RuntimeError,
@@ -41,14 +41,14 @@ _DAMAGE = (
 
 
 def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat: bool = False) -> None:
-    """Read what this rank needs.
+    """Read this rank's shards of a state in place.
 
     Args:
-        folder: With an index.
-        state: Nested dictionaries and lists, as they were saved. Tensors and DTensors are filled where they
-            are; other values are replaced.
-        strict: Whether the folder must have all that is in `state`; else what it lacks stays as it is.
-        flat: Whether `state` has the keys of the folder's index already.
+        folder: A DCP folder with an index.
+        state: Nested dictionaries and lists, as they were saved. Tensors and DTensors are filled in place;
+            other values are replaced.
+        strict: Whether the folder must have every key of `state`; else values without one are unchanged.
+        flat: Whether the keys of `state` are already those of the folder's index.
 
     Raises:
         CheckpointError: The folder is damaged, or does not fit `state`.
@@ -68,11 +68,11 @@ def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat:
 
 
 def read_all(folder: Path, allocate: Callable[[Entry], Any]) -> dict[str, Any]:
-    """Read everything that a folder has.
+    """Read every value of a DCP folder.
 
     Args:
-        folder: With an index.
-        allocate: Makes the tensor that an entry with a shape is read into.
+        folder: A DCP folder with an index.
+        allocate: Allocates the destination tensor of an entry with a shape.
 
     Returns:
         Nested dictionaries and lists, as they were saved.
@@ -88,7 +88,7 @@ def read_all(folder: Path, allocate: Callable[[Entry], Any]) -> dict[str, Any]:
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads objects without running code from the file."""
+    """Load plan that unpickles objects with `weights_only=True`."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
@@ -108,24 +108,24 @@ def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, stri
                 )
         elif isinstance(value, torch.Tensor) and entry.shape is not None and value.shape != entry.shape:
             raise CheckpointError(
-                f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, and here it is "
-                f"{tuple(value.shape)}."
+                f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, but this run's has shape "
+                f"{tuple(value.shape)}: build the model as in the run that was saved."
             )
 
 
 def _put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a value in nested dictionaries and lists, making those that are not there yet."""
-    place = state
+    """Set a value in nested dictionaries and lists, adding those that are missing."""
+    container = state
     for key, following in pairwise(path):
         empty: Any = [] if isinstance(following, int) else {}
         if isinstance(key, int):
-            place.extend([None] * (key + 1 - len(place)))
-            if place[key] is None:
-                place[key] = empty
-            place = place[key]
+            container.extend([None] * (key + 1 - len(container)))
+            if container[key] is None:
+                container[key] = empty
+            container = container[key]
         else:
-            place = place.setdefault(key, empty)
+            container = container.setdefault(key, empty)
     last = path[-1]
     if isinstance(last, int):
-        place.extend([None] * (last + 1 - len(place)))
-    place[last] = value
+        container.extend([None] * (last + 1 - len(container)))
+    container[last] = value

@@ -1,4 +1,4 @@
-"""Sharded states of models whose parameters are ordinary tensors or DTensors."""
+"""Sharded states of models whose parameters are plain tensors or DTensors."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 
 def always_full() -> StateForm:
-    """The form of strategies of which every rank has the whole model."""
-    return StateForm.WHOLE
+    """Return the form of strategies whose ranks hold replicas."""
+    return StateForm.FULL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShards:
-    """Takes tensors as they are in the model and in the optimizer's state.
+    """State dicts with the tensors of the model and of the optimizer as they are.
 
     Args:
-        form_now: Says what `save_state` writes.
+        form_now: Returns the form that `save_state` writes.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -44,25 +44,25 @@ class TensorShards:
     form_now: Callable[[], StateForm] = always_full
 
     def form(self) -> StateForm:
-        """What `save_state` writes now."""
+        """Return the form that `save_state` writes."""
         return self.form_now()
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """The model's own tensors."""
+        """Return the state dict of the model."""
         return {plain_name(name): value for name, value in _core(model).state_dict().items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load, under the names that the model's state dict has."""
+        """Load a state dict of the layout of `model_tensors`."""
         core = _core(model)
         names = {plain_name(name): name for name in core.state_dict()}
         core.load_state_dict({names.get(name, name): value for name, value in state.items()}, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """The optimizer's own tensors."""
+        """Return the state dict of the optimizer, with parameters by name."""
         return named_state(optimizer.state_dict(), parameter_names(optimizer, models))
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Room that is divided like the parameter if it has its shape; else for the whole, on the CPU."""
+        """Allocate tensors sharded like the parameter if the shapes are equal, else full on the CPU."""
         groups = zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True)
         parameters: dict[str, Tensor] = {}
         for names, group in groups:
@@ -71,42 +71,43 @@ class TensorShards:
         return allocator_like(parameters)
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Load, by the numbers that parameters have in this optimizer."""
+        """Load a state dict of the layout of `optimizer_tensors`."""
         optimizer.load_state_dict(numbered_state(state, parameter_names(optimizer, models)))
 
 
 def named_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
-    """Put names in the place of the numbers that stand for parameters in an optimizer's state dict.
+    """Replace the parameter indices of an optimizer's state dict by names.
 
     Args:
-        state: What `Optimizer.state_dict` gave.
-        names: Of the parameters, group by group.
+        state: A result of `Optimizer.state_dict`.
+        names: The parameters' names, group by group.
 
     Example:
         >>> named_state({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.5, "params": [0]}]}, [["a"]])
         {'state': {'a': {'step': 1}}, 'param_groups': [{'lr': 0.5, 'params': ['a']}]}
     """
     by_number: dict[int, str] = {}
-    for group, own in zip(state["param_groups"], names, strict=True):
-        by_number |= zip(group["params"], own, strict=True)
+    for group, group_names in zip(state["param_groups"], names, strict=True):
+        by_number |= zip(group["params"], group_names, strict=True)
     return {
         **state,
         "state": {by_number[number]: dict(values) for number, values in state["state"].items()},
         "param_groups": [
-            {**group, "params": list(own)} for group, own in zip(state["param_groups"], names, strict=True)
+            {**group, "params": list(group_names)}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
         ],
     }
 
 
 def numbered_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
-    """The inverse of `named_state`, also if the names of a group are in another order.
+    """Replace the names of `named_state` by parameter indices; the order within a group may differ.
 
     Args:
-        state: With names.
-        names: Of the parameters of the optimizer that it is for, group by group.
+        state: An optimizer's state dict with parameters by name.
+        names: The names of the loading optimizer's parameters, group by group.
 
     Raises:
-        CheckpointError: The state is of other parameters.
+        CheckpointError: The parameters differ.
 
     Example:
         >>> state = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"]}]}
@@ -115,43 +116,41 @@ def numbered_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> 
     """
     check_groups([group["params"] for group in state["param_groups"]], names)
     numbers: dict[str, int] = {}
-    for own in names:
-        for name in own:
+    for group_names in names:
+        for name in group_names:
             numbers.setdefault(name, len(numbers))
     return {
         **state,
         "state": {numbers[name]: values for name, values in state["state"].items() if name in numbers},
         "param_groups": [
-            {**group, "params": [numbers[name] for name in own]}
-            for group, own in zip(state["param_groups"], names, strict=True)
+            {**group, "params": [numbers[name] for name in group_names]}
+            for group, group_names in zip(state["param_groups"], names, strict=True)
         ],
     }
 
 
 def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> None:
-    """Refuse a saved optimizer that has other parameters.
+    """Check that a saved optimizer has the parameters of the loading one.
 
     Args:
-        saved: The names in it, group by group.
-        names: Of the parameters of the optimizer that it is for.
+        saved: The saved names, group by group.
+        names: The names of the loading optimizer's parameters, group by group.
 
     Raises:
         CheckpointError: The groups differ in more than order.
     """
     if len(saved) != len(names):
         raise CheckpointError(
-            f"The saved optimizer has {len(saved)} parameter group(s), this one has {len(names)}: build it "
-            "as in "
-            "the run that was saved."
+            f"The saved optimizer has {len(saved)} parameter group(s), this run's has {len(names)}: build "
+            "the optimizer as in the run that was saved."
         )
-    for place, (then, now) in enumerate(zip(saved, names, strict=True)):
+    for index, (then, now) in enumerate(zip(saved, names, strict=True)):
         gone, new = sorted({*then} - {*now}), sorted({*now} - {*then})
         if gone or new:
             only = f"only in the checkpoint {gone[:3]}" if gone else f"only in this optimizer {new[:3]}"
             raise CheckpointError(
-                f"Group {place} of the saved optimizer is of other parameters than here: {only}. Build model "
-                "and "
-                "optimizer as in the run that was saved."
+                f"Group {index} of the saved optimizer has other parameters than this optimizer: {only}. "
+                "Build the model and the optimizer as in the run that was saved."
             )
 
 
@@ -160,10 +159,10 @@ def _core(model: nn.Module) -> nn.Module:
 
 
 def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
-    """Room that is divided like the parameter of the same name if it has its shape; else for the whole.
+    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full.
 
     Args:
-        parameters: By name.
+        parameters: Parameters by name.
     """
 
     def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

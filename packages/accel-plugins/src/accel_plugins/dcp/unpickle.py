@@ -1,4 +1,4 @@
-"""Read the pickled index of a DCP folder without running anything that its author may have put into it."""
+"""Read the pickled index of a DCP folder with an unpickler that allows only the index's classes."""
 
 from __future__ import annotations
 
@@ -51,24 +51,24 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Give the few classes that an index consists of."""
+        """Return one of the allowed classes."""
         found = _ALLOWED.get((module_name, global_name))
         if found is None and module_name == "torch":
             found = getattr(torch, global_name, None)
             found = found if isinstance(found, torch.dtype) else None
         if found is None:
-            raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of an index")
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in an index")
         return found
 
 
 def unpickle(path: Path) -> Any:
-    """Read an index or a note.
+    """Unpickle an index or a rank's metadata file.
 
     Args:
         path: The file.
 
     Raises:
-        CheckpointError: It is damaged, or holds other objects than an index consists of.
+        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
     """
     try:
         with open_regular(path) as file:
@@ -87,4 +87,4 @@ def unpickle(path: Path) -> Any:
         AssertionError,
         RuntimeError,
     ) as error:
-        raise CheckpointError(f"{str(path)!r} is no index of a sharded state: {error}.") from error
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error

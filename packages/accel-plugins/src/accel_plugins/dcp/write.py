@@ -1,7 +1,7 @@
-"""What one rank writes of a sharded state: a file of its tensors, and a note of where in it they are.
+"""Write one rank's shards of a state: a file of tensors, and a metadata file with their offsets.
 
-Ranks exchange no plans: which of them writes what follows from the tensors themselves, and one rank makes the
-index of the folder from the notes of all (`accel_plugins.dcp.index`). The format is that of
+Ranks exchange no plans: which rank writes a tensor follows from its placements, and one rank merges the
+metadata files into the folder's index (`accel_plugins.dcp.index`). The format is that of
 `torch.distributed.checkpoint.FileSystemWriter`.
 """
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class ShardWriter:
-    """Writes what one rank holds of a state.
+    """Write one rank's shards of a state.
 
     Args:
         state: Nested dictionaries and lists of tensors, DTensors and plain objects; the same names on all
-            ranks. Tensors that every rank has, and objects, are written by rank 0.
-        rank: Index of this process.
+            ranks. Rank 0 writes replicated tensors and objects.
+        rank: Rank of this process.
     """
 
     def __init__(self, state: Mapping[str, Any], rank: int) -> None:
@@ -49,7 +49,7 @@ class ShardWriter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors that this rank writes, without their headers."""
+        """Number of bytes of the tensors that this rank writes, without headers."""
         return sum(
             math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
             for item in self._plan.items
@@ -57,16 +57,16 @@ class ShardWriter:
         )
 
     def local_values(self) -> list[Tensor | bytes]:
-        """Return what this rank writes, item by item: tensors where they are, objects in their bytes."""
+        """Return the values that this rank writes: tensors on their devices, objects as bytes."""
         values = (self._planner.resolve_data(item) for item in self._plan.items)
         return [one.getvalue() if isinstance(one, io.BytesIO) else one.detach() for one in values]
 
     def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
-        """Write the file of this rank.
+        """Write this rank's file of shards.
 
         Args:
-            values: What `local_values` returned, or a copy of it.
-            sink: Gets the bytes.
+            values: The result of `local_values`, or a copy of it.
+            sink: Receives the bytes.
         """
         counted: Any = _Counted(sink)
         self._results = []
@@ -77,11 +77,11 @@ class ShardWriter:
             else:
                 torch.save(_compact(value.cpu()), counted)
             length = counted.size - begin
-            place = _StorageInfo(self._file, begin, length)
-            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=place))
+            stored = _StorageInfo(self._file, begin, length)
+            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=stored))
 
     def write_local_metadata(self, values: object, sink: ByteSink) -> None:
-        """Write the note of this rank; after `write_shards`."""
+        """Write this rank's metadata file; call it after `write_shards`."""
         del values
         sink.write(pickle.dumps((self._plan, self._results)))
 
@@ -90,17 +90,17 @@ class ShardWriter:
         if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
             return rank == 0
         coordinate = value.device_mesh.get_coordinate() or ()  # a rank outside of the mesh has no item
-        copies = [
-            place
-            for place, placement in zip(coordinate, value.placements, strict=True)
-            if placement.is_replicate()  # the placement of sharded parts of layers is no `Shard`
+        replicas = [
+            index
+            for index, placement in zip(coordinate, value.placements, strict=True)
+            if placement.is_replicate()  # FSDP2 on tensor-parallel shards has `_StridedShard`
         ]
         has_any = math.prod(item.tensor_data.chunk.sizes) > 0
-        return not any(copies) and (has_any or (not value.numel() and not any(coordinate)))
+        return not any(replicas) and (has_any or (not value.numel() and not any(coordinate)))
 
 
 class _Counted:
-    """A sink that knows how much was written to it."""
+    """Sink that counts the bytes written to it."""
 
     def __init__(self, sink: ByteSink) -> None:
         self._sink = sink
@@ -113,9 +113,9 @@ class _Counted:
         return count
 
     def flush(self) -> None:
-        """Do nothing; `torch.save` asks for it."""
+        """Do nothing; `torch.save` calls it."""
 
 
 def _compact(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own, since `torch.save` writes the whole memory behind a view."""
+    """Copy a view to its own storage, since `torch.save` writes a view's whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

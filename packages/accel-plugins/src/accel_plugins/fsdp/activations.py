@@ -1,4 +1,4 @@
-"""Keeping less of a forward pass: activation checkpointing of single modules, in place."""
+"""Activation checkpointing and offloading of single modules, in place."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 
 def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload: bool = False) -> None:
-    """Let a module keep only its inputs for the backward pass; names and classes stay as they are.
+    """Apply activation checkpointing to a module in place, without renaming or replacing modules.
 
     Args:
-        module: Changed in place; once is enough, a second time does nothing.
-        recompute: Whether what is between inputs and outputs is computed again.
-        offload: Whether what is kept goes to the CPU, to pinned memory where there is an accelerator.
+        module: The module, whose forward is replaced; a second call does nothing.
+        recompute: Whether activations are recomputed in the backward pass.
+        offload: Whether saved tensors are offloaded to the CPU, in pinned memory if there is an accelerator.
 
     Example:
         >>> import torch
@@ -43,7 +43,9 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
         call: Callable[..., Any] = partial(forward, self)
         if recompute:
             call = partial(checkpoint, call, use_reentrant=False)
-        with save_on_cpu(pin_memory=True) if offload else nullcontext():  # pins where there is an accelerator
+        with (
+            save_on_cpu(pin_memory=True) if offload else nullcontext()
+        ):  # pinned only if there is an accelerator
             return call(*args, **kwargs)
 
     checkpointed.__name__ = "forward"  # a method is pickled by its name

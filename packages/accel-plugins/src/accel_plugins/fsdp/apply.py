@@ -1,4 +1,4 @@
-"""`fully_shard` for every block of a model, as the plugin says."""
+"""Apply `fully_shard` to every block of a model, as the FSDP plugin configures it."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSharding:
-    """Shards models along a mesh.
+    """Shard models over a mesh with FSDP2.
 
     Args:
-        plugin: How; of version 2.
-        mesh: Of one axis for shards, or of one for copies and one for shards.
+        plugin: A plugin of version 2.
+        mesh: A mesh with a shard axis, or with a replicate axis and a shard axis.
     """
 
     plugin: FullyShardedDataParallelPlugin
@@ -64,45 +64,43 @@ class FullSharding:
         reshard = cast("bool | int", plugin.reshard_after_forward)
         for unit in inner:
             fully_shard(unit, reshard_after_forward=reshard, **options)
-        # What is around the blocks is needed again at once when the backward pass begins: told nothing, torch
-        # keeps it.
+        # The backward pass begins with the root's parameters: by default, torch keeps them gathered.
         kept = {} if inner and reshard is True else {"reshard_after_forward": reshard}
         fully_shard(model, **kept, **options)
         if plugin.forward_prefetch:
             _prefetch_forward(model)
 
     def validate(self, model: nn.Module) -> None:
-        """Refuse what torch cannot shard.
+        """Check that torch can shard a model.
 
         Raises:
-            SettingsError: There is such a thing; or a module to be wrapped or ignored is not there.
-            UnsupportedError: Modules are to be ignored, and the installed torch cannot.
+            SettingsError: A parameter has no dim; or no module matches a class to wrap or a name to ignore.
+            UnsupportedError: `ignored_modules` is set, and the installed torch does not support it.
         """
         ignored = {id(one) for part in _ignored(model, self.plugin) for one in part.parameters()}
         if ignored and "ignored_params" not in inspect.signature(fully_shard).parameters:
             raise UnsupportedError(
-                f"FullyShardedDataParallelPlugin(ignored_modules=…): torch {torch.__version__} cannot leave "
-                "modules out of FSDP2; torch 2.7 can."
+                f"FullyShardedDataParallelPlugin(ignored_modules=…): FSDP2 of torch {torch.__version__} "
+                "cannot ignore modules; install torch 2.7 or later."
             )
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 and id(parameter) not in ignored:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} has no dim along which it could be "
-                    "sharded; "
-                    "give it the shape (1,), or its module to ignored_modules."
+                    f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard; "
+                    "give it the shape (1,), or add its module to ignored_modules."
                 )
         fsdp2_prepare_auto_wrap_policy(self.plugin, model)
 
     @property
     def offload_policy(self) -> OffloadPolicy:
-        """What the plugin says, without page-locked memory where no device would read it."""
+        """The plugin's offload policy, without pinned memory if the mesh is on the CPU."""
         policy = cast("OffloadPolicy", self.plugin.cpu_offload)
         if isinstance(policy, CPUOffloadPolicy) and self.mesh.device_type == "cpu":
             return replace(policy, pin_memory=False)
         return policy
 
     def parameters_on(self, device: torch.device) -> torch.device:
-        """Where parameters stay."""
+        """Return the device of the parameters: the CPU if they are offloaded."""
         return torch.device("cpu") if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) else device
 
 
@@ -116,7 +114,7 @@ def _ignored(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[n
         if not found:
             raise SettingsError(
                 f"FullyShardedDataParallelPlugin(ignored_modules={wanted!r}): no module of "
-                f"{type(model).__name__} has a name that matches."
+                f"{type(model).__name__} has a matching name; model.named_modules() lists the names."
             )
         return found
     return [*wanted]

@@ -1,14 +1,14 @@
-"""Which modules are sharded on their own: policies by class, by size, or by what the user says."""
+"""Wrap policies: select the modules to shard by class, by size, or by a function of the user's."""
 
 from __future__ import annotations
 
 import functools
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 
 POLICIES: tuple[str, ...] = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
-"""The policies that have names."""
+"""The names of the built-in wrap policies."""
 
 
 def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
-    """Find classes of modules by their names.
+    """Find a model's module classes by name.
 
     Args:
-        model: In which they are looked for.
-        names: Their names; if `None`, those in the model's `_no_split_modules`.
+        model: The model.
+        names: Names of classes; if `None`, those in the model's `_no_split_modules`.
 
     Raises:
-        SettingsError: One does not occur, or there are no names at all.
+        SettingsError: The model has no module of a class, or there are no names.
 
     Example:
         >>> classes_named(nn.Sequential(nn.Linear(1, 1)), ["Linear"])
@@ -42,14 +42,13 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
         )
     if not wanted:
         raise SettingsError(
-            f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} does not say in "
-            "_no_split_modules what its blocks are; name their classes in transformer_cls_names_to_wrap."
+            f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no _no_split_modules "
+            "with the classes of its blocks; name them in transformer_cls_names_to_wrap."
         )
     classes = {type(module).__name__: type(module) for module in model.modules()}
     missing = [name for name in wanted if name not in classes]
     if missing and not declared:
-        near = get_close_matches(missing[0], classes, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(classes))}."
+        hint = did_you_mean(missing[0], classes, f"it has {', '.join(sorted(classes))}.")
         raise SettingsError(
             f"transformer_cls_names_to_wrap={wanted!r}: {type(model).__name__} has no module of a class "
             f"{missing[0]!r}; {hint}"
@@ -57,15 +56,15 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
     found = {classes[name] for name in wanted if name in classes}
     if not found:
         raise SettingsError(
-            f"auto_wrap_policy='transformer_based_wrap': none of the classes {wanted}, which "
-            f"{type(model).__name__} names in _no_split_modules, occurs in it; name those that do in "
+            f"auto_wrap_policy='transformer_based_wrap': {type(model).__name__} has no module of the classes "
+            f"{wanted} of its _no_split_modules; name the classes of its blocks in "
             "transformer_cls_names_to_wrap."
         )
     return found
 
 
 def transformer_policy(classes: set[type[nn.Module]], version: int) -> Callable[..., Any]:
-    """A policy that chooses modules of some classes, as a version of FSDP asks for it."""
+    """Return a wrap policy that selects modules of given classes, for FSDP version 1 or 2."""
     if version == 1:
         return functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=classes)
     kinds = tuple(classes)
@@ -73,19 +72,20 @@ def transformer_policy(classes: set[type[nn.Module]], version: int) -> Callable[
 
 
 def size_policy(least: int, version: int) -> Callable[..., Any]:
-    """A policy that chooses modules with so many parameters that belong to no chosen module in them."""
+    """Return a wrap policy that selects modules by their number of parameters, for FSDP version 1 or 2."""
     if version == 1:
         return functools.partial(size_based_auto_wrap_policy, min_num_params=least)
     return SizePolicy(least)
 
 
 class SizePolicy:
-    """Chooses modules by how many parameters they have that no chosen module in them has.
+    """Wrap policy that selects modules by the number of their parameters outside of selected submodules.
 
-    Asked bottom-up, as `fully_shard` is applied. Containers, which are never called, are not chosen.
+    Call it bottom-up, as `fully_shard` is applied. It never selects `ModuleList` and `ModuleDict`, which have
+    no forward.
 
     Args:
-        least: The number of parameters.
+        least: The least number of parameters.
     """
 
     def __init__(self, least: int) -> None:
@@ -93,7 +93,7 @@ class SizePolicy:
         self._wrapped: set[int] = set()
 
     def __call__(self, module: nn.Module) -> bool:
-        """Whether the module is sharded on its own."""
+        """Return whether to shard the module separately."""
         sizes = {id(one): one.numel() for one in module.parameters() if id(one) not in self._wrapped}
         if sum(sizes.values()) < max(self.least, 1) or isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             return False
@@ -104,17 +104,17 @@ class SizePolicy:
 def fsdp2_prepare_auto_wrap_policy(
     fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module
 ) -> Callable[[nn.Module], bool] | None:
-    """The function that says of a module of a model whether `fully_shard` is applied to it.
+    """Return the wrap policy of an FSDP2 plugin for a model.
 
     Args:
-        fsdp2_plugin: Of version 2.
-        model: The whole.
+        fsdp2_plugin: A plugin of version 2.
+        model: The model.
 
     Returns:
-        A function of a module; `None` if only the whole is sharded.
+        A function that returns whether to shard a module; `None` if only the root is sharded.
 
     Raises:
-        SettingsError: A class that is to be wrapped does not occur in the model.
+        SettingsError: The model has no module of a class to wrap.
     """
     policy = fsdp2_plugin.block_policy
     if policy == "transformer_based_wrap":
@@ -127,14 +127,14 @@ def fsdp2_prepare_auto_wrap_policy(
 def blocks(
     model: nn.Module, policy: Callable[[nn.Module], bool] | None, ignored: set[int]
 ) -> list[nn.Module]:
-    """The modules of a model that are sharded on their own, inner ones first, the model last.
+    """Return the modules of a model to shard separately, bottom-up; the model is the last.
 
-    A module that shares a parameter with what is around it is left to that: a parameter has one owner.
+    A module that is tied to one outside of it is not among them: a parameter belongs to one FSDP group.
 
     Args:
-        model: The whole.
-        policy: What chooses; `None` chooses nothing.
-        ignored: The ids of modules that are not sharded at all.
+        model: The model.
+        policy: The wrap policy; `None` selects nothing.
+        ignored: The ids of modules that are not sharded.
     """
     if policy is None:
         return [model]
@@ -161,7 +161,7 @@ def _never(module: nn.Module) -> bool:
 
 
 def _shared_outside(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Whether a module has a parameter that a module outside of it has, too."""
+    """Return a function: whether a module has a parameter tied to one outside of it."""
     owners: dict[int, int] = {}
     for part in model.modules():
         for parameter in part.parameters(recurse=False):

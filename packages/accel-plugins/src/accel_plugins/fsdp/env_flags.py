@@ -1,4 +1,4 @@
-"""The variables by which other libraries know that only rank 0 has to read a model."""
+"""Environment flags by which transformers loads weights on rank 0 only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ _RAM_EFFICIENT = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Let `from_pretrained` of transformers read weights on rank 0 only, from now on."""
+    """Make `from_pretrained` of transformers read weights on rank 0 only, from now on."""
     environ.publish({SWITCH: "true", _RAM_EFFICIENT: "true"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Let `from_pretrained` of transformers read weights on every rank, from now on."""
+    """Make `from_pretrained` of transformers read weights on every rank, from now on."""
     environ.publish({_RAM_EFFICIENT: "false"})

@@ -1,13 +1,13 @@
-"""What fields of the FSDP plugin may be, as members of torch's enumerations."""
+"""Parse fields of the FSDP plugin into members of torch's enumerations."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any, TypeVar
 
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 EnumT = TypeVar("EnumT", bound=Enum)
@@ -23,15 +23,15 @@ RESHARDS = {
 
 
 def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
-    """A member of an enumeration of torch, by itself, its name or its number.
+    """Return a member of one of torch's enumerations, from the member, its name or its number.
 
     Args:
         kind: The enumeration.
-        value: What was given.
-        field: Where, for the message.
+        value: The member, its name or its number.
+        field: The plugin's field, for the message.
 
     Raises:
-        SettingsError: There is no such member.
+        SettingsError: The enumeration has no such member.
 
     Example:
         >>> member_of(ShardingStrategy, "full_shard", "sharding_strategy").name
@@ -43,8 +43,7 @@ def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
     name = str(value).upper()
     found = names.get(name) or names.get(f"_{name}")
     if found is None:
-        near = get_close_matches(name, names, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {[member.name for member in kind]}."
+        hint = did_you_mean(name, names, f"there are {[member.name for member in kind]}.")
         raise SettingsError(
             f"FullyShardedDataParallelPlugin({field}={value!r}): no such {kind.__name__}; {hint}"
         )
@@ -52,7 +51,7 @@ def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
 
 
 def reshard_of(value: ShardingStrategy | str) -> bool:
-    """Whether parameters are freed after the forward pass: from a strategy of version 1, or a written flag.
+    """Return whether parameters are freed after the forward pass, from a strategy of version 1 or a string.
 
     Example:
         >>> reshard_of("SHARD_GRAD_OP"), reshard_of("true")
@@ -65,7 +64,7 @@ def reshard_of(value: ShardingStrategy | str) -> bool:
 
 
 def prefetch_of(value: BackwardPrefetch | str | None) -> BackwardPrefetch | None:
-    """When version 1 gathers the next parameters in the backward pass; `None` for no prefetching.
+    """Return when FSDP1 prefetches the next parameters in the backward pass; `None` for no prefetching.
 
     Example:
         >>> prefetch_of("no_prefetch") is None

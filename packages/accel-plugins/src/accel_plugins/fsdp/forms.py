@@ -1,4 +1,4 @@
-"""What the plugin's type of state dict means for `save_state`."""
+"""Map the plugin's `state_dict_type` to the form that `save_state` writes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 
 _FORMS = {
-    StateDictType.FULL_STATE_DICT: StateForm.WHOLE,
+    StateDictType.FULL_STATE_DICT: StateForm.FULL,
     StateDictType.SHARDED_STATE_DICT: StateForm.SHARDED,
-    StateDictType.LOCAL_STATE_DICT: StateForm.OWN,
+    StateDictType.LOCAL_STATE_DICT: StateForm.NATIVE,
 }
 
 
 def form_of(plugin: FullyShardedDataParallelPlugin) -> StateForm:
-    """The form that the plugin asks for now; it may ask for another one later."""
+    """Return the form of the plugin's current `state_dict_type`, which may be changed later."""
     return _FORMS[cast("StateDictType", plugin.state_dict_type)]

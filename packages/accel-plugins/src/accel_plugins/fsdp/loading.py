@@ -1,4 +1,4 @@
-"""Giving values to models that FSDP1 will shard, and finding what it shall leave alone."""
+"""Materialise models before FSDP1 shards them, and find the parameters that it ignores."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: torch.device | str
 ) -> set[nn.Parameter]:
-    """The parameters of some modules of a model, which are moved to a device.
+    """Move modules of a model to a device, and return their parameters.
 
     Args:
-        modules: The modules, or a regular expression that their whole names match; `None` for none.
-        model: The whole.
-        device: Where to.
+        modules: The modules, or a regular expression that matches their full names; `None` for none.
+        model: The model.
+        device: The device.
 
     Raises:
-        SettingsError: No name matches.
+        SettingsError: No module's name matches.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1, bias=False))
@@ -44,7 +44,8 @@ def get_parameters_from_modules(
         found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
         if not found:
             raise SettingsError(
-                f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}."
+                f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}; "
+                "model.named_modules() lists the names."
             )
         modules = found
     return {parameter for module in modules for parameter in module.to(device).parameters()}
@@ -53,15 +54,15 @@ def get_parameters_from_modules(
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], Any], model: nn.Module, device: torch.device | str
 ) -> Callable[[nn.Module], Any]:
-    """Let a function that gives values to modules keep weights tied that are tied now.
+    """Wrap a `param_init_fn` so that tied weights stay tied.
 
     Args:
-        param_init_fn: Called with one module after the other.
-        model: The whole, on the meta device.
-        device: Where values will be.
+        param_init_fn: Materialises one module; called module by module.
+        model: The model, on the meta device.
+        device: Device of the materialised parameters.
 
     Returns:
-        What does the same, and then gives tied weights the tensor of the first of them.
+        A function that calls `param_init_fn` and then ties the module's tied weights again.
 
     Example:
         >>> with torch.device("meta"):
@@ -79,18 +80,18 @@ def ensure_weights_retied(
     if not groups:
         return param_init_fn
     group_of = {name: number for number, group in enumerate(groups) for name in group}
-    places: dict[tuple[int, str], int] = {}
+    group_of_leaf: dict[tuple[int, str], int] = {}
     for prefix, module in model.named_modules():
         for leaf, _ in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{prefix}.{leaf}" if prefix else leaf
             if name in group_of:
-                places[id(module), leaf] = group_of[name]
+                group_of_leaf[id(module), leaf] = group_of[name]
     first: dict[int, nn.Parameter] = {}
 
     def init(module: nn.Module) -> Any:
         result = param_init_fn(module)
         for leaf, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
-            number = places.get((id(module), leaf))
+            number = group_of_leaf.get((id(module), leaf))
             if number is None:
                 continue
             if number not in first:
@@ -102,15 +103,15 @@ def ensure_weights_retied(
 
 
 def materialize_from_rank0(
-    model: nn.Module, runtime: Runtime, plugin: FullyShardedDataParallelPlugin, *, everywhere: bool
+    model: nn.Module, runtime: Runtime, plugin: FullyShardedDataParallelPlugin, *, broadcast: bool
 ) -> None:
-    """Put a model on the device of a run, with values.
+    """Materialise a model on the device of a run, and broadcast rank 0's weights if asked.
 
     Args:
-        model: Some of it may be on the meta device.
-        runtime: Of this process.
-        plugin: With `param_init_fn`, which gives values to what has none; without, only rank 0 has them.
-        everywhere: Whether all ranks get the values of rank 0.
+        model: The model; parts of it may be on the meta device.
+        runtime: Topology, device and collectives of this process.
+        plugin: Its `param_init_fn` materialises meta modules; without one, they are allocated uninitialised.
+        broadcast: Whether all ranks receive the weights of rank 0.
     """
     tied = find_tied_parameters(model)
     for module in model.modules():
@@ -122,8 +123,8 @@ def materialize_from_rank0(
                 module.to_empty(device=runtime.device, recurse=False)
     retie_parameters(model, tied)
     model.to(runtime.device)
-    if everywhere and runtime.topology.world_size > 1:
+    if broadcast and runtime.topology.world_size > 1:
         for tensor in (*model.parameters(), *model.buffers()):
-            part = tensor.detach().contiguous()
-            runtime.collectives.broadcast(part, 0)
-            tensor.detach().copy_(part)
+            contiguous = tensor.detach().contiguous()
+            runtime.collectives.broadcast(contiguous, 0)
+            tensor.detach().copy_(contiguous)

@@ -1,10 +1,9 @@
-"""The documented plugin of fully sharded data parallelism, for both versions of it."""
+"""The documented plugin of fully sharded data parallelism (FSDP), versions 1 and 2."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -34,6 +33,7 @@ from accel_plugins.fsdp.env_flags import SWITCH, enable_fsdp_ram_efficient_loadi
 from accel_plugins.fsdp.fields import RESHARDS, member_of, prefetch_of, reshard_of
 from accel_plugins.kwargs.base import expect_flags, is_count
 from accel_state import environ
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.settings.engines import FsdpSettings
 from accel_state.settings.environ import from_environ
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# What holds where neither an argument nor the environment says anything.
+# The defaults of fields that neither an argument nor the environment sets.
 _DEFAULTS: dict[str, Any] = {
     "fsdp_version": 1,
     "backward_prefetch": "NO_PREFETCH",
@@ -63,7 +63,7 @@ _DEFAULTS: dict[str, Any] = {
 }
 _STATE_DICTS = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
 _OF_BOTH_VERSIONS = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
-# Fields of version 1 that version 2 has no use for, with the values that say what it does anyhow.
+# Fields of version 1 that version 2 ignores, with the values that need no warning: it behaves that way.
 _WITHOUT_EFFECT: dict[str, tuple[Any, ...]] = {
     "backward_prefetch": ("NO_PREFETCH", "BACKWARD_PRE", BackwardPrefetch.BACKWARD_PRE),
     "limit_all_gathers": (True,),
@@ -89,47 +89,45 @@ _FLAGS = (
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How models are sharded. What is left out comes from `FSDP_*` in the environment, then the default.
+    """Configure FSDP. An argument wins over `FSDP_*` in the environment, and that over the default.
 
     Args:
-        fsdp_version: 1 for `FullyShardedDataParallel`, 2 for `fully_shard`; 1 if nothing is said.
-        sharding_strategy: Version 1: a `ShardingStrategy`, its name or number; `FULL_SHARD` if nothing is
-            said. Version 2 says the same with `reshard_after_forward`; hybrid sharding is a matter of
-            `ParallelismConfig(dp_replicate_size=…)`.
-        reshard_after_forward: Version 2: whether parameters are freed after the forward pass and gathered
-            again for the backward pass; or the number of ranks to which they are resharded in between.
+        fsdp_version: 1 for `FullyShardedDataParallel`, 2 for `fully_shard`; default 1.
+        sharding_strategy: Version 1: a `ShardingStrategy`, its name or number; default `FULL_SHARD`. In
+            version 2, use `reshard_after_forward`, and `ParallelismConfig(dp_replicate_size=…)` for hybrid
+            sharding.
+        reshard_after_forward: Version 2: whether parameters are freed after the forward pass and all-gathered
+            again for the backward pass; or the number of ranks over which they are resharded in between.
         backward_prefetch: Version 1: a `BackwardPrefetch`, its name, or `"NO_PREFETCH"`. Version 2 always
-            gathers the next parameters early.
+            prefetches in the backward pass.
         mixed_precision_policy: A `MixedPrecision` (version 1) or `MixedPrecisionPolicy` (version 2), or a
-            dictionary of its arguments in which dtypes may be names; else `mixed_precision` decides.
-        auto_wrap_policy: Which modules are sharded on their own: `"transformer_based_wrap"`,
-            `"size_based_wrap"`, `"no_wrap"`, or a function: of a module in version 2, as of
-            `FullyShardedDataParallel` in version 1.
-        cpu_offload: Whether parameters, gradients and the optimizer stay on the CPU; or a `CPUOffload`
-            (version 1) or `CPUOffloadPolicy` (version 2).
-        ignored_modules: Modules that are not sharded, or a regular expression that their names match. Their
-            gradients stay on their process.
-        state_dict_type: What checkpoints hold: `"FULL_STATE_DICT"`, `"SHARDED_STATE_DICT"`, or
+            dictionary of its arguments in which dtypes may be names; derived from `mixed_precision` if
+            `None`.
+        auto_wrap_policy: The modules to shard separately: `"transformer_based_wrap"`, `"size_based_wrap"`,
+            `"no_wrap"`, or a function (version 1: as for `FullyShardedDataParallel`; version 2: of a
+            module).
+        cpu_offload: Whether parameters, gradients and optimizer state are offloaded to the CPU; or a
+            `CPUOffload` (version 1) or `CPUOffloadPolicy` (version 2).
+        ignored_modules: Modules that are not sharded, or a regular expression that matches their full names.
+            Their gradients are not reduced.
+        state_dict_type: The form of checkpoints: `"FULL_STATE_DICT"`, `"SHARDED_STATE_DICT"`, or
             `"LOCAL_STATE_DICT"` (version 1).
-        state_dict_config: Version 1: a `StateDictConfig`; made to suit the type if `None`.
-        optim_state_dict_config: Version 1: an `OptimStateDictConfig`; made to suit the type if `None`.
-        limit_all_gathers: Version 1: whether the CPU waits so that not too much is gathered at once.
-        use_orig_params: Version 1: whether parameters stay visible one by one; version 2 always does that.
-        param_init_fn: Version 1: gives values to the parameters of a module on the meta device.
-        sync_module_states: Version 1: whether all ranks take over the values of rank 0; version 2 always
-            does.
-        forward_prefetch: Whether the parameters of the next block are gathered during the forward pass of
-            one.
-        activation_checkpointing: Whether blocks keep only their inputs for the backward pass, and compute the
-            rest again.
-        activation_checkpointing_offload: Whether what is kept goes to the CPU.
-        cpu_ram_efficient_loading: Whether only rank 0 has the values of the model before `prepare`.
-        transformer_cls_names_to_wrap: The names of the classes that `"transformer_based_wrap"` looks for;
-            what the model itself names in `_no_split_modules` if nothing is said.
-        min_num_params: How many parameters a module has at least that `"size_based_wrap"` shards on its own.
+        state_dict_config: Version 1: a `StateDictConfig`; derived from the type if `None`.
+        optim_state_dict_config: Version 1: an `OptimStateDictConfig`; derived from the type if `None`.
+        limit_all_gathers: Version 1: whether the CPU waits so that only two all-gathers are in flight.
+        use_orig_params: Version 1: whether the original parameters stay visible; version 2 always keeps them.
+        param_init_fn: Version 1: materialises a module on the meta device.
+        sync_module_states: Version 1: whether rank 0 broadcasts its weights; version 2 always does.
+        forward_prefetch: Whether the next block's parameters are prefetched in the forward pass.
+        activation_checkpointing: Whether blocks recompute their activations in the backward pass.
+        activation_checkpointing_offload: Whether saved activations are offloaded to the CPU.
+        cpu_ram_efficient_loading: Whether only rank 0 loads the weights before `prepare`.
+        transformer_cls_names_to_wrap: Names of the classes that `"transformer_based_wrap"` shards; those of
+            the model's `_no_split_modules` if `None`.
+        min_num_params: Least number of parameters of a module that `"size_based_wrap"` shards.
 
     Raises:
-        SettingsError: A field, or the variable that stands for it, cannot be used, or not with this version.
+        SettingsError: The value of a field, or of its variable, is invalid, or not supported in the version.
 
     Example:
         >>> plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="size_based_wrap")
@@ -170,7 +168,7 @@ class FullyShardedDataParallelPlugin:
             if getattr(self, name) is None:
                 setattr(self, name, default)
         if self.fsdp_version not in {1, 2}:
-            raise SettingsError(f"{self._field_of('fsdp_version')}: there are the versions 1 and 2.")
+            raise SettingsError(f"{self._field_of('fsdp_version')}: expected 1 or 2.")
         expect_flags(self, *_FLAGS)
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = str(self.transformer_cls_names_to_wrap).split(",")
@@ -189,31 +187,31 @@ class FullyShardedDataParallelPlugin:
             if not self.sync_module_states:
                 raise SettingsError(
                     "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True, "
-                    "sync_module_states=False): "
-                    "values that only rank 0 has must be sent to the others; leave sync_module_states out."
+                    "sync_module_states=False): weights that only rank 0 has must be broadcast; leave "
+                    "sync_module_states out."
                 )
             enable_fsdp_ram_efficient_loading()
 
     @property
     def version(self) -> int:
-        """1 or 2."""
+        """FSDP version, 1 or 2."""
         return cast("int", self.fsdp_version)
 
     @property
     def block_policy(self) -> str | Callable[..., Any]:
-        """The name of a policy, or a function."""
+        """Wrap policy: its name, or a function."""
         return cast("Any", self.auto_wrap_policy)
 
     def to_settings(self, settings: Settings) -> Settings:
-        """The settings with what the choice of a strategy needs to know."""
+        """Return the settings with the FSDP version, by which the strategy is chosen."""
         section = replace(settings.fsdp or FsdpSettings(), fsdp_version=self.version)
         return replace(settings, fsdp=section)
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Make the function of `auto_wrap_policy` for a model, where a name stands there.
+        """Replace the name in `auto_wrap_policy` by the policy's function for a model.
 
         Raises:
-            SettingsError: A class that is to be wrapped does not occur in the model.
+            SettingsError: The model has no module of a class to wrap.
         """
         if self.auto_wrap_policy == "transformer_based_wrap":
             names = self.transformer_cls_names_to_wrap
@@ -229,12 +227,12 @@ class FullyShardedDataParallelPlugin:
         buffer_autocast: bool = False,
         override: bool = False,
     ) -> None:
-        """Compute in a precision, unless `mixed_precision_policy` says how already.
+        """Derive `mixed_precision_policy` from a precision, unless it is set.
 
         Args:
             mixed_precision: `"fp16"`, `"bf16"`, or a dtype; `"no"` changes nothing.
             buffer_autocast: Version 1: whether buffers stay in float32.
-            override: Whether a policy that was given is replaced.
+            override: Whether to replace a policy that is set.
         """
         dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16, "no": None}
         if isinstance(mixed_precision, str) and mixed_precision not in dtypes:
@@ -245,7 +243,7 @@ class FullyShardedDataParallelPlugin:
         if dtype is None or (self.mixed_precision_policy is not None and not override):
             return
         if self.version == 2:
-            # Sums of gradients over many ranks lose too much in eight bits, and overflow in float16.
+            # Gradients summed over many ranks lose too much in bfloat16, and overflow in float16.
             self.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         else:
             buffers = torch.float32 if buffer_autocast else dtype
@@ -254,10 +252,10 @@ class FullyShardedDataParallelPlugin:
             )
 
     def validate_mixed_precision_policy(self) -> None:
-        """Refuse a policy of the other version.
+        """Check that the precision policy is one of this FSDP version.
 
         Raises:
-            SettingsError: It is one.
+            SettingsError: It is of the other version.
         """
         kind = MixedPrecisionPolicy if self.version == 2 else MixedPrecision
         if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
@@ -267,13 +265,13 @@ class FullyShardedDataParallelPlugin:
             )
 
     def set_state_dict_type(self, state_dict_type: StateDictType | str | None = None) -> None:
-        """Choose what checkpoints hold, and with it the two configurations that were not given.
+        """Set the form of checkpoints, and the two configurations that are not set.
 
         Args:
-            state_dict_type: One, or its name or number; the present one if `None`.
+            state_dict_type: A `StateDictType`, its name or number; the current one if `None`.
 
         Raises:
-            SettingsError: There is no such type, or not in this version.
+            SettingsError: torch has no such type, or this version does not support it.
         """
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
         if chosen is None:
@@ -284,8 +282,7 @@ class FullyShardedDataParallelPlugin:
             if self.state_dict_type is StateDictType.LOCAL_STATE_DICT:
                 raise SettingsError(
                     "FullyShardedDataParallelPlugin(state_dict_type='LOCAL_STATE_DICT', fsdp_version=2): "
-                    "there "
-                    "are no flat parameters in version 2; use 'SHARDED_STATE_DICT'."
+                    "version 2 has no flat parameters; use 'SHARDED_STATE_DICT'."
                 )
             return
         if self.state_dict_type is StateDictType.FULL_STATE_DICT:
@@ -302,7 +299,7 @@ class FullyShardedDataParallelPlugin:
             self.optim_state_dict_config = made_optim
 
     def set_cpu_offload(self) -> None:
-        """Make the offloading policy of the version out of a truth value."""
+        """Replace a flag in `cpu_offload` by the offload policy of this FSDP version."""
         wanted = self.cpu_offload
         if isinstance(wanted, bool):
             self.cpu_offload = (
@@ -313,10 +310,10 @@ class FullyShardedDataParallelPlugin:
         self.validate_cpu_offload()
 
     def validate_cpu_offload(self) -> None:
-        """Refuse an offloading policy of the other version.
+        """Check that the offload policy is one of this FSDP version.
 
         Raises:
-            SettingsError: It is one.
+            SettingsError: It is of the other version.
         """
         kind = OffloadPolicy if self.version == 2 else CPUOffload
         if not isinstance(self.cpu_offload, kind):
@@ -328,7 +325,7 @@ class FullyShardedDataParallelPlugin:
     def _resolve_sharding(self) -> None:
         given, reshard = self.sharding_strategy, self.reshard_after_forward
         if self.version == 1:
-            # Config files of version 1 say it under the name of version 2.
+            # Config files of version 1 have the strategy under version 2's key.
             if given is None and reshard is not None and not isinstance(reshard, bool):
                 given, reshard = cast("Any", reshard), None
             if given is None and reshard is False:
@@ -343,9 +340,9 @@ class FullyShardedDataParallelPlugin:
             self.sharding_strategy = member_of(ShardingStrategy, given, "sharding_strategy")
             if self.sharding_strategy not in _OF_BOTH_VERSIONS:
                 raise SettingsError(
-                    f"{self._field_of('sharding_strategy')} with fsdp_version=2: hybrid sharding is "
-                    "ParallelismConfig(dp_replicate_size=…, dp_shard_size=…), and no sharding at all is an "
-                    "Accelerator without fsdp_plugin."
+                    f"{self._field_of('sharding_strategy')} with fsdp_version=2: use "
+                    "ParallelismConfig(dp_replicate_size=…, dp_shard_size=…) for hybrid sharding, or an "
+                    "Accelerator without fsdp_plugin for no sharding."
                 )
             reshard = RESHARDS[self.sharding_strategy] if reshard is None else reshard
         if isinstance(reshard, (str, ShardingStrategy)):
@@ -359,7 +356,7 @@ class FullyShardedDataParallelPlugin:
     def _resolve_wrapping(self, given: Collection[str]) -> None:
         self._resolve_policy()
         for name, policy in _OF_POLICIES.items():
-            # A launcher exports what a file or its own defaults say, whether or not that has a use.
+            # The launcher exports these from config files and its defaults even if the policy ignores them.
             if name in given and self.auto_wrap_policy != policy:
                 logger.warning("%s has no effect without auto_wrap_policy=%r.", self._field_of(name), policy)
 
@@ -368,14 +365,11 @@ class FullyShardedDataParallelPlugin:
         if isinstance(policy, str):
             name = policy.lower()
             if name not in POLICIES:
-                near = get_close_matches(name, POLICIES, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"there are {[*POLICIES]}."
+                hint = did_you_mean(name, POLICIES, f"there are {[*POLICIES]}.")
                 raise SettingsError(f"{self._field_of('auto_wrap_policy')}: no such policy; {hint}")
             self.auto_wrap_policy = name
             if name == "size_based_wrap" and not is_count(self.min_num_params, least=0):
-                raise SettingsError(
-                    f"{self._field_of('min_num_params')}: expected a whole number of 0 or more."
-                )
+                raise SettingsError(f"{self._field_of('min_num_params')}: expected an integer of 0 or more.")
         elif not callable(policy):
             raise SettingsError(
                 f"{self._field_of('auto_wrap_policy')}: expected a function or one of {[*POLICIES]}."
@@ -386,9 +380,8 @@ class FullyShardedDataParallelPlugin:
             return
         if self.param_init_fn is not None:
             raise SettingsError(
-                f"{self._field_of('param_init_fn')} with fsdp_version=2: give rank 0 a model with values, "
-                "and set "
-                "cpu_ram_efficient_loading=True; or use version 1."
+                f"{self._field_of('param_init_fn')} with fsdp_version=2: materialise the model on rank 0 and "
+                "set cpu_ram_efficient_loading=True, or use fsdp_version=1."
             )
         for name, silent in _WITHOUT_EFFECT.items():
             value = getattr(self, name)

@@ -1,4 +1,4 @@
-"""Optimizers whose parameters FSDP1 has put into flat ones."""
+"""Remap optimizers from a model's original parameters to those of FSDP1."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 
 class ParamRemap:
-    """Knows which parameter took the place of which, also for optimizers that are prepared later."""
+    """Map from original parameters to FSDP1's, for optimizers prepared with the model or later."""
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
         self._optimizers: WeakSet[Optimizer] = WeakSet()
 
     def add(self, root: FullyShardedDataParallel, before: Mapping[str, Tensor], *, flat: bool) -> None:
-        """Remember a model.
+        """Add a wrapped model.
 
         Args:
-            root: Wrapped.
-            before: The parameters that it had, by name.
-            flat: Whether it has flat parameters only.
+            root: The root FSDP module.
+            before: The original parameters by name.
+            flat: Whether it has flat parameters only (`use_orig_params=False`).
         """
         now = _flattened(root) if flat else _visible(root)
         for name, parameter in before.items():
@@ -39,30 +39,30 @@ class ParamRemap:
                 self._successors[parameter] = now[name]
 
     def knows(self, optimizer: Optimizer) -> bool:
-        """Whether an optimizer was prepared before."""
+        """Return whether an optimizer was prepared before."""
         return optimizer in self._optimizers
 
     def has_successor(self, parameter: Tensor) -> bool:
-        """Whether another parameter took the place of one."""
+        """Return whether a parameter was replaced."""
         return parameter in self._successors
 
     def switch(self, optimizer: Optimizer) -> None:
-        """Let an optimizer go on with the parameters that took the place of its own.
+        """Replace an optimizer's original parameters by those of FSDP1.
 
         Raises:
             SettingsError: Parameters of one flat parameter are in different groups.
         """
         self._optimizers.add(optimizer)
         owner: dict[int, int] = {}
-        for place, group in enumerate(optimizer.param_groups):
+        for index, group in enumerate(optimizer.param_groups):
             new: dict[int, Tensor] = {}
             for parameter in group["params"]:
                 after = self._successors.get(parameter, parameter)
                 new[id(after)] = after
             for key in new:
-                if owner.setdefault(key, place) != place:
+                if owner.setdefault(key, index) != index:
                     raise SettingsError(
-                        f"The parameters of one block are in the groups {owner[key]} and {place} of "
+                        f"The parameters of one block are in the groups {owner[key]} and {index} of "
                         f"{type(optimizer).__qualname__}, but FSDP1 makes one flat parameter of them; set "
                         "FullyShardedDataParallelPlugin(use_orig_params=True)."
                     )
@@ -74,7 +74,7 @@ def _visible(root: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 
 def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
-    """Further names of tied weights, each to the name under which FSDP1 keeps the weight."""
+    """Map the further names of tied weights to the name under which FSDP1 has the weight."""
     found: dict[str, str] = {}
     for prefix, flat in _flat_parameters(root):
         for name, _, inside, first, _, first_inside in flat._shared_param_infos:
@@ -90,9 +90,9 @@ def _flattened(root: FullyShardedDataParallel) -> dict[str, Tensor]:
 
 
 def _flat_parameters(root: FullyShardedDataParallel) -> Iterator[tuple[str, Any]]:
-    """Every flat parameter, with what comes before the names of the parameters in it."""
+    """Yield each flat parameter with the name prefix of its module."""
     for name, module in root.named_modules():
-        handle: Any = getattr(module, "_handle", None)  # of FSDP alone
+        handle: Any = getattr(module, "_handle", None)  # only FSDP modules have one
         if isinstance(module, FullyShardedDataParallel) and handle is not None:
             yield plain_name(f"{name}.") if name else "", handle.flat_param
 

@@ -1,4 +1,4 @@
-"""The models that FSDP1 has wrapped, found by the module inside or by a parameter."""
+"""Registry of root FSDP1 modules, by the wrapped module or by a parameter."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Roots:
-    """Every model that was wrapped, as long as it lives."""
+class FsdpRoots:
+    """Weak set of the root FSDP1 modules."""
 
     def __init__(self) -> None:
         self._roots: WeakSet[FullyShardedDataParallel] = WeakSet()
 
     def add(self, root: FullyShardedDataParallel) -> None:
-        """Remember a model."""
+        """Add a root module."""
         self._roots.add(root)
 
     def of_model(self, model: nn.Module) -> FullyShardedDataParallel | None:
-        """The wrapper of a model; `None` if it has none.
+        """Return the root module of a model; `None` if it was not wrapped.
 
         Args:
-            model: Wrapped, compiled, or the module inside.
+            model: The root module, a compiled one, or the wrapped module.
         """
         outer = without_compiler(model)
         if isinstance(outer, FullyShardedDataParallel):
@@ -46,19 +46,19 @@ class Roots:
         return next((root for root in self._roots if root.module is core), None)
 
     def of_parameters(self, parameters: Iterable[Tensor]) -> FullyShardedDataParallel | None:
-        """The first wrapper that has one of these parameters."""
+        """Return the first root module that has one of the parameters."""
         ids = {id(one) for one in parameters}
         return next((root for root in self._roots if any(id(one) in ids for one in root.parameters())), None)
 
     def parameters(self) -> Iterator[Tensor]:
-        """The parameters of all wrappers."""
+        """Iterate over the parameters of all root modules."""
         for root in [*self._roots]:
             yield from root.parameters()
 
     def of_optimizer(
         self, optimizer: Optimizer, models: Sequence[nn.Module]
     ) -> FullyShardedDataParallel | None:
-        """The wrapper of the model that an optimizer trains."""
+        """Return the root module of the model that an optimizer trains."""
         owned = {id(one) for group in optimizer.param_groups for one in group["params"]}
         for model in models:
             root = self.of_model(model)
@@ -69,9 +69,9 @@ class Roots:
 
 @contextmanager
 def sharded_states(root: FullyShardedDataParallel) -> Generator[None]:
-    """Within it, state dicts of a model and its optimizer consist of DTensors."""
+    """Within the block, state dicts of a model and its optimizer are sharded, as DTensors."""
     with (
-        quiet(),
+        suppress_fsdp1_warnings(),
         FullyShardedDataParallel.state_dict_type(
             root,
             StateDictType.SHARDED_STATE_DICT,
@@ -83,8 +83,8 @@ def sharded_states(root: FullyShardedDataParallel) -> Generator[None]:
 
 
 @contextmanager
-def quiet() -> Generator[None]:
-    """Within it, torch does not say that FSDP1 is not the latest, nor what it does itself."""
+def suppress_fsdp1_warnings() -> Generator[None]:
+    """Suppress FSDP1's deprecation warnings, and those about calls that torch makes itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.filterwarnings(

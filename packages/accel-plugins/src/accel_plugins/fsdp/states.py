@@ -1,4 +1,4 @@
-"""Models and optimizers under FSDP1 as DTensors by name."""
+"""Sharded states of FSDP1 models and optimizers, as DTensors by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from accel_plugins.dcp.names import plain_name
 from accel_plugins.dcp.tensors import TensorShards, allocator_like, check_groups
 from accel_plugins.fsdp.rebind import tied_names
-from accel_plugins.fsdp.roots import Roots, quiet, sharded_states
+from accel_plugins.fsdp.roots import FsdpRoots, sharded_states, suppress_fsdp1_warnings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp1Shards:
-    """What ranks hold of flat parameters, told apart by the names of the parameters in them.
+    """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones.
 
     Args:
-        roots: The models that were wrapped.
-        form_now: Says what `save_state` writes.
+        roots: The root FSDP modules.
+        form_now: Returns the form that `save_state` writes.
     """
 
-    roots: Roots
+    roots: FsdpRoots
     form_now: Callable[[], StateForm]
     _plain: TensorShards = field(default_factory=TensorShards, init=False)
 
     def form(self) -> StateForm:
-        """What `save_state` writes now."""
+        """Return the form that `save_state` writes."""
         return self.form_now()
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """The sharded state dict of the model; tied weights are one object."""
+        """Return the sharded state dict of the model; tied weights are one object."""
         root = self.roots.of_model(model)
         if root is None:
             return self._plain.model_tensors(model)
         with sharded_states(root):
             state = {plain_name(name): value for name, value in root.state_dict().items()}
-        # FSDP1 gives tied weights as several tensors; one object says that they are one.
+        # FSDP1 returns tied weights as several tensors; make them one object again.
         tied = {name: first for name, first in tied_names(root).items() if {name, first} <= state.keys()}
         return state | {name: state[first] for name, first in tied.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a sharded state dict, in which one name of tied weights is enough."""
+        """Load a sharded state dict; one name of tied weights is enough."""
         root = self.roots.of_model(model)
         if root is None:
             self._plain.load_model(model, state, **options)
@@ -65,7 +65,7 @@ class Fsdp1Shards:
             root.load_state_dict(complete, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """The sharded state dict of the optimizer."""
+        """Return the sharded state dict of the optimizer."""
         root = self.roots.of_optimizer(optimizer, models)
         if root is None:
             return self._plain.optimizer_tensors(optimizer, models)
@@ -73,14 +73,14 @@ class Fsdp1Shards:
             return FullyShardedDataParallel.optim_state_dict(root, optimizer)
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Room that is divided as FSDP1 divides parameters in a sharded state dict."""
+        """Allocate tensors sharded like FSDP1's sharded state dict."""
         root = self.roots.of_optimizer(optimizer, models)
         if root is None:
             return self._plain.state_allocator(optimizer, models)
         return allocator_like(self.model_tensors(root))
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Load a sharded state dict."""
+        """Load a sharded state dict of the optimizer."""
         root = self.roots.of_optimizer(optimizer, models)
         if root is None:
             self._plain.load_optimizer(optimizer, models, state)
@@ -88,6 +88,6 @@ class Fsdp1Shards:
         with sharded_states(root):
             now = FullyShardedDataParallel.optim_state_dict(root, optimizer)
             check_groups(*[[group["params"] for group in one["param_groups"]] for one in (state, now)])
-            with quiet():
+            with suppress_fsdp1_warnings():
                 loaded = FullyShardedDataParallel.optim_state_dict_to_load(root, optimizer, state)
         optimizer.load_state_dict(loaded)

@@ -1,1 +1,1 @@
-"""Models of which every rank holds a part: giving them values, stepping and saving them."""
+"""Sharded models: materialise, optimise and save them."""

@@ -1,4 +1,4 @@
-"""Master weights: train parameters in float32 where models compute in a smaller format."""
+"""Master weights: train parameters in float32 where models compute in a lower precision."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SMALL = frozenset({torch.bfloat16, torch.float16})
 
 
 def dtype_to_train(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which an optimizer trains a parameter; what is frozen or quantised keeps its own.
+    """Return the dtype in which an optimizer trains a parameter; frozen and quantised ones keep theirs.
 
     Example:
         >>> dtype_to_train(torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))
@@ -29,12 +29,12 @@ def dtype_to_train(parameter: Tensor) -> torch.dtype:
 
 
 def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
-    """Put the flat parameters of FSDP1 that are trained into float32, before the first forward pass.
+    """Convert the trained flat parameters of FSDP1 to float32, before the first forward pass.
 
-    torch takes over a dtype that changes between wrapping and the first forward pass.
+    torch accepts a dtype that changes between wrapping and the first forward pass.
 
     Args:
-        root: The outermost wrapper.
+        root: The root FSDP module.
     """
     for module in FullyShardedDataParallel.fsdp_modules(root):
         handle: Any = module._handle  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType] - has no other name
@@ -46,10 +46,10 @@ def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
 
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
-    """Say how many parameters of a model will be trained in float32 instead of their own dtype.
+    """Warn if parameters of a model will be trained in float32 instead of their own dtype.
 
     Args:
-        model: Before it is changed.
+        model: The model, before its parameters are converted.
         precision: The name of the mixed precision.
     """
     small = [one for one in model.parameters() if dtype_to_train(one) is not one.dtype]
@@ -57,7 +57,7 @@ def warn_about_master_weights(model: nn.Module, precision: str) -> None:
         dtypes = ", ".join(sorted({str(one.dtype) for one in small}))
         logger.warning(
             "%d parameters of %s are in %s; with mixed_precision=%r they are trained and saved in float32, "
-            "as small updates would be lost in their own format; mixed_precision='no' keeps it.",
+            "as small updates would be lost in their own dtype; mixed_precision='no' keeps it.",
             len(small),
             type(model).__name__,
             dtypes,

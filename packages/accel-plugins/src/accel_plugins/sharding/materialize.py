@@ -1,4 +1,4 @@
-"""Models without values that get those of rank 0, each rank its part, one tensor after the other."""
+"""Materialise a sharded meta model from rank 0's weights, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_plugins.sharding.shards import gather_full_tensor, part_like
+from accel_plugins.sharding.shards import gather_full_tensor, shard_like
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ModelState:
-    """What was in a model before it was emptied.
+    """State of a model before it was moved to meta.
 
     Args:
-        parameters: Name to tensor, on the rank that has them; of tied parameters the first name.
-        buffers: The same of buffers.
-        dtypes: Name to dtype of both.
-        attributes: What users have attached to parameters.
-        names: Every name of each parameter and buffer, the first one first.
-        before: Weakly, every parameter as it was, to its name.
+        parameters: Full parameters by name, on the rank that keeps them; tied ones under their first name.
+        buffers: Buffers by name, likewise.
+        dtypes: Dtypes of parameters and buffers by name.
+        attributes: Python attributes of each parameter and buffer by name.
+        names: All names of each parameter and buffer, by the first one.
+        before: Weak map from the original parameters to their names.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Any])
@@ -48,13 +48,13 @@ def to_meta(
     device: torch.device,
     dtype_of: Callable[[Tensor], torch.dtype] | None = None,
 ) -> ModelState:
-    """Take the values out of a model, which is on the meta device afterwards; names and ties stay.
+    """Move a model to the meta device in place, and return its state; names and ties are kept.
 
     Args:
-        model: Any; parameters that are divided already are brought together, on every rank that holds them.
-        keep: Whether this rank's values are the ones that count.
-        device: Where ranks communicate.
-        dtype_of: The dtype that a parameter gets; its own if `None`.
+        model: Any model; parameters that are sharded already are all-gathered.
+        keep: Whether this rank keeps the full tensors.
+        device: Device of the collectives.
+        dtype_of: Returns a parameter's new dtype; unchanged if `None`.
     """
     values = ModelState()
     for kind, named in (
@@ -82,17 +82,17 @@ def to_meta(
 def materialize_from_rank0(
     model: nn.Module, values: ModelState, runtime: Runtime, *, parameters_on: torch.device
 ) -> None:
-    """Give every rank its parts of the values that rank 0 has taken, one tensor after the other.
+    """Broadcast rank 0's tensors one by one; every rank materialises its shards.
 
     The values of rank 0 count also where every rank has some: ranks that seeded differently would otherwise
     train a model that is put together of several. That costs one broadcast of the model in `prepare`, as with
     DDP.
 
     Args:
-        model: Emptied by `to_meta`, and divided since then.
-        values: On rank 0 with tensors, which are let go one by one.
-        runtime: Of this process.
-        parameters_on: Where parameters stay; buffers, and what is communicated, are on the device of the run.
+        model: On meta since `to_meta`, and sharded since then.
+        values: The result of `to_meta`, with tensors on rank 0, which are freed one by one.
+        runtime: Topology, device and collectives of this process.
+        parameters_on: Device of the parameters; buffers and collectives use the device of the run.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))
@@ -102,17 +102,17 @@ def materialize_from_rank0(
         available = values.parameters if is_parameter else values.buffers
         full = _from_main(available.pop(name, None), like, values.dtypes[name], runtime)
         target = parameters_on if is_parameter else runtime.device
-        part = part_like(full, like, target)
+        shard = shard_like(full, like, target)
         del full
         if is_parameter:
-            part = nn.Parameter(part, requires_grad=like.requires_grad)
-            vars(part).update(values.attributes[name])
+            shard = nn.Parameter(shard, requires_grad=like.requires_grad)
+            vars(shard).update(values.attributes[name])
         for one in names:
-            put_tensor(model, one, part)
+            put_tensor(model, one, shard)
 
 
 def put_tensor(model: nn.Module, name: str, tensor: Tensor) -> None:
-    """Replace a parameter or buffer of a model by its name."""
+    """Replace the parameter or buffer of a name in a model."""
     path, _, leaf = name.rpartition(".")
     owner = model.get_submodule(path)
     if leaf in owner._buffers:  # pyright: ignore[reportPrivateUsage] - `setattr` would refuse a parameter there
@@ -131,7 +131,7 @@ def _from_main(found: Tensor | None, like: Tensor, dtype: torch.dtype, runtime: 
 
 
 def _empty(model: nn.Module, values: ModelState) -> None:
-    """Put a model on the meta device, tied tensors tied."""
+    """Move a model to the meta device; tied tensors stay tied."""
     nn.Module.to(model, device="meta")  # a subclass may refuse to be moved
     for names in values.names.values():
         tensor = _get(model, names[0])
@@ -147,7 +147,7 @@ def _get(model: nn.Module, name: str) -> Any:
 
 
 def tied_names(model: nn.Module) -> Iterator[list[str]]:
-    """The names of every parameter that has several."""
+    """Return the names of each tied parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -155,13 +155,13 @@ def tied_names(model: nn.Module) -> Iterator[list[str]]:
 
 
 def load_from_main(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:
-    """Give a divided model, with values or without, those of a whole state dict that rank 0 has.
+    """Load a full state dict of rank 0 into a sharded model, materialised or not.
 
     Args:
-        model: Every rank has its parts.
-        state: Name to tensor, on rank 0.
-        runtime: Of this process.
-        on_cpu: Whether parameters stay on the CPU.
+        model: The sharded model.
+        state: The full state dict; used on rank 0 only.
+        runtime: Topology, device and collectives of this process.
+        on_cpu: Whether parameters are offloaded to the CPU.
     """
     values = ModelState()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -171,13 +171,15 @@ def load_from_main(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bo
     for group in tied_names(model):
         values.names[group[0]] = group
     if runtime.topology.is_main:
-        own = dict(model.named_parameters())
-        values.parameters = {name: state[name] for name in values.names if name in own}
-        values.buffers = {name: state[name] for name in values.names if name not in own and name in state}
+        parameters = dict(model.named_parameters())
+        values.parameters = {name: state[name] for name in values.names if name in parameters}
+        values.buffers = {
+            name: state[name] for name in values.names if name not in parameters and name in state
+        }
     missing = runtime.collectives.all_gather_object(
         [name for name in values.names if name not in (state or ())]
     )[0]
-    for name in missing:  # buffers that state dicts do not have
+    for name in missing:  # buffers that are not persistent
         values.names.pop(name)
     materialize_from_rank0(
         model, values, runtime, parameters_on=torch.device("cpu") if on_cpu else runtime.device

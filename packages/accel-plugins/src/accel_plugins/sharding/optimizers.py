@@ -1,4 +1,4 @@
-"""Optimizers that were made for the parameters that a model had before it was divided."""
+"""Remap optimizers from a model's original parameters to its sharded ones."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_plugins.sharding.shards import part_like
+from accel_plugins.sharding.shards import shard_like
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -31,36 +31,36 @@ class _Held:
 
 
 class ShardRemap:
-    """Knows which parameter has taken the place of which, also for optimizers that are prepared later."""
+    """Map from original to sharded parameters, for optimizers prepared with the model or later."""
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def has(self, model: nn.Module) -> bool:
-        """Whether a model was divided already."""
+        """Return whether a model was sharded already."""
         return model in self._models
 
     def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
-        """Refuse optimizers of parameters that are in no model.
+        """Check that the parameters of optimizers belong to prepared models.
 
         Args:
-            optimizers: That are about to be prepared.
-            models: That are about to be prepared with them.
+            optimizers: Optimizers about to be prepared.
+            models: Models about to be prepared with them.
 
         Raises:
-            SettingsError: One has such a parameter.
+            SettingsError: A parameter belongs to none of these models, nor to one prepared before.
         """
         owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
         for optimizer in optimizers:
             check_params_belong_to(optimizer, lambda one: id(one) in owned or one in self._successors)
 
     def add(self, model: nn.Module, before: Any) -> None:
-        """Remember a model that was divided.
+        """Add a sharded model.
 
         Args:
-            model: With its new parameters.
-            before: Weakly, every parameter that it had, to its name.
+            model: The model, with its sharded parameters.
+            before: Weak map from the original parameters to their names.
         """
         self._models.add(model)
         now = dict(model.named_parameters(remove_duplicate=False))
@@ -68,7 +68,7 @@ class ShardRemap:
             self._successors[parameter] = now[name]
 
     def switch(self, optimizer: Optimizer) -> None:
-        """Let an optimizer go on with the parameters that took the place of its own; its state goes along."""
+        """Replace an optimizer's original parameters by the sharded ones, and shard its state."""
         mapping = {
             parameter: self._successors[parameter]
             for group in optimizer.param_groups
@@ -80,11 +80,11 @@ class ShardRemap:
 
 
 def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_Held]:
-    """Take the parameters of a model out of optimizers, so that their memory can be used for other things.
+    """Remove a model's parameters from optimizers, so that their memory can be freed.
 
     Args:
-        optimizers: Are not to be used until `reattach_params`.
-        names: Id to name of the model's parameters.
+        optimizers: Optimizers, which must not be used until `reattach_params`.
+        names: Names of the model's parameters by id.
     """
     held: list[_Held] = []
     for optimizer in optimizers:
@@ -101,7 +101,7 @@ def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> 
 
 
 def reattach_params(held: Iterable[_Held], model: nn.Module) -> None:
-    """Put the parameters that a model has now in place of those that were let go, with their states."""
+    """Put a model's sharded parameters in place of the detached ones, with their sharded states."""
     now = dict(model.named_parameters(remove_duplicate=False))
     for one in held:
         new = now[one.name]
@@ -114,8 +114,8 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
     """Replace parameters of an optimizer, in place.
 
     Args:
-        optimizer: Its groups keep their lists, its state is divided as the new parameters are.
-        mapping: A parameter to the one that takes its place; others stay.
+        optimizer: The optimizer; its groups keep their lists, its state is sharded like the new parameters.
+        mapping: Old to new parameters; parameters without an entry stay.
     """
     by_id = {id(old): new for old, new in mapping.items()}
     for group in optimizer.param_groups:
@@ -131,26 +131,26 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
 
 @contextmanager
 def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
-    """Split the groups of an optimizer by mesh within the block, for its step.
+    """Split an optimizer's groups by mesh within the block, for its step.
 
-    torch computes with lists of tensors (`foreach`, `fused`) only where all are on one mesh, or on none.
+    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none.
 
     Args:
-        optimizer: Has its own groups again afterwards, with what the step has written into them.
+        optimizer: The optimizer; its groups are restored afterwards, with the values that the step wrote.
     """
     groups = [*optimizer.param_groups]
     split = [_by_mesh(group) for group in groups]
-    if all(len(parts) <= 1 for parts in split):
+    if all(len(by_mesh) <= 1 for by_mesh in split):
         yield
         return
-    # In place: an optimizer around another one has the same list.
-    optimizer.param_groups[:] = [part for parts in split for part in parts]
+    # In place: an optimizer that wraps another one has the same list.
+    optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
     try:
         yield
     finally:
         optimizer.param_groups[:] = groups
-        for group, parts in zip(groups, split, strict=True):
-            group.update({**parts[0], "params": group["params"]} if parts else {})
+        for group, by_mesh in zip(groups, split, strict=True):
+            group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
 
 
 def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,7 +165,7 @@ def _shard_state(state: Any, like: Tensor) -> Any:
         return state
     items: dict[str, Any] = state
     return {
-        name: part_like(value.to(like.dtype) if value.is_floating_point() else value, like)
+        name: shard_like(value.to(like.dtype) if value.is_floating_point() else value, like)
         if isinstance(value, Tensor) and value.shape == like.shape and not isinstance(value, DTensor)
         else value
         for name, value in items.items()
@@ -173,21 +173,21 @@ def _shard_state(state: Any, like: Tensor) -> Any:
 
 
 def check_params_belong_to(optimizer: Optimizer, is_known: Callable[[Tensor], bool]) -> None:
-    """Refuse an optimizer with parameters of no model.
+    """Check that an optimizer's parameters belong to prepared models.
 
     Args:
-        optimizer: About to be prepared.
-        is_known: Whether a parameter is one of a model that is prepared with it or was before.
+        optimizer: An optimizer about to be prepared.
+        is_known: Returns whether a parameter is one of a model that is prepared with it or was before.
 
     Raises:
-        SettingsError: It has such a parameter.
+        SettingsError: A parameter is not known.
     """
     everything = [one for group in optimizer.param_groups for one in group["params"]]
-    strange = [one for one in everything if not is_known(one)]
-    if strange:
+    unknown = [one for one in everything if not is_known(one)]
+    if unknown:
         raise SettingsError(
-            f"{type(optimizer).__qualname__} has {len(strange)} of {len(everything)} parameters, the first "
-            f"of shape {tuple(strange[0].shape)}, that belong to no model that is prepared with it or was "
-            "before: they would not be trained. Make the optimizer of model.parameters() of that very model, "
-            "and pass both to prepare()."
+            f"{len(unknown)} of the {len(everything)} parameters of {type(optimizer).__qualname__}, the "
+            f"first of shape {tuple(unknown[0].shape)}, belong to no model that is prepared with it or was "
+            "before: they would not be trained. Create the optimizer from model.parameters() of the model "
+            "that you pass to prepare(), and pass both."
         )

@@ -1,4 +1,4 @@
-"""Which part of a tensor a rank holds."""
+"""Shards of tensors: cut a full tensor like another one's shard, gather a full tensor."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def part_like(full: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
-    """This rank's part of a tensor, divided as another one is; no communication.
+def shard_like(full: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
+    """Copy this rank's shard of a full tensor, sharded like another tensor, without communication.
 
     Args:
-        full: The whole tensor, on any device.
-        like: Of the same shape; what is not divided gets a copy of the whole.
-        device: Where to; where `like` is if `None`.
+        full: The full tensor, on any device.
+        like: A tensor of the same shape; if it is not a `DTensor`, the full tensor is copied.
+        device: Device of the result; that of `like` if `None`.
 
     Returns:
         A new tensor of the dtype of `full`, a `DTensor` if `like` is one.
 
     Example:
-        >>> part_like(torch.ones(2), torch.zeros(2))
+        >>> shard_like(torch.ones(2), torch.zeros(2))
         tensor([1., 1.])
     """
     full, target = full.detach(), like.device if device is None else device
@@ -35,19 +35,19 @@ def part_like(full: Tensor, like: Tensor, device: torch.device | None = None) ->
         return torch.empty_like(full, device=target).copy_(full)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     where = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    part = torch.empty(shape, dtype=full.dtype, device=target).copy_(full[where])
+    shard = torch.empty(shape, dtype=full.dtype, device=target).copy_(full[where])
     meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), full.dtype)
-    # `from_local` would move a part that is kept on the CPU to the device of the mesh.
+    # `from_local` would move a shard that is offloaded to the CPU to the device of the mesh.
     return DTensor(
-        part, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
+        shard, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False
     )  # pyright: ignore[reportCallIssue] - what FSDP does itself
 
 
 def names_of_each(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
-    """Bring the names of every entry of a state dict together, as tied weights have several.
+    """Group the names of a state dict by value: tied weights have several.
 
     Args:
-        state: Where what is tied is one object.
+        state: A state dict in which tied weights are one object.
 
     Example:
         >>> names_of_each({"a": (one := torch.ones(1)), "b": 3, "c": one})
@@ -56,17 +56,17 @@ def names_of_each(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]
     names: dict[int, list[str]] = {}
     for name, value in state.items():
         names.setdefault(id(value), []).append(name)
-    return [(tuple(own), state[own[0]]) for own in names.values()]
+    return [(tuple(group), state[group[0]]) for group in names.values()]
 
 
-def gather_full_tensor(part: Tensor, device: torch.device) -> Tensor:
-    """The whole of a tensor, detached; a collective of the ranks that hold it where it is divided.
+def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
+    """All-gather a full tensor, detached; a collective over the mesh if the tensor is a `DTensor`.
 
     Args:
-        part: A `DTensor`, or a tensor that is whole.
-        device: Where the ranks communicate; a part may be kept elsewhere.
+        tensor: A `DTensor`, or a full tensor, which is returned without communication.
+        device: Device of the collective; a shard on another device is copied to it.
     """
-    detached: Any = part.detach()
+    detached: Any = tensor.detach()
     if not isinstance(detached, DTensor):
         return detached
     if detached.device.type != device.type:

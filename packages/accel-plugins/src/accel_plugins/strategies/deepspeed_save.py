@@ -135,7 +135,7 @@ class DeepSpeedShards:
 
     def form(self) -> StateForm:
         """The engine's own."""
-        return StateForm.OWN
+        return StateForm.NATIVE
 
     def model_tensors(self, model: nn.Module) -> StateDict:
         """The whole state dict; weights in float32, as they are updated."""

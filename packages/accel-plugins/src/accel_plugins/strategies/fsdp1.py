@@ -27,7 +27,7 @@ from accel_plugins.fsdp.loading import (
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.rebind import ParamRemap
-from accel_plugins.fsdp.roots import Roots, quiet
+from accel_plugins.fsdp.roots import FsdpRoots, suppress_fsdp1_warnings
 from accel_plugins.fsdp.states import Fsdp1Shards
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
 from accel_plugins.sharding.optimizers import check_params_belong_to
@@ -70,7 +70,7 @@ class Fsdp1Wrapper:
     runtime: Runtime
     plugin: FullyShardedDataParallelPlugin
     mesh: DeviceMesh
-    roots: Roots
+    roots: FsdpRoots
     book: ParamRemap
     master_weights: str | None = None
 
@@ -118,7 +118,7 @@ class Fsdp1Wrapper:
         on_cpu = device.type == "cpu"
         sync = bool(plugin.sync_module_states)
         if on_cpu:  # FSDP1 sends values only between accelerators
-            materialize_from_rank0(model, self.runtime, plugin, everywhere=sync)
+            materialize_from_rank0(model, self.runtime, plugin, broadcast=sync)
         init = plugin.param_init_fn
         if (
             not on_cpu
@@ -128,7 +128,7 @@ class Fsdp1Wrapper:
         ):
             init = partial(_emptied, device=device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        with hang_monitor.collective_scope("prepare"), quiet():
+        with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings():
             root = FullyShardedDataParallel(
                 model,
                 sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
@@ -169,7 +169,7 @@ def build(
     topology = runtime.topology
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
     plugin.set_mixed_precision(precision.name)
-    roots = Roots()
+    roots = FsdpRoots()
     shards = Fsdp1Shards(roots=roots, form_now=partial(form_of, plugin))
     return Strategy(
         name="fsdp1",
@@ -244,6 +244,6 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataP
     )
 
 
-def _no_sync(roots: Roots, model: nn.Module) -> Any:
+def _no_sync(roots: FsdpRoots, model: nn.Module) -> Any:
     root = roots.of_model(model)
     return nullcontext() if root is None else root.no_sync()

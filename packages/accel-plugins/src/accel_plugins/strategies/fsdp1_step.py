@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_plugins.fsdp.roots import Roots
+    from accel_plugins.fsdp.roots import FsdpRoots
     from accel_plugins.strategies.torch_step import TorchStepper
 
 
@@ -31,7 +31,7 @@ class Fsdp1Stepper:
         inner: Does everything else.
     """
 
-    roots: Roots
+    roots: FsdpRoots
     inner: TorchStepper
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:

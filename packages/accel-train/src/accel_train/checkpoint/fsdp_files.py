@@ -64,10 +64,10 @@ def save_fsdp_model(
     access = _Access(accelerator)
     folder = _made(output_dir)
     form = _form(fsdp_plugin, use_dcp=use_dcp)
-    if form is StateForm.WHOLE:
+    if form is StateForm.FULL:
         state = access.persister.full_state_dict(model, keep=access.topology.is_main)
         save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
-    elif form is StateForm.OWN:
+    elif form is StateForm.NATIVE:
         access.local.save_model(model, folder, model_index)
     else:
         state = _adapter_of(model, access.shards.model_tensors(model), adapter_only)
@@ -102,10 +102,10 @@ def load_fsdp_model(
     folder = Path(input_dir)
     form = _form(fsdp_plugin, use_dcp=use_dcp)
     strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
-    if form is StateForm.WHOLE:
+    if form is StateForm.FULL:
         state: Any = read_object(_existing(folder / layout.fsdp_weights_name(model_index)))
         access.persister.load_full_state_dict(model, state, **strict)
-    elif form is StateForm.OWN:
+    elif form is StateForm.NATIVE:
         access.local.load_model(model, folder, model_index)
     else:
         place = _folder(folder, layout.sharded_model_name(model_index))
@@ -136,10 +136,10 @@ def save_fsdp_optimizer(
     access = _Access(accelerator)
     folder, inner = _made(output_dir), _inner(optimizer)
     form = _form(fsdp_plugin, use_dcp=use_dcp)
-    if form is StateForm.WHOLE:
+    if form is StateForm.FULL:
         state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
         save(state, folder / layout.optimizer_name(optimizer_index))
-    elif form is StateForm.OWN:
+    elif form is StateForm.NATIVE:
         access.local.save_optimizer(inner, model, folder, optimizer_index)
     else:
         state = access.shards.optimizer_tensors(inner, [model])
@@ -179,10 +179,10 @@ def load_fsdp_optimizer(
     access = _Access(accelerator)
     folder, inner = Path(input_dir), _inner(optimizer)
     form = _form(fsdp_plugin, use_dcp=use_dcp)
-    if form is StateForm.WHOLE:
+    if form is StateForm.FULL:
         state: Any = read_object(_existing(folder / layout.optimizer_name(optimizer_index)))
         access.persister.load_full_optimizer_state(inner, [model], state)
-    elif form is StateForm.OWN:
+    elif form is StateForm.NATIVE:
         access.local.load_optimizer(inner, model, folder, optimizer_index)
     else:
         place = _folder(folder, layout.sharded_optimizer_name(optimizer_index))
@@ -214,7 +214,7 @@ class _Access:
 
 def _form(plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> StateForm:
     form = form_of(plugin)
-    return StateForm.OWN if form is StateForm.SHARDED and not use_dcp else form
+    return StateForm.NATIVE if form is StateForm.SHARDED and not use_dcp else form
 
 
 def _write_folder(accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:

@@ -261,7 +261,7 @@ def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
 def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     """Run the hooks; return what this rank writes."""
     prepared, form = run.prepared, form_of(run)
-    full = form is StateForm.WHOLE
+    full = form is StateForm.FULL
     weights = [run.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
     for hook in tuple(run.save_hooks.values()):
         hook(run.bare_models, weights, str(job.staging))
@@ -281,6 +281,6 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     shared = shared_parts(contents, safe=safe) if run.commits else []
     if form is StateForm.SHARDED:
         shared += sharded_parts(run)
-    elif form is StateForm.OWN:
+    elif form is StateForm.NATIVE:
         shared += native_parts(run, job.staging)
     return [*shared, *rank_files(contents, rank=job.rank, device=run.runtime.device)]

@@ -34,7 +34,7 @@ OPTIMIZER_KEY = "optimizer"
 
 def form_of(run: Run) -> StateForm:
     """In which form models and optimizers are saved now."""
-    return StateForm.WHOLE if run.shards is None else run.shards.form()
+    return StateForm.FULL if run.shards is None else run.shards.form()
 
 
 def folders_of(run: Run) -> list[str]:
@@ -85,7 +85,7 @@ def check_shared(run: Run) -> None:
     """
     topology = run.runtime.topology
     several_hosts = topology.world_size > topology.local_world_size
-    if run.project.save_on_each_node and several_hosts and form_of(run) is not StateForm.WHOLE:
+    if run.project.save_on_each_node and several_hosts and form_of(run) is not StateForm.FULL:
         raise SettingsError(
             "ProjectConfiguration(save_on_each_node=True): every host would keep a part of the model only; "
             "use state_dict_type='FULL_STATE_DICT', or a folder that all hosts share."
@@ -132,7 +132,7 @@ def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] 
     if is_sharded_folder(folder):
         dcp.read_index(folder)
         return partial(restore_model_shards, run, folder)
-    if form_of(run) is StateForm.OWN and not _is_full(source, index):
+    if form_of(run) is StateForm.NATIVE and not _is_full(source, index):
         return lambda model, **_: run.persister.load_model(model, source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
@@ -156,7 +156,7 @@ def optimizer_loader(run: Run, source: Source, index: int) -> Callable[[Optimize
     if is_sharded_folder(folder):
         dcp.read_index(folder)
         return partial(restore_optimizer_shards, run, folder)
-    if form_of(run) is StateForm.OWN and not source.has(layout.optimizer_name(index)):
+    if form_of(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
         return lambda one: run.persister.load_optimizer(one, owner_of(one, models), source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):

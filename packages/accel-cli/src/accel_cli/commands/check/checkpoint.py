@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
 FORMS: Mapping[StateForm, str] = {
-    StateForm.WHOLE: "whole",
+    StateForm.FULL: "whole",
     StateForm.SHARDED: "sharded",
-    StateForm.OWN: "by rank",
+    StateForm.NATIVE: "by rank",
 }
 """What forms are called: one rank writes everything; all ranks write parts that any number of ranks can read;
 all ranks write parts in the strategy's own way."""
@@ -125,9 +125,9 @@ def _local(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, in
 
 
 _WRITERS: Mapping[StateForm, Callable[[Any, bool, bool], Iterator[tuple[str, int, int]]]] = {
-    StateForm.WHOLE: _full,
+    StateForm.FULL: _full,
     StateForm.SHARDED: _sharded,
-    StateForm.OWN: _local,
+    StateForm.NATIVE: _local,
 }
 
 

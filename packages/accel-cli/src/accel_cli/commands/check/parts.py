@@ -85,4 +85,4 @@ def _like(value: Any, full: Any) -> Any:
         return value
     meta = TensorMeta(full.shape, full.stride(), value.dtype)
     spec = DTensorSpec(full.device_mesh, full.placements, tensor_meta=meta)
-    return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `part_like`
+    return DTensor(value, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] - as in `shard_like`

@@ -190,7 +190,7 @@ def _fake_strategy(
     plugin.set_mixed_precision(precision.name)
     engine_precision: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
     stage = int(plugin.get_value("zero_optimization.stage", 0))
-    shards = Sharded(saved=StateForm.OWN, stage=stage, width=_width(engine_precision.name))
+    shards = Sharded(saved=StateForm.NATIVE, stage=stage, width=_width(engine_precision.name))
     loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
     return replace(
         plain,
