@@ -105,12 +105,12 @@ def test_what_cannot_be_divided_is_refused_on_every_rank():
         ):
             pass
 
-    refused(r"\(3, 5\), whose dim 1 cannot be divided among cp_size=2 processes; pad", [odd], [1])
+    refused(r"\(3, 5\), whose dim 1 is not a multiple of cp_size=2; pad", [odd], [1])
     refused(r"1 buffers and 2 buffer_seq_dims", [even], [1, 1])
     refused(r"0 buffers", [], [])
     refused(r"sequences of 8 and of 4", [even, torch.zeros(ROWS, 4)], [1, 1])
     refused(r"requires grad", [torch.zeros(1, 2, requires_grad=True)], [1])
-    refused(r"no_restore_buffers that are not among", [even], [1], {torch.zeros(ROWS, LENGTH)})
+    refused(r"no_restore_buffers that are not in buffers", [even], [1], {torch.zeros(ROWS, LENGTH)})
 
 
 @distributed(world_size=2)
@@ -171,11 +171,14 @@ def test_axes_that_contradict_each_other_are_refused_on_every_rank():
             Accelerator(cpu=True, **arguments)
 
     refused(
-        r"torch_tp_plugin=.*tp_size=2.*parallelism_config=.*say different things",
+        r"torch_tp_plugin=.*tp_size=2.*contradicts parallelism_config=.*give one of the two",
         torch_tp_plugin=plugin,
         parallelism_config=ParallelismConfig(dp_shard_size=2),
     )
-    refused("makes 3 processes, and there are 2", parallelism_config=ParallelismConfig(dp_replicate_size=3))
+    refused(
+        "makes 3 processes, but the world size is 2",
+        parallelism_config=ParallelismConfig(dp_replicate_size=3),
+    )
     strange = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tp"))
     refused(
         r"torch_device_mesh=.*'dp_replicate', 'dp_shard'",

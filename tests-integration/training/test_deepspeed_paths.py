@@ -269,7 +269,7 @@ def test_plugins_beside_each_other_are_refused_on_every_rank():
             ({"parallelism_config": ParallelismConfig(tp_size=2)}, r"tp_size=2\) beside a DeepSpeedPlugin"),
             (
                 {"parallelism_config": ParallelismConfig(dp_shard_size=3)},
-                r"makes 3 processes, and there are 2",
+                r"makes 3 processes, but the world size is 2",
             ),
         ):
             AcceleratorState._reset_state()

@@ -390,7 +390,7 @@ def test_the_values_of_rank_0_count_whatever_the_others_have(layout):
 
 @distributed(world_size=2)
 def test_bad_input_is_one_error_on_every_rank():
-    with pytest.raises(SettingsError, match=r"dp_shard_size=3 makes 3 processes, and there are 2"):
+    with pytest.raises(SettingsError, match=r"dp_shard_size=3 makes 3 processes, but the world size is 2"):
         Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=3))
     wrong = FullyShardedDataParallelPlugin(
         fsdp_version=2,

@@ -234,7 +234,7 @@ def test_the_state_of_other_parameters_is_refused():
     state = {"state": {}, "param_groups": [{"params": ["a", "b"]}]}
     with pytest.raises(CheckpointError, match=r"only in the checkpoint \['b'\]"):
         numbered_state(state, [["a", "c"]])
-    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\), this one has 2"):
+    with pytest.raises(CheckpointError, match=r"1 parameter group\(s\), this run's has 2"):
         numbered_state(state, [["a"], ["b"]])
 
 

@@ -1,1 +1,1 @@
-"""The documented dataclasses through which users configure what PyTorch and accel do for them."""
+"""Documented dataclasses of options of PyTorch and accel."""

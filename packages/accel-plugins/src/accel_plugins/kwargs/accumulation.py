@@ -9,14 +9,14 @@ from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_co
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """How gradients of several micro-batches are brought together before an optimizer step.
+    """Options of gradient accumulation over several micro-batches per optimizer step.
 
     Args:
         num_steps: Number of micro-batches per optimizer step.
         adjust_scheduler: Whether schedulers count optimizer steps; otherwise they count micro-batches.
         sync_with_dataloader: Whether the last batch of a loader always ends a step.
-        sync_each_batch: Whether processes bring gradients together after every micro-batch, which costs
-            communication and saves memory under strategies that shard gradients.
+        sync_each_batch: Whether gradients are all-reduced after every micro-batch, which costs communication
+            and saves memory under strategies that shard gradients.
 
     Raises:
         SettingsError: A field is out of its range.

@@ -12,11 +12,11 @@ class AutocastKwargs(KwargsHandler):
     """Options of `torch.autocast`, for a run or for one `accelerator.autocast` block.
 
     Args:
-        enabled: Whether operations run in the lower precision at all.
+        enabled: Whether operations run in the lower precision.
         cache_enabled: Whether casts of weights are kept until the context ends; torch's choice if `None`.
 
     Raises:
-        SettingsError: A field is not a truth value.
+        SettingsError: A field is not a bool.
 
     Example:
         >>> AutocastKwargs(cache_enabled=False).to_kwargs()
@@ -40,7 +40,7 @@ class GradScalerKwargs(KwargsHandler):
         growth_factor: Multiplies the scale after `growth_interval` good steps; above 1.
         backoff_factor: Multiplies the scale after a step with infinite gradients; between 0 and 1.
         growth_interval: Number of good steps in a row before the scale grows.
-        enabled: Without it losses are not scaled.
+        enabled: Whether losses are scaled.
 
     Raises:
         SettingsError: A field is out of its range.

@@ -1,4 +1,4 @@
-"""What all kwargs handlers share: the difference to the defaults, and how bad fields are refused."""
+"""Base of kwargs handlers: differences from the defaults, and validation of fields."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class KwargsHandler:
-    """Base of the dataclasses that hold keyword arguments for something that `Accelerator` builds.
+    """Base of the dataclasses of keyword arguments for objects that `Accelerator` builds.
 
     Example:
         >>> from dataclasses import dataclass
@@ -25,22 +25,22 @@ class KwargsHandler:
     """
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields; dictionaries and lists are copied, other values are the handler's own."""
+        """Return all fields; dictionaries and lists are copied, other values are shared."""
         return {name: _copy(value) for name, value in vars(self).items() if not name.startswith("_")}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields whose value differs from the default."""
+        """Return the fields whose value differs from the default."""
         default = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if default[name] != value}
 
 
 def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) -> None:
-    """Refuse a field unless a condition holds.
+    """Check that a condition on a field holds.
 
     Args:
         owner: The dataclass, named in the message.
         name: The field.
-        wanted: What would be accepted, in words.
+        wanted: Description of the accepted values, for the message.
         holds: The condition on the field's value.
 
     Raises:
@@ -52,7 +52,7 @@ def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) 
 
 
 def expect_flags(owner: object, *names: str, optional: bool = False) -> None:
-    """Refuse fields that are not truth values; a text such as `"false"` would count as true.
+    """Check that fields are bools; a string such as `"false"` would count as true.
 
     Args:
         owner: The dataclass.
@@ -68,7 +68,7 @@ def expect_flags(owner: object, *names: str, optional: bool = False) -> None:
 
 
 def is_count(value: object, *, least: int) -> bool:
-    """Whether a value is a whole number of at least `least`, and not a truth value."""
+    """Return whether a value is an integer of at least `least` (bools excluded)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 

@@ -9,19 +9,19 @@ from accel_plugins.kwargs.base import expect, expect_flags
 
 @dataclass
 class DataLoaderConfiguration:
-    """How `prepare` treats data loaders.
+    """Options of prepared data loaders.
 
     Args:
-        split_batches: Whether a loader's batch is divided among the processes; otherwise every process gets
-            whole batches, and the global batch grows with the number of processes.
-        dispatch_batches: Whether the main process reads all batches and sends them to the others. If
-            `None`, it does so for iterable datasets.
+        split_batches: Whether a loader's batch is split across ranks; otherwise every rank gets full
+            batches, and the global batch grows with the world size.
+        dispatch_batches: Whether the main process reads all batches and scatters them. If `None`, it does so
+            for iterable datasets.
         even_batches: Whether the last batches are filled with samples from the beginning, so that every
             process gets the same number of samples.
-        use_seedable_sampler: Whether shuffling is drawn from a seed and the epoch alone, and so the same
-            with any number of processes.
+        use_seedable_sampler: Whether the shuffle depends only on the seed and the epoch, and so is the same
+            for any world size.
         data_seed: The seed of the seedable sampler; torch's if `None`.
-        non_blocking: Whether batches are copied to the device without waiting; wants pinned memory.
+        non_blocking: Whether host-to-device copies of batches are asynchronous; needs pinned memory.
         use_stateful_dataloader: Whether loaders become torchdata's `StatefulDataLoader`.
 
     Raises:

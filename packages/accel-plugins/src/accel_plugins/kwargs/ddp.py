@@ -23,7 +23,7 @@ _HOOKS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
     _Hook.FP16: default_hooks.fp16_compress_hook,
     _Hook.BF16: default_hooks.bf16_compress_hook,
     _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    # torch refuses annotations that are written as text; a lambda has none.
+    # torch refuses annotations that are strings; a lambda has none.
     _Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
 }
 _WRAPPERS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
@@ -38,15 +38,15 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Options of `torch.nn.parallel.DistributedDataParallel`.
 
     Args:
-        dim: Dimension along which inputs would be divided among several devices of one process.
-        broadcast_buffers: Whether buffers are taken from rank 0 at the beginning of every forward pass.
-        bucket_cap_mb: Size in MiB of the buckets in which gradients are averaged.
+        dim: Dim along which inputs are split over several devices of one process.
+        broadcast_buffers: Whether rank 0 broadcasts its buffers at the start of every forward pass.
+        bucket_cap_mb: Size in MiB of the buckets in which gradients are all-reduced.
         find_unused_parameters: Whether parameters that a forward pass did not use are looked for.
         check_reduction: Deprecated by PyTorch; has no effect there.
-        gradient_as_bucket_view: Whether gradients live inside the buckets, which saves a copy of them.
+        gradient_as_bucket_view: Whether gradients are views of the buckets, which saves a copy of them.
         static_graph: Whether the same parameters are used in every pass.
-        comm_hook: How gradients are compressed before they are averaged; a name or a member.
-        comm_wrapper: `FP16` or `BF16`: compress further what the hook sends.
+        comm_hook: Communication hook that compresses gradients; a name or a member.
+        comm_wrapper: `FP16` or `BF16`: dtype to which the hook's messages are compressed further.
         comm_state_option: Arguments of `PowerSGDState`, for the two PowerSGD hooks.
 
     Raises:
@@ -90,7 +90,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def to_dict(
         self, ignore_keys: tuple[str, ...] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """The fields that `DistributedDataParallel` takes.
+        """Return the fields that are arguments of `DistributedDataParallel`.
 
         Args:
             ignore_keys: Fields to leave out.
@@ -98,7 +98,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
         return {name: value for name, value in super().to_dict().items() if name not in ignore_keys}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Make a model compress its gradients as these options say; nothing is done if they do not.
+        """Register the communication hook of these options, if there is one.
 
         Args:
             model: A wrapped model that has no hook yet.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any, cast
 
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
 from accel_state import environ
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.labels import DynamoBackend
 from accel_state.settings import combine, parse_environ
@@ -25,19 +25,19 @@ _DEFAULTS = {
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How `prepare` compiles models. What is left out comes from `ACCELERATE_DYNAMO_*`, then the default.
+    """Options of `torch.compile`. An argument wins over `ACCELERATE_DYNAMO_*`, and that over the default.
 
     Args:
         backend: The compiler, a `DynamoBackend` or its name; `NO` does not compile.
         mode: `"default"`, `"reduce-overhead"`, `"max-autotune"` or another mode of `torch.compile`.
         fullgraph: Whether a model must compile into a single graph.
-        dynamic: Whether shapes are compiled as variables; torch decides if `None`.
+        dynamic: Whether shapes are dynamic; torch decides if `None`.
         options: Options of the backend; not together with `mode`.
         disable: Whether `torch.compile` does nothing, for tests.
-        use_regional_compilation: Whether the repeated blocks of a model are compiled instead of the whole.
+        use_regional_compilation: Whether a model's repeated blocks are compiled instead of the full model.
 
     Raises:
-        SettingsError: A field, or the variable that stands for it, cannot be used.
+        SettingsError: The value of a field, or of its variable, is invalid.
 
     Example:
         >>> TorchDynamoPlugin(backend="inductor", mode="max-autotune").to_kwargs()
@@ -67,11 +67,11 @@ class TorchDynamoPlugin(KwargsHandler):
         expect_flags(self, "dynamic", optional=True)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, the backend as `torch.compile` spells it."""
+        """Return all fields, with the backend as `torch.compile` spells it."""
         return super().to_dict() | {"backend": cast("DynamoBackend", self.backend).value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The arguments of `torch.compile` that differ from its defaults, wherever they came from."""
+        """Return the arguments of `torch.compile` that differ from its defaults, whatever their source."""
         fields = self.to_dict()
         return {name: fields[name] for name, default in _DEFAULTS.items() if fields[name] != default}
 
@@ -80,6 +80,6 @@ def _backend(value: DynamoBackend | str) -> DynamoBackend:
     name = value.value if isinstance(value, DynamoBackend) else str(value).upper()
     if name in DynamoBackend:
         return DynamoBackend(name)
-    near = get_close_matches(name, DynamoBackend.list(), n=1)
-    hint = f"did you mean {near[0].lower()!r}?" if near else f"there are {DynamoBackend.list()}."
+    backends = [backend.lower() for backend in DynamoBackend.list()]
+    hint = did_you_mean(name.lower(), backends, f"there are {backends}.")
     raise SettingsError(f"TorchDynamoPlugin(backend={value!r}): no such compiler; {hint}")

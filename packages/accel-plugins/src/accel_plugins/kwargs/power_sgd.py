@@ -28,7 +28,7 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
     """Average a bucket of gradients as a square matrix of low rank.
 
     Args:
-        state: Rank of the approximation, the step in which to begin, what is remembered between steps.
+        state: Rank of the approximation, the first compressed step, error feedback and warm-start matrices.
         bucket: The gradients of one rank, 1-d.
 
     Returns:
@@ -56,7 +56,7 @@ def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
 
 
 def _square(buffer: Tensor) -> Tensor:
-    """The values as a square matrix, filled up with zeros, in a format that can be orthogonalised."""
+    """Return the values as a zero-padded square matrix, in a dtype that can be orthogonalised."""
     side = math.ceil(math.sqrt(buffer.numel()))
     dtype = torch.promote_types(buffer.dtype, torch.float32)
     matrix = torch.zeros(side * side, dtype=dtype, device=buffer.device)
@@ -65,7 +65,7 @@ def _square(buffer: Tensor) -> Tensor:
 
 
 def _factors(state: PowerSGDState, index: int, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """One power iteration: P and Q such that P Qᵀ is near the average of the ranks' matrices."""
+    """Do one power iteration: P and Q such that P Qᵀ approximates the mean of the ranks' matrices."""
     guess = state.q_memory_dict.get(index) if state.warm_start else None
     if guess is None:
         guess = _random(state, matrix)
@@ -75,7 +75,7 @@ def _factors(state: PowerSGDState, index: int, matrix: Tensor, dtype: torch.dtyp
 
 
 def _random(state: PowerSGDState, matrix: Tensor) -> Tensor:
-    """Normally distributed columns, the same on every rank and new in every step."""
+    """Draw normally distributed columns, the same on every rank and new in every step."""
     generator = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
     rank = min(state.matrix_approximation_rank, matrix.shape[0])
     columns = torch.randn(matrix.shape[0], rank, generator=generator, dtype=matrix.dtype)
@@ -83,7 +83,7 @@ def _random(state: PowerSGDState, matrix: Tensor) -> Tensor:
 
 
 def _sum(state: PowerSGDState, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum over all ranks, which travels in the format of the gradients."""
+    """All-reduce a sum in the dtype of the gradients."""
     sent = tensor.to(dtype).contiguous()
     dist.all_reduce(sent, group=state.process_group)
     return sent.to(tensor.dtype)

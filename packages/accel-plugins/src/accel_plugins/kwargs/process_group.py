@@ -1,4 +1,4 @@
-"""Options with which the process group is started."""
+"""Options of the process group."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Options of `torch.distributed.init_process_group`.
 
     Args:
-        backend: Name of the backend; the device decides where only the default `"nccl"` is known.
-        init_method: URL that says where the processes meet; the launcher's variables if `None`.
+        backend: Name of the backend; the default `"nccl"` means the backend of the run's device.
+        init_method: URL of the rendezvous; the launcher's variables if `None`.
         timeout: How long a collective may take before every rank raises an error. If `None`, it is set to
             10 minutes for nccl, 30 minutes for others.
 
@@ -50,6 +50,6 @@ class InitProcessGroupKwargs(KwargsHandler):
         )
 
     def to_kwargs(self) -> dict[str, Any]:
-        """The fields that were set; also a timeout that happens to be the default of another backend."""
+        """Return the fields that were set, also a timeout that equals another backend's default."""
         given = {"timeout": self.timeout} if self._timeout_given else {}
         return super().to_kwargs() | given

@@ -23,8 +23,8 @@ class ProfileKwargs(KwargsHandler):
     """Options of `torch.profiler.profile`.
 
     Args:
-        activities: What to record, of `"cpu"`, `"cuda"`, `"xpu"`, `"mtia"`, `"hpu"`; all that torch
-            supports here if `None`.
+        activities: Activities to record, of `"cpu"`, `"cuda"`, `"xpu"`, `"mtia"`, `"hpu"`; all that this
+            build of torch supports if `None`.
         schedule_option: Arguments of `torch.profiler.schedule` (`wait`, `warmup`, `active`, `repeat`,
             `skip_first`, …); records every step if `None`.
         on_trace_ready: Called with the profiler whenever a trace is complete.
@@ -63,7 +63,7 @@ class ProfileKwargs(KwargsHandler):
         """Make the profiler.
 
         Raises:
-            SettingsError: An activity is unknown here, or `schedule_option` lacks or misspells an argument.
+            SettingsError: An activity is not supported, or `schedule_option` lacks or misspells an argument.
         """
         schedule = None if self.schedule_option is None else self._schedule(self.schedule_option)
         activities = None if self.activities is None else [_activity(name) for name in self.activities]

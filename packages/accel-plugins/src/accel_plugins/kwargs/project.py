@@ -1,4 +1,4 @@
-"""Where a project keeps its files."""
+"""Directories of a project."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class ProjectConfiguration:
-    """Directories of checkpoints and logs, and how checkpoints are named and kept.
+    """Directories of checkpoints and logs, and the names and number of checkpoints.
 
     Args:
         project_dir: Directory of the project's files.
         logging_dir: Directory of the trackers' files; `project_dir` if `None`.
         automatic_checkpoint_naming: Whether checkpoints are called
             `<project_dir>/checkpoints/checkpoint_<iteration>`.
-        total_limit: How many of those are kept; all if `None`.
+        total_limit: Number of those to keep; all if `None`.
         iteration: Number of the next checkpoint.
-        save_on_each_node: Whether every host writes what otherwise only the main process writes, for hosts
-            that share no file system.
+        save_on_each_node: Whether each node's local main process writes the files of the main process, for
+            nodes without a shared file system.
 
     Raises:
         SettingsError: A field has another type or is out of its range.
@@ -51,7 +51,7 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | Path | None = None) -> None:
-        """Set `project_dir`, and `logging_dir` with it unless it has a value of its own.
+        """Set `project_dir`, and `logging_dir` with it unless that is set.
 
         Args:
             project_dir: Directory of the project's files.

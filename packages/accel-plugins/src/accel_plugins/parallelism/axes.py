@@ -1,4 +1,4 @@
-"""The axes of a run, as a strategy uses them."""
+"""The device mesh of a run, and its submeshes by use."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The meshes of a run.
+    """The device mesh of a run.
 
     Args:
-        config: The sizes.
-        mesh: Of all axes.
-        sharding: Who gets which batches.
+        config: The sizes of the axes.
+        mesh: The mesh of all axes.
+        sharding: The shards of batches by rank.
     """
 
     config: ParallelismConfig
@@ -36,21 +36,21 @@ class Axes:
 
     @property
     def tensor(self) -> DeviceMesh | None:
-        """Along which layers are divided."""
+        """Mesh of tensor parallelism, if any."""
         return self.mesh["tp"] if self.config.tp_enabled else None
 
     @property
     def context(self) -> DeviceMesh | None:
-        """Along which sequences are divided."""
+        """Mesh of context parallelism, if any."""
         return self.mesh["cp"] if self.config.cp_enabled else None
 
     def fully_sharded(self, runtime: Runtime) -> DeviceMesh:
-        """Along which parameters are sharded, and copied."""
+        """Return the mesh of FSDP2: a shard axis, after a replicate axis if there are replicas."""
         names: Any = self.mesh.mesh_dim_names
         shards = [name for name in ("dp_shard", "cp") if name in names]
-        if not shards:  # copies only: each is one shard
-            copies = self.config.sizes["dp_replicate"]
-            return mesh_of(runtime.device.type, {"dp_replicate": copies, "dp_shard": 1})
+        if not shards:  # replicas only: each is one shard
+            replicas = self.config.sizes["dp_replicate"]
+            return mesh_of(runtime.device.type, {"dp_replicate": replicas, "dp_shard": 1})
         if len(shards) == 1:
             wanted = ["dp_replicate", *shards] if self.config.dp_replicate_enabled else shards
             return self.mesh[tuple(wanted)]
@@ -61,15 +61,15 @@ class Axes:
 
 
 def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:
-    """Make the meshes of a run.
+    """Build the mesh of a run.
 
     Args:
-        runtime: Of this process; the process group is there.
-        handlers: A `ParallelismConfig` or a `TorchTensorParallelPlugin` among them says what there is.
-        sharded: Whether processes that nothing is said about shard the model; else each has a copy.
+        runtime: Topology and device of this process, after the process group was initialised.
+        handlers: Handlers by type; the axes come from a `ParallelismConfig` or `TorchTensorParallelPlugin`.
+        sharded: Whether the ranks beyond the given axes shard the model; else they replicate it.
 
     Raises:
-        SettingsError: The product of all sizes is not the number of processes.
+        SettingsError: The product of all sizes is not the world size.
     """
     world = runtime.topology.world_size
     ensure_group(runtime)
@@ -92,7 +92,7 @@ def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) ->
 
 
 def ensure_group(runtime: Runtime) -> None:
-    """Let also a process that is alone have a process group, which meshes are made of."""
+    """Initialise a process group of one rank, which a mesh needs, if there is none."""
     if not dist.is_initialized():
         backend = runtime.kind.group_backend or "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
@@ -104,8 +104,7 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
     if given is not None:
         if plugin is not None and (plugin.torch_device_mesh or plugin.tp_size != given.sizes["tp"]):
             raise SettingsError(
-                f"torch_tp_plugin={plugin!r} and parallelism_config={given!r} say different things about "
-                "the same axes; give one of the two."
+                f"torch_tp_plugin={plugin!r} contradicts parallelism_config={given!r}; give one of the two."
             )
         return given
     if plugin is not None and plugin.torch_device_mesh is not None:
@@ -113,8 +112,8 @@ def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> Paral
     tensor = 1 if plugin is None else plugin.tp_size
     if world % tensor:
         raise SettingsError(
-            f"TorchTensorParallelPlugin(tp_size={tensor}): {world} processes cannot be divided into "
-            f"groups of {tensor}."
+            f"TorchTensorParallelPlugin(tp_size={tensor}): the world size {world} is not a multiple of "
+            f"{tensor}; launch a multiple of {tensor} processes, or choose another tp_size."
         )
     rest: dict[str, Any] = {("dp_shard_size" if sharded else "dp_replicate_size"): world // tensor}
     return ParallelismConfig(tp_size=tensor, **rest)
@@ -124,8 +123,8 @@ def _of_mesh(mesh: DeviceMesh) -> ParallelismConfig:
     names, ranks = [*(mesh.mesh_dim_names or ())], mesh.mesh.flatten().tolist()
     if names != [axis for axis in AXES if axis in names] or ranks != [*range(len(ranks))]:
         raise SettingsError(
-            f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes with names of "
-            f"{[*AXES]}, in this order, and processes in theirs."
+            f"TorchTensorParallelPlugin(torch_device_mesh={mesh!r}): expected axes named {[*AXES]}, in this "
+            "order, with the ranks in ascending order."
         )
     sizes: dict[str, Any] = {f"{axis}_size": 1 for axis in AXES}
     sizes |= {f"{name}_size": size for name, size in zip(names, mesh.shape, strict=True)}

@@ -1,4 +1,4 @@
-"""`ParallelismConfig`: the sizes of all axes, their arithmetic, and the mesh that they make."""
+"""`ParallelismConfig`: the sizes of the mesh's axes, their arithmetic, and the device mesh."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from accel_state.settings.model import Settings
 
 AXES: tuple[str, ...] = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""Every axis, the one whose neighbours are farthest apart first."""
+"""The axes, outermost first (the ranks of neighbours are farthest apart)."""
 
 _BACKENDS = {"cp_backend": "torch", "sp_backend": "deepspeed"}
 _HANDLERS: dict[str, type[Any]] = {
@@ -39,27 +39,25 @@ _HANDLERS: dict[str, type[Any]] = {
 
 @dataclass
 class ParallelismConfig:
-    """Along which axes processes divide the work. What is left out is `PARALLELISM_CONFIG_*`, else 1.
+    """Sizes of the axes of the device mesh. The default is `PARALLELISM_CONFIG_*` of the environment, else 1.
 
-    The product of all sizes is the number of processes.
+    The product of all sizes is the world size.
 
     Args:
-        dp_replicate_size: How many groups of processes hold a whole copy of the model, each with batches of
-            its own.
-        dp_shard_size: Among how many processes the parameters of a copy are sharded (FSDP2), each with
-            batches of its own.
-        tp_size: Among how many processes each layer is divided; they have the same batches.
-        cp_size: Among how many processes each sequence is divided; parameters are sharded among them, too.
-        cp_backend: What does that: `"torch"`.
-        sp_size: Among how many processes each sequence is divided by DeepSpeed's Ulysses.
-        sp_backend: What does that: `"deepspeed"`.
+        dp_replicate_size: Number of model replicas (DDP or HSDP); each reads different batches.
+        dp_shard_size: Number of FSDP2 shards of a replica; each rank reads different batches.
+        tp_size: Tensor-parallel size; the ranks of a group read the same batches.
+        cp_size: Context-parallel size; parameters are sharded over this axis, too.
+        cp_backend: Backend of context parallelism: `"torch"`.
+        sp_size: Sequence-parallel size (DeepSpeed's Ulysses).
+        sp_backend: Backend of sequence parallelism: `"deepspeed"`.
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of sequence parallelism.
 
     Raises:
-        SettingsError: A size is no number of processes, axes do not go together, or options are given for an
-            axis that is not used.
+        SettingsError: A size is not a positive integer, axes cannot be combined, or options are given for an
+            axis of size 1.
 
     Example:
         >>> config = ParallelismConfig(dp_replicate_size=2, dp_shard_size=4, tp_size=2)
@@ -94,15 +92,14 @@ class ParallelismConfig:
                 setattr(self, name, getattr(outside, name) or only)
             if getattr(self, name) != only:
                 raise SettingsError(
-                    f"ParallelismConfig({name}={getattr(self, name)!r}): there is {only!r} only."
+                    f"ParallelismConfig({name}={getattr(self, name)!r}): only {only!r} is supported."
                 )
         for axis, kind in _HANDLERS.items():
             self._resolve_handler(axis, kind)
         if self.cp_enabled and self.sp_enabled:
             raise SettingsError(
-                f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): a sequence is "
-                "divided "
-                "by context parallelism or by sequence parallelism, not by both."
+                f"ParallelismConfig(cp_size={self.cp_size!r}, sp_size={self.sp_size!r}): context and "
+                "sequence parallelism cannot be combined; set one of the two to 1."
             )
 
     def _resolve_handler(self, axis: str, kind: type[Any]) -> None:
@@ -130,22 +127,22 @@ class ParallelismConfig:
 
     @property
     def total_size(self) -> int:
-        """How many processes there have to be."""
+        """World size that the axes need."""
         return math.prod(self.sizes.values())
 
     @property
     def data_parallel_size(self) -> int:
-        """How many groups of processes have batches of their own."""
+        """Data-parallel size: the number of ranks that read different batches."""
         return self.sizes["dp_replicate"] * self.sizes["dp_shard"]
 
     @property
     def non_data_parallel_size(self) -> int:
-        """How many processes share the batches of one group."""
+        """Number of ranks that read the same batches."""
         return self.total_size // self.data_parallel_size
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there are several copies of the model."""
+        """Whether the model is replicated."""
         return self.sizes["dp_replicate"] > 1
 
     @property
@@ -155,60 +152,60 @@ class ParallelismConfig:
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are divided."""
+        """Whether tensor parallelism is used."""
         return self.sizes["tp"] > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are divided by context parallelism."""
+        """Whether context parallelism is used."""
         return self.sizes["cp"] > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are divided by sequence parallelism."""
+        """Whether sequence parallelism is used."""
         return self.sizes["sp"] > 1
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """The axes along which batches are divided."""
+        """Axes of data parallelism."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """The other axes."""
+        """Axes of model, context and sequence parallelism."""
         return self._active("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """The axes along which parameters are sharded."""
+        """Axes over which parameters are sharded."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """The axes along which losses are averaged."""
+        """Axes over which losses are averaged."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """The axes of the mesh that `fully_shard` gets: one for copies, where there are, one for shards."""
+        """Axes of FSDP2's mesh: the replicate axis, if there are replicas, and the shard axis."""
         return [*self._active("dp_replicate"), "dp_shard_cp"]
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """The axes of more than one process, in the order of the mesh."""
+        """Axes of more than one rank, in the order of the mesh."""
         return self._active(*AXES)
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Make the mesh of all axes, and those of axes taken together. Call it on every process.
+        """Build the mesh of all axes, and its flattened submeshes. A collective over all ranks.
 
         Args:
             device_type: Such as `"cuda"`.
 
         Returns:
-            The mesh; `None` if no axis has more than one process.
+            The mesh; `None` if no axis has more than one rank.
 
         Raises:
-            SettingsError: There are more or fewer processes than the product of the sizes.
+            SettingsError: The product of the sizes is not the world size.
         """
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.check_world(world)
@@ -216,24 +213,24 @@ class ParallelismConfig:
         if not names:
             return None
         mesh = mesh_of(device_type, {name: self.sizes[name] for name in names})
-        for whole, parts in (
+        for flat_name, axes in (
             ("dp", self.dp_dim_names),
             ("dp_shard_cp", [name for name in names if name in {"dp_shard", "cp"}]),
             ("dp_cp", self.dp_cp_dim_names),
         ):
-            if len(parts) > 1:
-                mesh[tuple(parts)]._flatten(whole)  # pyright: ignore[reportPrivateUsage] - the documented way
+            if len(axes) > 1:
+                mesh[tuple(axes)]._flatten(flat_name)  # pyright: ignore[reportPrivateUsage] - the documented way
         self.device_mesh = mesh
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """The mesh that was built, or that is built now.
+        """Return the device mesh, and build it if there is none.
 
         Args:
-            device_type: Such as `"cuda"`; may be left out once there is a mesh.
+            device_type: Such as `"cuda"`; optional once the mesh is built.
 
         Raises:
-            SettingsError: There is none yet, and no type to make it for; or it is for another type.
+            SettingsError: The mesh is not built and `device_type` is absent, or the mesh has another type.
         """
         if self.device_mesh is None:
             if device_type is None:
@@ -247,23 +244,22 @@ class ParallelismConfig:
         return self.device_mesh
 
     def check_world(self, world_size: int) -> None:
-        """Refuse another number of processes than that of all axes together.
+        """Check that the product of all sizes is the world size.
 
         Raises:
-            SettingsError: It is another.
+            SettingsError: It is not.
         """
         if self.total_size != world_size:
             product = (
                 " x ".join(f"{axis}_size={size}" for axis, size in self.sizes.items() if size > 1) or "1"
             )
             raise SettingsError(
-                f"ParallelismConfig: {product} makes {self.total_size} processes, and there are "
-                f"{world_size}; "
-                "the product of all sizes must be the number of processes."
+                f"ParallelismConfig: {product} makes {self.total_size} processes, but the world size is "
+                f"{world_size}; launch {self.total_size} processes, or change the sizes."
             )
 
     def to_json(self) -> dict[str, Any]:
-        """All fields as plain data; the mesh is left out."""
+        """Return all fields but the mesh, as plain data."""
         found: dict[str, Any] = {}
         for one in fields(self):
             value = getattr(self, one.name)
@@ -272,7 +268,7 @@ class ParallelismConfig:
         return found
 
     def to_settings(self, settings: Settings) -> Settings:
-        """The settings with the sizes of the axes."""
+        """Return the settings with the sizes of the axes."""
         section = replace(
             settings.parallelism or ParallelismSettings(),
             **{f"{axis}_size": size for axis, size in self.sizes.items()},
@@ -280,7 +276,7 @@ class ParallelismConfig:
         return replace(settings, parallelism=section)
 
     def _mesh_dims(self) -> list[str]:
-        # `fully_shard` wants an axis of shards beside one of copies, be it of one process.
+        # `fully_shard` needs a shard axis beside the replicate axis, even of size 1.
         lone = self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.tp_enabled
         return [axis for axis in AXES if self.sizes[axis] > 1 or (lone and axis == "dp_shard")]
 
@@ -289,14 +285,14 @@ class ParallelismConfig:
 
 
 def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
-    """Refuse a `ParallelismConfig` for another number of processes, where nothing is divided along its axes.
+    """Check the world size of a `ParallelismConfig`, for strategies that build no mesh.
 
     Args:
-        handlers: It may be among them.
-        world_size: How many processes there are.
+        handlers: Handlers by type, with a `ParallelismConfig` or without.
+        world_size: Number of ranks.
 
     Raises:
-        SettingsError: It is for another number.
+        SettingsError: The product of its sizes is not the world size.
     """
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     if config is not None:

@@ -1,4 +1,4 @@
-"""Context parallelism: every rank has a part of each sequence, and attention sees all of it."""
+"""Context parallelism: shard sequences over ranks, with ring attention over the full sequence."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _inside: list[int] = []  # threads that are in a context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
-    """Divides sequences along a mesh.
+    """Shard sequences over a mesh.
 
     Args:
-        mesh: Of one axis.
+        mesh: A mesh of one axis.
         rotation: `"allgather"` or `"alltoall"`.
     """
 
@@ -50,24 +50,24 @@ class ContextParallel:
         buffer_seq_dims: list[int],
         no_restore_buffers: set[Tensor],
     ) -> Generator[None]:
-        """A context in which tensors are cut to this rank's part, for forward and backward pass.
+        """Shard tensors in place within the block, for the forward and backward pass.
 
-        torch replaces `torch.nn.functional.scaled_dot_product_attention` for the whole process meanwhile. In
-        other threads it stays what it was; only one thread at a time may be in such a context. Attention that
-        was imported by its name before (`from torch.nn.functional import ...`) is not replaced.
+        Within it, torch replaces `torch.nn.functional.scaled_dot_product_attention` in the process. Other
+        threads still get the original; only one thread at a time may be in such a block. Attention that was
+        imported by name before (`from torch.nn.functional import ...`) is not replaced.
 
         Args:
-            buffers: Tensors with a sequence dim; whole again afterwards.
+            buffers: Tensors with a sequence dim, which are restored afterwards.
             buffer_seq_dims: The sequence dim of each.
-            no_restore_buffers: Those that stay cut.
+            no_restore_buffers: Those that stay sharded.
 
         Raises:
-            SettingsError: The lists do not fit together, a sequence cannot be divided, or a tensor is a
-                parameter.
-            UnsupportedError: Another thread is in such a context.
+            SettingsError: The lists differ in length, a length is not a multiple of the context-parallel
+                size, or a tensor requires grad.
+            UnsupportedError: Another thread is in such a block.
         """
         self._check(buffers, buffer_seq_dims, no_restore_buffers)
-        # Each rank gets a piece of the beginning and one of the end, where there are so many.
+        # Load balancing gives each rank a chunk of the beginning and one of the end: it needs two per rank.
         num_chunks = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
             _one_thread() as plain,
@@ -84,7 +84,7 @@ class ContextParallel:
             yield
 
     def prepare(self, model: nn.Module) -> None:
-        """Let the attention of transformers compute causally, without a mask of whole sequences."""
+        """Make transformers' self-attention causal without a mask of the full sequence."""
         for name, module in model.named_modules():
             if name.endswith("self_attn"):
                 module.register_forward_pre_hook(_without_mask, with_kwargs=True)
@@ -96,40 +96,37 @@ class ContextParallel:
         ranks = self.mesh.size()
         if not buffers or len(buffers) != len(dims):
             raise SettingsError(
-                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; "
-                "give every "
-                "tensor that has a sequence dim (inputs, labels, positions), and for each which dim that is."
+                f"maybe_context_parallel() got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass "
+                "every tensor that has a sequence dim (inputs, labels, positions), and that dim of each."
             )
         for buffer, dim in zip(buffers, dims, strict=True):
             if buffer.requires_grad:
                 raise SettingsError(
                     f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)} that requires "
-                    "grad; it "
-                    "cuts tensors in place. Give the inputs of the model instead."
+                    "grad, but it shards tensors in place; pass the inputs of the model instead."
                 )
             if buffer.shape[dim] != buffers[0].shape[dims[0]]:
                 raise SettingsError(
                     f"maybe_context_parallel() got sequences of {buffers[0].shape[dims[0]]} and of "
-                    f"{buffer.shape[dim]} (dim {dim} of a tensor of shape {tuple(buffer.shape)}); give "
-                    "tensors of one length, and for each which dim the sequence is."
+                    f"{buffer.shape[dim]} (dim {dim} of a tensor of shape {tuple(buffer.shape)}); pass "
+                    "tensors of one length, and the sequence dim of each."
                 )
             if buffer.shape[dim] % ranks:
                 raise SettingsError(
                     f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
-                    f"{dim} cannot "
-                    f"be divided among cp_size={ranks} processes; pad the sequences."
+                    f"{dim} is not a multiple of cp_size={ranks}; pad the sequences."
                 )
         if any(not any(one is buffer for buffer in buffers) for one in kept):
             raise SettingsError(
-                "maybe_context_parallel() got no_restore_buffers that are not among its buffers."
+                "maybe_context_parallel() got no_restore_buffers that are not in buffers; pass them in both."
             )
 
 
 @contextmanager
 def _one_thread() -> Generator[Callable[..., Any]]:
-    """A block in which this thread alone may be: torch's replacement and options are those of the process.
+    """Admit one thread at a time to the block, since torch's patch and options are global to the process.
 
-    Gives attention as it was before.
+    Yields the original attention function.
     """
     mine = threading.get_ident()
     with _lock:
@@ -147,21 +144,21 @@ def _one_thread() -> Generator[Callable[..., Any]]:
 
 @contextmanager
 def _ring(rotation: str, *, balance: bool) -> Generator[None]:
-    """A block in which torch's ring attention is set up."""
+    """Set torch's ring attention up within the block."""
     set_rotate_method(rotation)
-    learn_attention()
+    register_ring_attention_rules()
     with nullcontext() if balance else _without_balance():
         yield
 
 
 @contextmanager
 def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
-    """A block in which attention is distributed in this thread and in backward passes, and plain elsewhere.
+    """Use ring attention in this thread and in backward passes within the block, not in other threads.
 
-    It refuses masks; torch would take them for parts of what they are not.
+    Masks are refused: torch would apply a full mask to shards.
 
     Args:
-        plain: The attention of other threads.
+        plain: The original attention, for other threads.
     """
     attention, owner = functional.scaled_dot_product_attention, threading.get_ident()
 
@@ -174,7 +171,7 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
         if attn_mask is not None:
             raise UnsupportedError(
                 "scaled_dot_product_attention(attn_mask=…) within maybe_context_parallel(): a mask is of "
-                "whole sequences, which no process has; use is_causal=True, or no mask."
+                "full sequences, and each rank has a shard; use is_causal=True, or no mask."
             )
         return attention(query, key, value, None, *args, **more)
 
@@ -185,19 +182,19 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
         functional.scaled_dot_product_attention = attention
 
 
-def learn_attention() -> None:
-    """Let torch's ring attention also compute on the CPU and without causality, for which it has no rules."""
+def register_ring_attention_rules() -> None:
+    """Register ring attention's missing rules: for the CPU, and without causality."""
     rules = cast("dict[Any, Any]", _dispatching().custom_ops)
     rules.setdefault(_CPU, _forward)
     rules.setdefault(_CPU_BACKWARD, _backward)
     for op, rule in [*rules.items()]:
-        if not isinstance(rule, _EitherWay):
-            rules[op] = _EitherWay(rule)
+        if not isinstance(rule, _BidirectionalRule):
+            rules[op] = _BidirectionalRule(rule)
 
 
 @contextmanager
 def _without_balance() -> Generator[None]:
-    """A block in which every rank has consecutive tokens, or it makes no difference which it has."""
+    """Switch torch's load balancing off within the block: every rank has consecutive tokens."""
     options = _dispatching()._cp_options
     before, options.enable_load_balance = options.enable_load_balance, False
     try:
@@ -206,15 +203,14 @@ def _without_balance() -> Generator[None]:
         options.enable_load_balance = before
 
 
-class _EitherWay:
-    """A rule that computes with and without causality.
+class _BidirectionalRule:
+    """A dispatch rule of attention with and without causality.
 
-    So that all ranks have as much to do under a causal mask, torch gives each a part of the beginning and one
-    of the end of a sequence, and refuses to compute without a mask then. Without a mask it does not matter in
-    which order keys and values come.
+    To balance the load under a causal mask, torch gives each rank a chunk of the beginning and one of the end
+    of a sequence, and then refuses attention without a mask, for which the order of keys does not matter.
 
     Args:
-        rule: Of torch.
+        rule: One of torch's rules.
     """
 
     def __init__(self, rule: Callable[..., Any]) -> None:
@@ -229,7 +225,7 @@ class _EitherWay:
 
 
 def _dispatching() -> Any:
-    # The module in which torch looks its rules up; newer versions have moved it.
+    # The module of torch's dispatch rules; newer versions have moved it.
     return sys.modules[ring._templated_ring_attention.__module__]  # pyright: ignore[reportPrivateUsage] - no public way
 
 
@@ -294,9 +290,9 @@ def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if kwargs.get("attention_mask") is not None:
         if not getattr(module, "is_causal", True):
             raise UnsupportedError(
-                f"{type(module).__name__} within maybe_context_parallel(): without causality there is a mask "
-                "for padding only, and a mask is of whole sequences, which no process has; leave "
-                "attention_mask and padding out."
+                f"{type(module).__name__} within maybe_context_parallel(): attention that is not causal has "
+                "a padding mask of full sequences, and each rank has a shard; leave attention_mask and "
+                "padding out."
             )
         kwargs = {**kwargs, "attention_mask": None}
     return args, kwargs

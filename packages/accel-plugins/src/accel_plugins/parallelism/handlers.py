@@ -1,4 +1,4 @@
-"""Options of single axes of parallelism: documented dataclasses."""
+"""Documented dataclasses of options of single axes of parallelism."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
 
 
 def from_outside() -> ParallelismSettings:
-    """What the environment says about parallelism, also where its switch is off."""
+    """Read the parallelism settings of the environment, even if their switch is off."""
     return from_environ({**environ.read(), SWITCH: "true"}).parallelism or ParallelismSettings()
 
 
 @dataclass
 class TorchContextParallelConfig:
-    """How torch's context parallelism sends keys and values around.
+    """Options of torch's context parallelism.
 
     Args:
-        cp_comm_strategy: `"allgather"`: everything at once; `"alltoall"`: from rank to rank, while computing.
-            Else `PARALLELISM_CONFIG_CP_COMM_STRATEGY`, else `"allgather"`.
+        cp_comm_strategy: Rotation of keys and values: `"allgather"` all at once; `"alltoall"` from rank to
+            rank, overlapped with computation. The default is `PARALLELISM_CONFIG_CP_COMM_STRATEGY` of the
+            environment, else `"allgather"`.
 
     Raises:
-        SettingsError: There is no such way.
+        SettingsError: The strategy is unknown.
 
     Example:
         >>> TorchContextParallelConfig("alltoall").cp_comm_strategy
@@ -53,18 +54,18 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """How DeepSpeed's Ulysses divides sequences.
+    """Options of DeepSpeed's Ulysses sequence parallelism.
 
     Args:
-        sp_seq_length: How long sequences are; not together with `sp_seq_length_is_variable`. Else
-            `PARALLELISM_CONFIG_SP_SEQ_LENGTH`.
-        sp_seq_length_is_variable: Whether every batch may have another length; if nothing is said, whether no
-            length is given.
-        sp_attn_implementation: Which attention of transformers computes on the parts: `"sdpa"` (the default),
+        sp_seq_length: Length of all sequences, in tokens; not together with `sp_seq_length_is_variable`. The
+            default is `PARALLELISM_CONFIG_SP_SEQ_LENGTH` of the environment.
+        sp_seq_length_is_variable: Whether the length may differ between batches; by default, whether
+            `sp_seq_length` is absent.
+        sp_attn_implementation: Attention implementation of transformers: `"sdpa"` (the default),
             `"flash_attention_2"` or `"flash_attention_3"`.
 
     Raises:
-        SettingsError: A field cannot be used.
+        SettingsError: The value of a field is invalid.
     """
 
     sp_seq_length: int | None = None
@@ -94,8 +95,8 @@ class DeepSpeedSequenceParallelConfig:
             )
         if self.sp_attn_implementation == "eager":
             raise SettingsError(
-                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='eager'): needs the mask of whole "
-                "sequences, which no rank has; use 'sdpa'."
+                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='eager'): eager attention needs the "
+                "mask of full sequences, and each rank has a shard; use 'sdpa'."
             )
         expect(
             self, "sp_attn_implementation", f"one of {[*_ATTENTION[1:]]}", lambda value: value in _ATTENTION
@@ -104,14 +105,14 @@ class DeepSpeedSequenceParallelConfig:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """How torch's tensor parallelism communicates.
+    """Options of torch's tensor parallelism.
 
     Args:
-        enable_async_tp: Whether communication overlaps with the matrix products around it. It is a matter of
-            `torch.compile` on NVIDIA devices that see each other's memory.
+        enable_async_tp: Whether communication overlaps with matrix products, which needs `torch.compile` and
+            NVIDIA devices with peer-to-peer memory access.
 
     Raises:
-        UnsupportedError: It is asked for; this version of accel does not switch it on.
+        UnsupportedError: `enable_async_tp` is true, which this version of accel does not support.
     """
 
     enable_async_tp: bool = False
@@ -120,21 +121,21 @@ class TorchTensorParallelConfig:
         expect_flags(self, "enable_async_tp")
         if self.enable_async_tp:
             raise UnsupportedError(
-                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version; leave "
-                "it out."
+                "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version; leave it "
+                "out."
             )
 
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """Tensor parallelism alone; `ParallelismConfig(tp_size=…)` says the same and combines with other axes.
+    """Tensor parallelism; equal to `ParallelismConfig(tp_size=…)`, which can be combined with other axes.
 
     Args:
-        tp_size: Among how many processes each layer is divided; at least 2.
-        torch_device_mesh: The mesh to use, with an axis `"tp"`; made from `tp_size` if `None`.
+        tp_size: Tensor-parallel size, at least 2.
+        torch_device_mesh: A mesh with an axis `"tp"`; built from `tp_size` if `None`.
 
     Raises:
-        SettingsError: A field cannot be used.
+        SettingsError: The value of a field is invalid.
     """
 
     tp_size: int = 1
@@ -150,19 +151,18 @@ class TorchTensorParallelPlugin:
                 )
             if self.tp_size not in {1, size}:
                 raise SettingsError(
-                    f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): "
-                    "the axis "
-                    f"'tp' of the mesh has {size} ranks."
+                    f"TorchTensorParallelPlugin(tp_size={self.tp_size!r}, torch_device_mesh={mesh!r}): the "
+                    f"axis 'tp' of the mesh has {size} ranks; leave tp_size out."
                 )
             self.tp_size = size
         expect(self, "tp_size", "a whole number of 2 or more", lambda value: is_count(value, least=2))
 
     def to_settings(self, settings: Settings) -> Settings:
-        """The settings with the size of the axis."""
+        """Return the settings with the tensor-parallel size."""
         known: Any = settings.parallelism
         if known is not None and known.tp_size not in {None, 1, self.tp_size}:
             raise SettingsError(
-                f"torch_tp_plugin says tp_size={self.tp_size!r}, and the parallelism settings say "
+                f"torch_tp_plugin has tp_size={self.tp_size!r}, but the parallelism settings have "
                 f"{known.tp_size!r}; give one of the two."
             )
         return replace(settings, parallelism=replace(known or ParallelismSettings(), tp_size=self.tp_size))

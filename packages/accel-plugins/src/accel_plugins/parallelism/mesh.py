@@ -1,4 +1,4 @@
-"""Device meshes, made once: every mesh has process groups of its own, which nobody else would destroy."""
+"""Cache of device meshes: torch never destroys a mesh's process groups, so equal meshes are shared."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _made: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 
 
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
-    """The mesh of all ranks with some axes. Call it on every rank.
+    """Return the mesh of all ranks with the given axes. A collective over all ranks.
 
     Args:
         device_type: Such as `"cuda"`.
-        sizes: Axis to number of ranks, the one whose neighbours are farthest apart first.
+        sizes: Sizes by axis, the outermost first.
 
     Returns:
-        The same for the same arguments, as long as the process group lives for which it was made.
+        The mesh; the same one for equal arguments, until its process group is destroyed.
     """
     key = (device_type, tuple(sizes.items()))
     known = _made.get(key)
@@ -34,5 +34,5 @@ def _is_alive(mesh: DeviceMesh) -> bool:
     living = c10d._world.pg_map  # pyright: ignore[reportPrivateUsage] - no public list
     try:
         return all(group in living for group in mesh.get_all_groups())
-    except (RuntimeError, ValueError):  # torch no longer knows one by its name
+    except (RuntimeError, ValueError):  # a group's name is no longer registered
         return False

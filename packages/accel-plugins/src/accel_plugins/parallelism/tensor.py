@@ -1,10 +1,9 @@
-"""Tensor parallelism: dividing the layers that a model's plan names."""
+"""Tensor parallelism: shard the layers that a model's `tp_plan` names."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from accel_ops.modules import model_has_dtensor
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -36,61 +36,58 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
 }
-"""What a plan may say in a word."""
+"""Parallel styles by the names that a plan may use."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """Divides the layers of models along a mesh.
+    """Apply tensor parallelism to models.
 
     Args:
-        mesh: Of one axis.
+        mesh: A mesh of one axis.
     """
 
     mesh: DeviceMesh
 
     def __call__(self, model: nn.Module) -> None:
-        """Divide a model in place; one that is divided already stays as it is."""
+        """Shard a model's layers in place, unless it has DTensors already."""
         if not model_has_dtensor(model):
             parallelize_module(model, self.mesh, plan_of(model))
 
     def validate(self, model: nn.Module) -> None:
-        """Refuse a model without a plan.
+        """Check that a model has a valid plan, unless it has DTensors already.
 
         Raises:
-            SettingsError: There is none, or it cannot be used.
+            SettingsError: The plan is absent or invalid.
         """
         if not model_has_dtensor(model):
             plan_of(model)
 
 
 def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
-    """The plan that a model has in its attribute `tp_plan`, as `parallelize_module` takes it.
+    """Return a model's `tp_plan` as `parallelize_module` takes it.
 
     Args:
-        model: `tp_plan` maps names of modules, in which `*` stands for anything, to a `ParallelStyle` or one
-            of `STYLES`.
+        model: A model whose `tp_plan` maps patterns of module names (`*` matches anything) to a
+            `ParallelStyle` or a name of `STYLES`.
 
     Raises:
-        SettingsError: There is none, a name fits no module, or a style is not known.
+        SettingsError: The plan is absent, a pattern matches no module, or a style is unknown.
     """
     given = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(given, Mapping) or not given:
         raise SettingsError(
-            f"{type(model).__name__} has no tp_plan, which says how its layers are divided among the "
-            "processes "
-            "of tp_size; set it, as in model.tp_plan = "
-            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, "
-            "or call torch.distributed.tensor.parallel.parallelize_module before prepare()."
+            f"{type(model).__name__} has no tp_plan, by which tensor parallelism shards its layers; set it, "
+            "as in model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or call "
+            "torch.distributed.tensor.parallel.parallelize_module before prepare()."
         )
     names = [name for name, _ in model.named_modules() if name]
     plan: dict[str, ParallelStyle] = {}
     for pattern, style in cast("Mapping[str, Any]", given).items():
         if not any(fnmatchcase(name, pattern) for name in names):
-            near = get_close_matches(pattern, names, n=1, cutoff=0.4)
-            hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(names[:20])}."
+            hint = did_you_mean(pattern, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
             raise SettingsError(
-                f"{type(model).__name__}.tp_plan names {pattern!r}, and there is no such module; {hint}"
+                f"{type(model).__name__}.tp_plan names {pattern!r}, which matches no module; {hint}"
             )
         plan[pattern] = _style(pattern, style)
     return plan
@@ -100,14 +97,13 @@ def _style(pattern: str, style: Any) -> ParallelStyle:
     if isinstance(style, ParallelStyle):
         return style
     if not isinstance(style, str) or style not in STYLES:
-        near = get_close_matches(str(style), STYLES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {[*STYLES]}."
-        raise SettingsError(f"tp_plan[{pattern!r}]={style!r}: no ParallelStyle and none of its names; {hint}")
+        hint = did_you_mean(style, STYLES, f"there are {[*STYLES]}.")
+        raise SettingsError(f"tp_plan[{pattern!r}]={style!r}: expected a ParallelStyle or its name; {hint}")
     return STYLES[style]()
 
 
 def get_model_tp_size(model: nn.Module) -> int:
-    """Among how many processes the layers of a model are divided; 1 where they are whole.
+    """Return the tensor-parallel size of a model; 1 if its layers are not sharded.
 
     Example:
         >>> import torch
