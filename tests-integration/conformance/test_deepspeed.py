@@ -174,7 +174,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_before_it_begins():
         one, other = make_model(), make_model()
         foreign = torch.optim.SGD(other.parameters(), lr=0.1)
         refused(
-            SettingsError, r"SGD has 4 parameter\(s\), of which 4 are not", model=one, optimizers=[foreign]
+            SettingsError, r"4 of the 4 parameter\(s\) of SGD do not belong", model=one, optimizers=[foreign]
         )
         refused(SettingsError, "together", models=[], optimizers=[foreign])
         refused(UnsupportedError, "one model with one optimizer", models=[one, other])
@@ -189,7 +189,7 @@ def test_what_cannot_be_trained_is_refused_on_every_rank_before_it_begins():
         )
         config = {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
         refused(SettingsError, "optimizer=.*SGD.*DummyOptim", hf_ds_config=config)
-        refused(SettingsError, r"train_batch_size is 5 .* and 4 by", hf_ds_config={"train_batch_size": 5})
+        refused(SettingsError, r"train_batch_size is 5 .* but 4 by", hf_ds_config={"train_batch_size": 5})
         refused(SettingsError, "'Linera'.*'Linear'", zero_stage=3, transformer_moe_cls_names="Linera")
 
 

@@ -23,7 +23,7 @@ def deepspeed_process() -> Generator[None]:
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         warnings.filterwarnings("ignore", category=UserWarning, module=r"deepspeed\.|torch\.")
-        from accel_plugins.deepspeed.library import load_library, part
+        from accel_plugins.deepspeed.library import ds_module, load_library
 
         load_library("a test")
         try:
@@ -31,7 +31,7 @@ def deepspeed_process() -> Generator[None]:
         finally:
             for group in {*_groups()} - known:
                 dist.destroy_process_group(group)
-            part("utils.groups")._WORLD_GROUP = None
+            ds_module("utils.groups")._WORLD_GROUP = None
             for name in {*os.environ} - {*before}:
                 del os.environ[name]
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from accel_plugins.deepspeed.library import part
+from accel_plugins.deepspeed.library import ds_module
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
@@ -46,7 +46,7 @@ def prepared(plugin, model, **arguments):
 def with_float16():
     """DeepSpeed trains in float16 only on CPUs that have instructions for it; torch computes on all."""
     with pytest.MonkeyPatch.context() as patch:
-        device = part("accelerator").get_accelerator()
+        device = ds_module("accelerator").get_accelerator()
         patch.setattr(type(device), "is_fp16_supported", lambda self: True)
         yield
 
@@ -103,7 +103,7 @@ def test_an_infinite_gradient_on_one_rank_skips_the_step_on_all(stage):
 @distributed(world_size=WORLD)
 def test_a_precision_that_the_device_does_not_have_is_refused_on_every_rank():
     with deepspeed_process(), pytest.MonkeyPatch.context() as patch:
-        device = part("accelerator").get_accelerator()
+        device = ds_module("accelerator").get_accelerator()
         patch.setattr(type(device), "is_fp16_supported", lambda self: False)
         with (
             pytest.raises(UnsupportedError, match=r"mixed_precision='fp16'.*'cpu' devices.*'bf16'"),
@@ -241,7 +241,7 @@ def test_a_disk_without_the_library_for_it_is_refused_on_every_rank(tmp_path):
     folder = {"nvme_path": str(tmp_path), "device": "nvme"}
     with deepspeed_process(), pytest.MonkeyPatch.context() as patch:
         # With the library, DeepSpeed would compile for minutes.
-        builder = part("accelerator").get_accelerator().get_op_builder("AsyncIOBuilder")
+        builder = ds_module("accelerator").get_accelerator().get_op_builder("AsyncIOBuilder")
         patch.setattr(builder, "is_compatible", lambda self, verbose=False: False)
         for what in ("optimizer", "param"):
             config = {"zero_optimization": {**DIVIDE_ALL, f"offload_{what}": folder}}
@@ -266,7 +266,10 @@ def test_plugins_beside_each_other_are_refused_on_every_rank():
                 "fsdp_plugin=.*DeepSpeedPlugin",
             ),
             ({"torch_tp_plugin": TorchTensorParallelPlugin(tp_size=2)}, "torch_tp_plugin=.*DeepSpeedPlugin"),
-            ({"parallelism_config": ParallelismConfig(tp_size=2)}, r"tp_size=2\) beside a DeepSpeedPlugin"),
+            (
+                {"parallelism_config": ParallelismConfig(tp_size=2)},
+                r"tp_size=2\) cannot be combined with a DeepSpeedPlugin",
+            ),
             (
                 {"parallelism_config": ParallelismConfig(dp_shard_size=3)},
                 r"makes 3 processes, but the world size is 2",

@@ -17,9 +17,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_plugins.deepspeed.autofill import Facts, batch_size_of, complete, hidden_size_of
+from accel_plugins.deepspeed.autofill import RunFacts, autofill, batch_size_of, hidden_size_of
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.fill import Known, fill, leaves, put, refuse_misspelt
+from accel_plugins.deepspeed.fill import KnownValue, fill, leaves, put, refuse_misspelt
 from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig, read_config
 from accel_plugins.deepspeed.leaf_modules import find_classes
 from accel_plugins.deepspeed.library import load_library
@@ -67,7 +67,7 @@ def test_what_is_filled_in_does_not_come_back_to_the_dictionary_of_the_caller():
 
 @pytest.mark.parametrize(
     ("content", "story"),
-    [("[1]", "must be one object"), ("{", "is no JSON"), ('{"a": 1, "a": 2}', "'a'.* come twice")],
+    [("[1]", "must be one object"), ("{", "is not valid JSON"), ('{"a": 1, "a": 2}', "'a'.* are repeated")],
 )
 def test_a_file_that_is_no_configuration_is_named(tmp_path, content, story):
     path = tmp_path / "ds.json"
@@ -119,7 +119,7 @@ def test_questions_about_stages_and_offloading():
 
 @given(CONFIGS, st.dictionaries(st.sampled_from(["a", "b", "a.b", "a.b.c", "d.a"]), st.integers()))
 def test_filling_changes_what_is_open_and_known_and_nothing_else(config, values):
-    known = {key: Known(value=value, source="test") for key, value in values.items()}
+    known = {key: KnownValue(value=value, source="test") for key, value in values.items()}
     filled = fill(config, known)
     after = dict(leaves(filled.config))
     for key, value in leaves(config):
@@ -356,8 +356,8 @@ def test_asking_for_a_plugin_where_there_is_none():
     ),
 )
 def test_the_three_sizes_of_a_batch_fit_each_other(world, micro, steps, said):
-    facts = Facts(world_size=world, micro_batch=micro, accumulation=Known(value=steps, source="test"))
-    config = complete({**said, **ZERO2}, facts)
+    facts = RunFacts(world_size=world, micro_batch=micro, accumulation=KnownValue(value=steps, source="test"))
+    config = autofill({**said, **ZERO2}, facts)
     assert config["train_batch_size"] == world * steps * config["train_micro_batch_size_per_gpu"]
     assert config["gradient_accumulation_steps"] == steps
     asked = said.get("train_micro_batch_size_per_gpu", "auto")
@@ -366,11 +366,13 @@ def test_the_three_sizes_of_a_batch_fit_each_other(world, micro, steps, said):
 
 def test_sizes_of_batches_that_do_not_fit_are_refused_together():
     config = {"train_batch_size": 7, "gradient_accumulation_steps": 2, **ZERO2}
-    facts = Facts(world_size=2, micro_batch=4, accumulation=Known(value=3, source="Accelerator(...=3)"))
+    facts = RunFacts(
+        world_size=2, micro_batch=4, accumulation=KnownValue(value=3, source="Accelerator(...=3)")
+    )
     with pytest.raises(
         SettingsError, match=r"(?s)gradient_accumulation_steps is 2.*3 by.*train_batch_size is 7.*16"
     ):
-        complete(config, facts)
+        autofill(config, facts)
 
 
 def test_sizes_of_buckets_come_from_the_width_of_the_model():
@@ -380,14 +382,14 @@ def test_sizes_of_buckets_come_from_the_width_of_the_model():
         "stage3_prefetch_bucket_size": "auto",
         "stage3_param_persistence_threshold": "auto",
     }
-    filled = complete({"zero_optimization": zero}, Facts(hidden_size=10))["zero_optimization"]
+    filled = autofill({"zero_optimization": zero}, RunFacts(hidden_size=10))["zero_optimization"]
     assert filled == {
         "stage": 3,
         "reduce_bucket_size": 100,
         "stage3_prefetch_bucket_size": 90,
         "stage3_param_persistence_threshold": 100,
     }
-    assert complete({"zero_optimization": zero}, Facts())["zero_optimization"] == {"stage": 3}
+    assert autofill({"zero_optimization": zero}, RunFacts())["zero_optimization"] == {"stage": 3}
 
 
 def test_what_stands_for_an_optimizer_and_a_schedule_fills_theirs():
@@ -399,7 +401,7 @@ def test_what_stands_for_an_optimizer_and_a_schedule_fills_theirs():
         "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(names, "auto")},
         **ZERO2,
     }
-    filled = complete(config, Facts(optimizer=optimizer, scheduler=schedule, schedule_shards=4))
+    filled = autofill(config, RunFacts(optimizer=optimizer, scheduler=schedule, schedule_shards=4))
     assert filled["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0.5, "betas": [0.8, 0.9]}
     assert filled["scheduler"]["params"] == {
         "warmup_min_lr": 0,
@@ -416,7 +418,7 @@ def test_all_that_stays_open_is_named():
         **ZERO2,
     }
     with pytest.raises(SettingsError, match=r"optimizer\.params\.lr='auto', optimizer\.params\.eps='auto'"):
-        complete(config, Facts())
+        autofill(config, RunFacts())
 
 
 @pytest.mark.parametrize(("smallest", "expected"), [(True, 2), (False, 4)])

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_plugins.deepspeed.sequence import SequencePart
+from accel_plugins.deepspeed.sequence import SequenceShard
 from accel_state.errors import SettingsError, UnsupportedError
 
 
@@ -22,7 +22,7 @@ def tokens(rows: int, length: int) -> torch.Tensor:
 def test_parts_make_the_whole_and_every_token_has_the_label_of_the_next(size: int, chunk: int, rows: int):
     whole = tokens(rows, size * chunk)
     batch = {"input_ids": whole, "labels": whole.clone(), "lengths": torch.ones(rows), "name": "a"}
-    parts = [SequencePart(size=size, rank=rank)(batch) for rank in range(size)]
+    parts = [SequenceShard(size=size, rank=rank)(batch) for rank in range(size)]
     assert {*batch} == {"input_ids", "labels", "lengths", "name"}, "the given batch stays as it is"
     assert torch.equal(torch.cat([one["input_ids"] for one in parts], 1), whole)
     positions = torch.cat([one["position_ids"] for one in parts], 1)
@@ -38,7 +38,7 @@ def test_parts_make_the_whole_and_every_token_has_the_label_of_the_next(size: in
 
 def test_a_batch_stays_of_its_type_and_keeps_positions_that_it_has():
     batch = UserDict({"input_ids": tokens(1, 4), "position_ids": tokens(1, 4) + 7})
-    part = SequencePart(size=2, rank=1)(batch)
+    part = SequenceShard(size=2, rank=1)(batch)
     assert type(part) is UserDict
     assert part["position_ids"].tolist() == [[9, 10]]
     assert "shift_labels" not in part
@@ -49,25 +49,25 @@ def test_a_batch_stays_of_its_type_and_keeps_positions_that_it_has():
     [
         ([tokens(1, 4)], "a batch is a list"),
         ({"pixels": tokens(1, 4)}, r"a batch is a dict with \['pixels'\]"),
-        ({"input_ids": torch.arange(4)}, r"the shape \(4,\), no rows"),
-        ({"input_ids": tokens(1, 5)}, r"\(1, 5\), and sequences of 5 .*pad_to_multiple_of=2"),
+        ({"input_ids": torch.arange(4)}, r"the shape \(4,\); expected"),
+        ({"input_ids": tokens(1, 5)}, r"\(1, 5\), and the length 5 is not.*pad_to_multiple_of=2"),
         ({"input_ids": tokens(1, 4), "extra": tokens(1, 3)}, r"'extra'.*\(1, 3\).*\(1, 4\)"),
     ],
 )
 def test_what_cannot_be_cut_is_named(batch: Any, story: str):
     with pytest.raises(SettingsError, match=story):
-        SequencePart(size=2, rank=0)(batch)
+        SequenceShard(size=2, rank=0)(batch)
 
 
 def test_another_length_than_the_one_that_was_promised_is_refused():
-    part = SequencePart(size=2, rank=0, length=6)
+    part = SequenceShard(size=2, rank=0, length=6)
     assert part({"input_ids": tokens(1, 6)})["input_ids"].shape == (1, 3)
     with pytest.raises(SettingsError, match=r"sp_seq_length=6, sp_seq_length_is_variable=False.*\(1, 4\)"):
         part({"input_ids": tokens(1, 4)})
 
 
 def test_padding_on_the_right_is_harmless_and_on_the_left_is_refused():
-    part = SequencePart(size=2, rank=0)
+    part = SequenceShard(size=2, rank=0)
     right = {"input_ids": tokens(1, 4), "attention_mask": torch.tensor([[1, 1, 1, 0]])}
     assert part(right)["attention_mask"].tolist() == [[1, 1]]
     left = {"input_ids": tokens(1, 4), "attention_mask": torch.tensor([[0, 1, 1, 1]])}
@@ -77,10 +77,10 @@ def test_padding_on_the_right_is_harmless_and_on_the_left_is_refused():
 
 def test_several_samples_in_a_sequence_need_attention_that_sees_positions():
     packed = {"input_ids": tokens(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])}
-    with pytest.raises(UnsupportedError, match="begin anew"):
-        SequencePart(size=2, rank=0)(packed)
-    assert SequencePart(size=2, rank=1, masks_by_position=True)(packed)["position_ids"].tolist() == [
+    with pytest.raises(UnsupportedError, match="restart in the middle"):
+        SequenceShard(size=2, rank=0)(packed)
+    assert SequenceShard(size=2, rank=1, masks_by_position=True)(packed)["position_ids"].tolist() == [
         [0, 1, 2]
     ]
     padded = {"input_ids": tokens(1, 6), "position_ids": torch.tensor([[0, 1, 2, 0, 0, 0]])}
-    assert SequencePart(size=2, rank=0)(padded)["position_ids"].tolist() == [[0, 1, 2]]
+    assert SequenceShard(size=2, rank=0)(padded)["position_ids"].tolist() == [[0, 1, 2]]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_worker_info
 
-from accel_plugins.deepspeed.sequence import SequencePart
+from accel_plugins.deepspeed.sequence import SequenceShard
 from accel_state.gradient_state import GradientState
 from accel_train.data.data_parallel_rank import shard_of_ranks
 from accel_train.data.loader import DataLoaderShard
@@ -335,7 +335,7 @@ def test_the_size_of_a_padded_batch_does_not_depend_on_the_tensors_in_it(dataset
 def test_sequences_are_checked_and_sharded_before_batches_are_copied_to_the_device():
     rows = [{"input_ids": torch.arange(4), "attention_mask": torch.ones(4)} for _ in range(3)]
     loader = DataLoaderShard(rows, batch_size=2, device=torch.device("meta"))
-    loader.divide = SequencePart(size=2, rank=1)  # reads values, which the device meta does not have
+    loader.divide = SequenceShard(size=2, rank=1)  # reads values, which the device meta does not have
     batches = [*loader]
     assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 2), (1, 2)]
     assert all(value.is_meta for batch in batches for value in batch.values())

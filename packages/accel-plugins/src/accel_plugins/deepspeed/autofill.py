@@ -1,4 +1,4 @@
-"""What is known when a model is prepared, by the keys of the DeepSpeed configuration that it fills in."""
+"""Fill the `"auto"` values of a DeepSpeed configuration from what is known when a model is prepared."""
 
 from __future__ import annotations
 
@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
-from accel_plugins.deepspeed.fill import Filled, Known, Mismatch, fill, put, refuse_mismatches, refuse_open
+from accel_plugins.deepspeed.fill import (
+    Filled,
+    KnownValue,
+    Mismatch,
+    fill,
+    put,
+    refuse_mismatches,
+    refuse_open,
+)
 from accel_plugins.deepspeed.hf_config import AUTO
 from accel_state.logging import get_logger
 
@@ -24,23 +32,23 @@ _FROM_HIDDEN_SIZE = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is known about a run when a model is prepared.
+class RunFacts:
+    """Facts about a run from which a configuration is filled.
 
     Args:
-        world_size: How many ranks have batches of their own.
-        micro_batch: Samples of a batch of one rank, `None` if no loader says it.
-        accumulation: Micro-batches of an optimizer step, and who said it.
-        hidden_size: The width of the model, if it tells.
-        optimizer: An optimizer, what stands for one, or `None`.
-        scheduler: A schedule, what stands for one, or `None`.
-        schedule_shards: How many steps of a schedule one optimizer step is.
+        world_size: Data-parallel size.
+        micro_batch: Samples per micro-batch and rank; `None` if no loader has a batch size.
+        accumulation: Micro-batches per optimizer step, with their source.
+        hidden_size: Hidden size of the model; `None` if its configuration has none.
+        optimizer: An optimizer, a `DummyOptim`, or `None`.
+        scheduler: A scheduler, a `DummyScheduler`, or `None`.
+        schedule_shards: Scheduler steps per optimizer step.
     """
 
     world_size: int = 1
     micro_batch: int | None = None
-    accumulation: Known = field(
-        default_factory=lambda: Known(value=1, source="the default of Accelerator", binding=False)
+    accumulation: KnownValue = field(
+        default_factory=lambda: KnownValue(value=1, source="the default of Accelerator", binding=False)
     )
     hidden_size: int | None = None
     optimizer: Any = None
@@ -48,19 +56,19 @@ class Facts:
     schedule_shards: int = 1
 
 
-def complete(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
-    """Fill in a configuration, so that an engine can be made from it.
+def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
+    """Fill a configuration so that an engine can be built from it.
 
     Args:
-        config: Of the plugin; not changed.
-        facts: What is known.
+        config: The plugin's configuration; not changed.
+        facts: The facts about the run.
 
     Raises:
-        SettingsError: Something contradicts, or stays open; all such keys are named.
+        SettingsError: Values contradict the facts, or stay `"auto"`; all such keys are named.
 
     Example:
         >>> config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
-        >>> complete(config, Facts(world_size=2, micro_batch=4))["train_batch_size"]
+        >>> autofill(config, RunFacts(world_size=2, micro_batch=4))["train_batch_size"]
         8
     """
     batches, mismatches = _batches(config, facts)
@@ -70,25 +78,25 @@ def complete(config: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
     result = _without_optional(filled)
     for key, one in batches.items():
         put(result, key, one.value)
-    # DeepSpeed would clip to 1 where nobody has said anything.
+    # DeepSpeed's own default would clip to 1.
     result.setdefault("gradient_clipping", 0.0)
     return result
 
 
 def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) -> int | None:
-    """How many samples a batch of one rank has.
+    """Return the number of samples per batch and rank.
 
     Args:
         loaders: The data loaders.
-        smallest: Whether the smallest one counts, else the largest.
-        split_into: Among how many ranks a batch of a loader is divided.
+        smallest: Whether to return the smallest of several batch sizes, else the largest.
+        split_into: Number of ranks over which a loader's batch is split.
 
     Returns:
-        The number, `None` if no loader knows it.
+        The number; `None` if no loader has a batch size.
     """
     sizes: list[int] = []
     for loader in loaders:
-        size = getattr(loader, "batch_size", None)  # None where a batch sampler makes batches
+        size = getattr(loader, "batch_size", None)  # None if there is a batch sampler
         if size is None:
             size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
         if isinstance(size, int) and size > 0:
@@ -99,7 +107,7 @@ def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) ->
 
 
 def hidden_size_of(model: Any) -> int | None:
-    """The width of a model of transformers; `None` where it does not tell.
+    """Return the hidden size of a model of transformers; `None` if its configuration has none.
 
     Example:
         >>> from types import SimpleNamespace
@@ -117,8 +125,8 @@ def hidden_size_of(model: Any) -> int | None:
     return None
 
 
-def _batches(config: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Known], list[Mismatch]]:
-    """The three sizes of batches, of which each is the quotient of the others."""
+def _batches(config: Mapping[str, Any], facts: RunFacts) -> tuple[dict[str, KnownValue], list[Mismatch]]:
+    """Return the three batch sizes, of which any two determine the third, and their contradictions."""
     configured = {
         name: _configured(config, name) for name in ("train_batch_size", "train_micro_batch_size_per_gpu")
     }
@@ -136,23 +144,25 @@ def _batches(config: Mapping[str, Any], facts: Facts) -> tuple[dict[str, Known],
     if micro is None:
         micro = 1
         logger.warning_once(
-            "No data loader is prepared together with the model, so that DeepSpeed does not know the size "
-            "of a batch: train_micro_batch_size_per_gpu=1. Only its report of samples per second depends "
-            "on it."
+            "No data loader was prepared together with the model, so the batch size is unknown to DeepSpeed: "
+            "train_micro_batch_size_per_gpu=1. Only its report of samples per second depends on it; set "
+            "train_micro_batch_size_per_gpu for a correct one."
         )
     product = micro * steps * facts.world_size
     if total is not None and total != product:
         source = (
             f"{micro} samples of a batch x {steps} micro-batches of a step x {facts.world_size} process(es)"
         )
-        known = Known(value=product, source=source)
+        known = KnownValue(value=product, source=source)
         mismatches.append(Mismatch(key="train_batch_size", found=total, known=known))
     values = {
         "train_batch_size": product,
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": steps,
     }
-    return {key: Known(value=value, source="", binding=False) for key, value in values.items()}, mismatches
+    return {
+        key: KnownValue(value=value, source="", binding=False) for key, value in values.items()
+    }, mismatches
 
 
 def _configured(config: Mapping[str, Any], name: str) -> int | None:
@@ -160,30 +170,32 @@ def _configured(config: Mapping[str, Any], name: str) -> int | None:
     return None if value == AUTO else value
 
 
-def _sizes(facts: Facts) -> dict[str, Known]:
-    # As transformers' documentation says: https://huggingface.co/docs/transformers/deepspeed
+def _sizes(facts: RunFacts) -> dict[str, KnownValue]:
+    # The formulas of transformers: https://huggingface.co/docs/transformers/deepspeed
     size = facts.hidden_size
     if size is None:
         return {}
     values = (size * size, int(0.9 * size * size), 10 * size)
     return {
-        key: Known(value=value, source="the model", binding=False)
+        key: KnownValue(value=value, source="the model", binding=False)
         for key, value in zip(_FROM_HIDDEN_SIZE, values, strict=True)
     }
 
 
-def _optimizer(facts: Facts) -> dict[str, Known]:
+def _optimizer(facts: RunFacts) -> dict[str, KnownValue]:
     one = facts.optimizer
     if not isinstance(one, DummyOptim):
         return {}
     values = {"lr": one.lr, "weight_decay": one.weight_decay, **one.kwargs}
     return {
-        f"optimizer.params.{name}": Known(value=value, source=f"DummyOptim({name}={value!r})", binding=False)
+        f"optimizer.params.{name}": KnownValue(
+            value=value, source=f"DummyOptim({name}={value!r})", binding=False
+        )
         for name, value in values.items()
     }
 
 
-def _schedule(facts: Facts) -> dict[str, Known]:
+def _schedule(facts: RunFacts) -> dict[str, KnownValue]:
     one = facts.scheduler
     if not isinstance(one, DummyScheduler):
         return {}
@@ -197,7 +209,7 @@ def _schedule(facts: Facts) -> dict[str, Known]:
     if one.total_num_steps is not None:
         values["total_num_steps"] = math.ceil(one.total_num_steps / facts.schedule_shards)
     return {
-        f"scheduler.params.{name}": Known(value=value, source="DummyScheduler", binding=False)
+        f"scheduler.params.{name}": KnownValue(value=value, source="DummyScheduler", binding=False)
         for name, value in values.items()
     }
 
@@ -209,7 +221,7 @@ def _rate(optimizer: Any) -> float | None:
 
 
 def _without_optional(filled: Filled) -> dict[str, Any]:
-    """Leave out what is open and has a default of its own; refuse what else is open."""
+    """Drop keys that are still `"auto"` and for which DeepSpeed has a default; refuse the others."""
     result = filled.config
     open_keys: list[str] = []
     for key in filled.open_keys:

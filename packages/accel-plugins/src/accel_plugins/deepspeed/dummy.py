@@ -1,4 +1,4 @@
-"""What stands for an optimizer and a schedule that the DeepSpeed configuration describes."""
+"""Placeholders for the optimizer and the scheduler of a DeepSpeed configuration."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 class DummyOptim:
-    """Stands for the optimizer of the DeepSpeed configuration, so that a script keeps its usual form.
+    """Placeholder for the optimizer that the DeepSpeed configuration describes.
 
     Args:
         params: Parameters, or groups of parameters, as for any optimizer.
-        lr: The learning rate, where the configuration says `"auto"`.
-        weight_decay: The same for weight decay.
-        **kwargs: The same for other parameters of the optimizer, such as `betas`.
+        lr: Learning rate, used if the configuration's is `"auto"`.
+        weight_decay: Weight decay, used if the configuration's is `"auto"`.
+        **kwargs: Other hyperparameters, such as `betas`, used if the configuration's are `"auto"`.
 
     Example:
         >>> import torch
@@ -32,14 +32,14 @@ class DummyOptim:
         weight_decay: float = 0,
         **kwargs: Any,
     ) -> None:
-        # An iterator would be empty when the model is prepared.
+        # An iterator would be exhausted when the model is prepared.
         self.params: list[Any] = [*params]
         self.lr = lr
         self.weight_decay = weight_decay
         self.kwargs = kwargs
 
     def tensors(self) -> list[Tensor]:
-        """The parameters, out of their groups."""
+        """Return the parameters of all groups."""
         found: list[Tensor] = []
         for one in self.params:
             found += one["params"] if isinstance(one, dict) else [one]
@@ -47,14 +47,14 @@ class DummyOptim:
 
 
 class DummyScheduler:
-    """Stands for the learning rate schedule of the DeepSpeed configuration.
+    """Placeholder for the learning rate scheduler that the DeepSpeed configuration describes.
 
     Args:
-        optimizer: The optimizer, or what stands for it.
-        total_num_steps: Steps of the whole schedule, in batches of one process.
-        warmup_num_steps: Steps of the warm-up, in the same unit.
-        lr_scheduler_callable: Makes a schedule from the optimizer, instead of the configuration.
-        **kwargs: More about it; kept.
+        optimizer: The optimizer, or its `DummyOptim`.
+        total_num_steps: Steps of the schedule, in batches of one rank.
+        warmup_num_steps: Steps of the warm-up, in batches of one rank.
+        lr_scheduler_callable: Builds a scheduler from the optimizer, instead of the configuration's.
+        **kwargs: Stored in the attribute `kwargs`.
     """
 
     def __init__(

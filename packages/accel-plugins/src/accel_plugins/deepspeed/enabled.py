@@ -1,4 +1,4 @@
-"""Functions that make sense only in a run with DeepSpeed."""
+"""Decorator for functions that need a run with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ R = TypeVar("R")
 
 
 def deepspeed_required(func: Callable[P, R]) -> Callable[P, R]:
-    """Let a function be called only where DeepSpeed is used.
+    """Make a function raise in runs without DeepSpeed.
 
     Args:
         func: The function.

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with the manners of a usual loop: backward, clip, step, each when it is called."""
+"""Adapt DeepSpeedEngine so that backward, clip and step run when they are called (its step does all)."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _BACKWARD_ARGUMENTS = frozenset({"retain_graph", "scale_wrt_gas"})
 
 @final
 class DeepSpeedEngineWrapper:
-    """An engine, and what is known about its gradients since the last step.
+    """Wrap an engine, with the state of its gradients since the last optimizer step.
 
-    `backward` brings gradients together where it completes a step; `step` then updates the model. Between the
-    two, gradients can be clipped or thrown away.
+    `backward` reduces gradients if it completes an accumulation window; `step` then updates the model. In
+    between, gradients can be clipped or discarded.
 
     Args:
-        engine: What `deepspeed.initialize` returned first.
-        groups: The parameters of every group of the optimizer, as it was before the engine took it over.
+        engine: The engine that `deepspeed.initialize` returned.
+        groups: The optimizer's original parameters, group by group.
     """
 
     def __init__(self, engine: Any, *, groups: Sequence[Sequence[Tensor]] = ()) -> None:
@@ -35,48 +35,48 @@ class DeepSpeedEngineWrapper:
         self.groups = groups
         self._has_gradients = False
         self._holds = 0
-        self._limit: float | None = None
+        self._max_grad_norm: float | None = None
         self._known: dict[str, Any] = {}
-        self._carried: dict[int, list[Tensor]] = {}
+        self._saved_grads: dict[int, list[Tensor]] = {}
 
     @property
     def optimizer(self) -> Any:
-        """What steps: DeepSpeed's optimizer, or at stage 0 in float32 the one that was given."""
+        """DeepSpeed's optimizer; at stage 0 in float32 the prepared one."""
         return self.engine.optimizer
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
         """Compute gradients.
 
         Args:
-            loss: 0-d, the output of the engine or made from it.
-            sync_gradients: Whether they complete a step, and so are brought together.
-            **kwargs: `retain_graph`; and `scale_wrt_gas=False` where the loss is divided by the number of
-                micro-batches already.
+            loss: Loss, 0-d, computed from the engine's output.
+            sync_gradients: Whether this micro-batch completes the accumulation window: gradients are reduced.
+            **kwargs: `retain_graph`; and `scale_wrt_gas=False` if the loss is already divided by the number
+                of micro-batches.
 
         Raises:
-            UnsupportedError: The engine has no other arguments.
+            UnsupportedError: There are other arguments, which the engine does not have.
         """
         unknown = kwargs.keys() - _BACKWARD_ARGUMENTS
         if unknown:
             raise UnsupportedError(
-                f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine computes the gradients of a "
-                "0-d loss, with retain_graph as its only option."
+                f"backward({', '.join(sorted(unknown))}): DeepSpeed's engine accepts a 0-d loss and the "
+                "option retain_graph; leave the others out."
             )
         if self._is_complete:
-            self._carried = self._complete_gradients()
+            self._saved_grads = self._complete_gradients()
         if self._skips_scaling:
             loss = loss.float() * _scale_of(self.optimizer)
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients and not self._holds)
         with hang_monitor.collective_scope("backward"):
             self.engine.backward(loss, **kwargs)
         self._has_gradients = True
-        if self._carried and self._is_complete:
-            self._add_carried()
+        if self._saved_grads and self._is_complete:
+            self._add_saved_grads()
         self._known.clear()
 
     @contextmanager
-    def hold(self) -> Generator[None]:
-        """A block in which no backward pass completes a step."""
+    def accumulate_without_step(self) -> Generator[None]:
+        """Accumulate gradients within the block: no backward pass completes the accumulation window."""
         self._holds += 1
         try:
             yield
@@ -84,19 +84,19 @@ class DeepSpeedEngineWrapper:
             self._holds -= 1
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor | None:
-        """Let the next step clip gradients.
+        """Clip gradients in the next step.
 
         Args:
-            max_norm: The largest norm allowed.
-            norm_type: 2; where gradients are not divided, any.
+            max_norm: Largest norm allowed.
+            norm_type: 2; any if gradients are not sharded.
 
         Returns:
-            The norm before that, 0-d; `None` where gradients are not complete, or the engine finds it only
-            when it steps.
+            The norm before clipping, 0-d; `None` if the accumulation window is not complete, or the engine
+            computes the norm only in its step.
 
         Raises:
-            SettingsError: The configuration has another norm.
-            UnsupportedError: The engine knows no other `norm_type`.
+            SettingsError: The configuration has another `gradient_clipping`.
+            UnsupportedError: The engine does not support the `norm_type`.
         """
         configured = self.engine.gradient_clipping()
         if configured and configured != max_norm:
@@ -104,44 +104,42 @@ class DeepSpeedEngineWrapper:
                 f"clip_grad_norm_(max_norm={max_norm!r}) contradicts gradient_clipping={configured!r} in the "
                 "DeepSpeed configuration; set that to 'auto', or use the same number."
             )
-        if not hasattr(
-            self.optimizer, "clip_grad"
-        ):  # the one that was given: gradients are where they always are
-            return self._clip_plainly(max_norm, norm_type) if self._is_complete else None
+        if not hasattr(self.optimizer, "clip_grad"):  # the prepared optimizer: gradients are in `.grad`
+            return self._clip_grad_attributes(max_norm, norm_type) if self._is_complete else None
         if norm_type != 2:
             raise UnsupportedError(
-                f"clip_grad_norm_(norm_type={norm_type!r}): DeepSpeed clips by the 2-norm; leave norm_type "
-                "out."
+                f"clip_grad_norm_(norm_type={norm_type!r}): DeepSpeed clips by the 2-norm only; leave "
+                "norm_type out."
             )
-        self._limit = max_norm
+        self._max_grad_norm = max_norm
         return self._norm() if self._is_complete else None
 
     def step(self) -> bool:
-        """Update the model with the gradients since the last step; without any, do nothing.
+        """Update the model with the gradients since the last step; do nothing if there are none.
 
         Returns:
-            False if gradients were not finite, so that nothing was done.
+            False if the step was skipped because gradients were not finite.
 
         Raises:
-            UnsupportedError: They were not brought together.
+            UnsupportedError: The gradients were not reduced.
         """
         if not self._has_gradients:
             return True
         if not self._is_complete:
             raise UnsupportedError(
-                "optimizer.step() after a backward pass within no_sync(): DeepSpeed steps only with "
-                "gradients that were brought together; run the last backward pass of a step outside."
+                "optimizer.step() after a backward pass within no_sync(): DeepSpeed steps only with reduced "
+                "gradients; run the last backward pass of a step outside of no_sync()."
             )
         configured = self.engine.gradient_clipping()
-        if configured and not hasattr(self.optimizer, "clip_grad"):  # the engine would not tell the norm
-            self._clip_plainly(configured)
+        if configured and not hasattr(self.optimizer, "clip_grad"):  # the engine would not store the norm
+            self._clip_grad_attributes(configured)
         with hang_monitor.collective_scope("step"), self._clipping():
             self.engine.step()
         self._clear_saved()
         return self.engine.was_step_applied()
 
     def discard(self) -> None:
-        """Throw the gradients since the last step away."""
+        """Discard the gradients since the last step."""
         if not self._has_gradients:
             return
         optimizer = self.optimizer
@@ -162,7 +160,7 @@ class DeepSpeedEngineWrapper:
         self._clear_saved()
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the gradients of the last step, before clipping; `None` before any."""
+        """Return the gradient norm of the last step, before clipping; `None` before the first."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if isinstance(norm, torch.Tensor) else norm
 
@@ -170,18 +168,18 @@ class DeepSpeedEngineWrapper:
     def _skips_scaling(self) -> bool:
         """Whether the engine's `step` divides by a loss scale that its `backward` leaves out.
 
-        So it is at stage 0 in float16, since engines have a method `scale`: they ask only the optimizers of
-        stages 1 to 3.
+        That is so at stage 0 in float16 with engines that have a method `scale`, which calls only the
+        optimizers of stages 1 to 3.
         """
         optimizer = self.optimizer
         scaled = hasattr(optimizer, "loss_scale_config") and not hasattr(optimizer, "scale_if_loss")
         return scaled and hasattr(self.engine, "scale")
 
-    def _clip_plainly(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients that are where they always are."""
+    def _clip_grad_attributes(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients in the parameters' `.grad`."""
         parameters = self.engine.module.parameters()
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type=norm_type)
-        self.engine._global_grad_norm = norm  # what `get_global_grad_norm` tells
+        self.engine._global_grad_norm = norm  # what `get_global_grad_norm` returns
         return norm
 
     @property
@@ -189,7 +187,7 @@ class DeepSpeedEngineWrapper:
         return self._has_gradients and self.engine.is_gradient_accumulation_boundary()
 
     def _complete_gradients(self) -> dict[int, list[Tensor]]:
-        """Gradients of a complete step, which stages 1 and 2 replace when another pass completes it."""
+        """Copy reduced gradients, which stages 1 and 2 overwrite in another completing backward pass."""
         optimizer = self.optimizer
         if not hasattr(optimizer, "bit16_groups") or optimizer.cpu_offload:
             return {}
@@ -200,27 +198,27 @@ class DeepSpeedEngineWrapper:
             if gradients is not None and not optimizer._use_compact_grad_partition_buffer(index)
         }
 
-    def _add_carried(self) -> None:
-        """Add them to what the other pass has found."""
-        for index, gradients in self._carried.items():
+    def _add_saved_grads(self) -> None:
+        """Add the saved gradients to those of the later backward pass."""
+        for index, gradients in self._saved_grads.items():
             for now, before in zip(self.optimizer.averaged_gradients[index], gradients, strict=True):
                 now.add_(before)
-        self._carried = {}
+        self._saved_grads = {}
 
     def _clear_saved(self) -> None:
         self._has_gradients = False
-        self._limit = None
+        self._max_grad_norm = None
         self._known.clear()
-        self._carried = {}
+        self._saved_grads = {}
 
     @contextmanager
     def _clipping(self) -> Generator[None]:
-        """A block in which the optimizer clips as it was told, with the norm that is known already."""
-        if self._limit is None:
+        """Set the optimizer's clipping norm within the block, and reuse the gradient norm that is known."""
+        if self._max_grad_norm is None:
             yield
             return
         optimizer = self.optimizer
-        before, optimizer.clip_grad = optimizer.clip_grad, self._limit
+        before, optimizer.clip_grad = optimizer.clip_grad, self._max_grad_norm
         known = dict(self._known)
         for name, value in known.items():
             vars(optimizer)[name] = lambda *_, value=value, **__: value
@@ -232,7 +230,7 @@ class DeepSpeedEngineWrapper:
                 del vars(optimizer)[name]
 
     def _norm(self) -> Tensor | None:
-        """The norm over all ranks; what was found on the way is kept, and not found again by the step."""
+        """Compute the norm over all ranks, and cache it for the step."""
         optimizer = self.optimizer
         if hasattr(optimizer, "scaled_global_norm"):
             wait: Callable[[], None] | None = getattr(optimizer, "_wait_for_offload_copies", None)
@@ -241,20 +239,20 @@ class DeepSpeedEngineWrapper:
             total = self._known["scaled_global_norm"] = optimizer.scaled_global_norm()
         elif hasattr(optimizer, "_get_norm_groups"):
             groups = self._known["_get_norm_groups"] = optimizer._get_norm_groups()
-            total = _together([torch.as_tensor(group, dtype=torch.float32) for group in groups])
+            total = _norm_of_norms([torch.as_tensor(group, dtype=torch.float32) for group in groups])
         else:
             gradients = [p.grad for p in self.engine.module.parameters() if p.grad is not None]
             if not gradients:
                 return None
             total = torch.nn.utils.get_total_norm([gradient.float() for gradient in gradients])
         total = torch.as_tensor(total, dtype=torch.float32)
-        # Where some gradient is not finite the engine says -1.
+        # The engine's norm is -1 if a gradient is not finite.
         total = torch.where(total < 0, torch.full_like(total, float("inf")), total)
         return total / _scale_of(optimizer)
 
 
-def _together(norms: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of norms; -1 if one is, by which the engine says that it is not finite."""
+def _norm_of_norms(norms: Sequence[Tensor]) -> Tensor:
+    """Return the 2-norm of norms; -1 if one is -1, the engine's mark of gradients that are not finite."""
     stacked = torch.stack([norm.reshape(()) for norm in norms])
     return torch.where(
         (stacked < 0).any(), torch.full_like(stacked[0], -1.0), torch.linalg.vector_norm(stacked)

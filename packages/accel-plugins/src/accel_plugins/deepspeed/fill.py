@@ -1,4 +1,4 @@
-"""Filling in what a DeepSpeed configuration leaves open, and collecting what contradicts it. Pure."""
+"""Replace `"auto"` in a DeepSpeed configuration, and collect contradictions. Pure functions."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Known:
-    """A value that is known without the configuration.
+class KnownValue:
+    """A value that is known from outside of the configuration.
 
     Args:
         value: The value.
-        source: Where it comes from, for messages, such as `"Accelerator(mixed_precision='bf16')"`.
-        binding: Whether a configuration that says something else is wrong; else the configuration decides.
+        source: Its source, for messages, such as `"Accelerator(mixed_precision='bf16')"`.
+        binding: Whether another value in the configuration is an error; else the configuration wins.
     """
 
     value: Any
@@ -33,28 +33,28 @@ class Mismatch:
     """A value of the configuration that contradicts a known one.
 
     Args:
-        key: With dots.
-        found: In the configuration.
-        known: What it contradicts.
+        key: Dotted key.
+        found: Value in the configuration.
+        known: The value that it contradicts.
     """
 
     key: str
     found: Any
-    known: Known
+    known: KnownValue
 
     def __str__(self) -> str:
         known = self.known
-        return f"{self.key} is {self.found!r} in the configuration, and {known.value!r} by {known.source}"
+        return f"{self.key} is {self.found!r} in the configuration, but {known.value!r} by {known.source}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A configuration after filling in.
+    """A filled configuration.
 
     Args:
-        config: A new configuration.
-        mismatches: What contradicts a binding value.
-        open_keys: What is still `"auto"`.
+        config: The new configuration.
+        mismatches: Values that contradict a binding one.
+        open_keys: Dotted keys whose value is still `"auto"`.
     """
 
     config: dict[str, Any]
@@ -63,7 +63,7 @@ class Filled:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of a configuration that is no dictionary, with its key.
+    """Yield every value of a configuration that is not a dictionary, with its dotted key.
 
     Example:
         >>> [*leaves({"a": {"b": 1, "c": 2}, "d": 3})]
@@ -76,18 +76,18 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield prefix + name, value
 
 
-def fill(config: Mapping[str, Any], known: Mapping[str, Known]) -> Filled:
-    """Replace every `"auto"` whose value is known, and compare the rest with what is known.
+def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
+    """Replace every `"auto"` whose value is known, and compare the other values with the known ones.
 
     Args:
         config: A configuration; not changed.
-        known: Values by dotted key. Keys that the configuration does not have are not added.
+        known: KnownValue values by dotted key. Keys that the configuration lacks are not added.
 
     Example:
-        >>> known = {"a": Known(value=1, source="us"), "b.c": Known(value=2, source="us")}
+        >>> known = {"a": KnownValue(value=1, source="us"), "b.c": KnownValue(value=2, source="us")}
         >>> filled = fill({"a": "auto", "b": {"c": 3}}, known)
         >>> filled.config["a"], [str(one) for one in filled.mismatches]
-        (1, ['b.c is 3 in the configuration, and 2 by us'])
+        (1, ['b.c is 3 in the configuration, but 2 by us'])
     """
     mismatches: list[Mismatch] = []
     unknown: list[str] = []
@@ -112,7 +112,7 @@ def fill(config: Mapping[str, Any], known: Mapping[str, Known]) -> Filled:
 
 
 def put(config: dict[str, Any], key: str, value: Any) -> None:
-    """Set a value by its dotted key, making the dictionaries on the way.
+    """Set a value by its dotted key, adding missing dictionaries.
 
     Example:
         >>> config = {}
@@ -127,45 +127,45 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def refuse_mismatches(mismatches: Sequence[Mismatch]) -> None:
-    """Raise if there are any, naming all at once.
+    """Raise one error that names all contradictions, if there are any.
 
     Raises:
-        SettingsError: There are some.
+        SettingsError: There is a contradiction.
     """
     if mismatches:
         raise SettingsError(
-            "The DeepSpeed configuration contradicts what was said elsewhere: "
+            "The DeepSpeed configuration contradicts other settings: "
             + "; ".join(map(str, mismatches))
-            + ". Say each in one place only, or set it to 'auto' in the configuration."
+            + ". Set each in one place only, or to 'auto' in the configuration."
         )
 
 
 def refuse_open(open_keys: Sequence[str]) -> None:
-    """Raise if some values are still to be filled in.
+    """Raise one error that names all keys whose value is still `"auto"`, if there are any.
 
     Raises:
-        SettingsError: There are some.
+        SettingsError: There is such a key.
     """
     if open_keys:
         raise SettingsError(
-            "The DeepSpeed configuration leaves open what nothing here says: "
+            "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
             + ", ".join(f"{key}='auto'" for key in open_keys)
             + ". Give a value, or leave the key out for DeepSpeed's own default."
         )
 
 
 def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Look for names on the outermost level that DeepSpeed does not know.
+    """Check the top-level keys of a configuration for misspelt ones.
 
     Args:
         config: A configuration.
-        names: What the installed version knows.
+        names: The keys that the installed version of DeepSpeed knows.
 
     Returns:
-        Those that are like no known one; DeepSpeed passes over them.
+        Unknown keys that are not similar to a known one; DeepSpeed ignores them.
 
     Raises:
-        SettingsError: A name is nearly a known one.
+        SettingsError: An unknown key is similar to a known one.
     """
     known = sorted(set(names))
     unknown = [name for name in config if name not in known]

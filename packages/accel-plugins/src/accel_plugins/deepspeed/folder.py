@@ -1,4 +1,4 @@
-"""Read the folder of a checkpoint that DeepSpeed's engine has written: weights and optimizer state, whole.
+"""Read full weights and optimizer state from a checkpoint folder of DeepSpeed's engine.
 
 The layout is that of https://github.com/deepspeedai/DeepSpeed/blob/master/deepspeed/utils/zero_to_fp32.py.
 DeepSpeed need not be installed.
@@ -24,18 +24,18 @@ if TYPE_CHECKING:
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 LATEST = "latest"
-"""The file in which DeepSpeed says which folder it has written last."""
+"""The file with the name of the folder that DeepSpeed wrote last."""
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFolder:
-    """The files of one checkpoint, read as far as names and shapes are concerned.
+    """The files of one checkpoint; tensors are memory-mapped.
 
     Args:
-        folder: Where it is.
-        models: The contents of the files of models, by rank; one alone where parameters are not divided.
-        optimizers: The same of optimizers; none where nothing is divided.
+        folder: The folder.
+        models: Contents of the model files by rank; a single one if parameters are not sharded.
+        optimizers: Contents of the optimizer files by rank; none at stage 0.
     """
 
     folder: Path
@@ -44,11 +44,11 @@ class EngineFolder:
 
     @property
     def stage(self) -> int:
-        """What was divided, 0 to 3."""
+        """ZeRO stage, 0 to 3."""
         return int(self.optimizers[0]["zero_stage"]) if self.optimizers else 0
 
     def weights(self) -> dict[str, Tensor]:
-        """The state dict of the model; in float32 where the engine has kept its weights so."""
+        """Return the model's full state dict, with the float32 master weights if there are any."""
         first = self.models[0]
         sharded = self.stage == 3
         found = {
@@ -67,33 +67,33 @@ class EngineFolder:
         return found
 
     def numbered_optimizer(self) -> dict[str, Any] | None:
-        """The state dict of the optimizer at stage 0, as torch has it; `None` for other stages.
+        """Return the optimizer's state dict at stage 0, as torch has it; `None` for other stages.
 
         Raises:
-            CheckpointError: The optimizer has float32 copies of weights in 16 bits.
+            CheckpointError: The optimizer has master weights of 16-bit parameters.
         """
         if self.optimizers:
             return None
         state = self.models[0].get("optimizer")
         if not isinstance(state, dict) or not {"state", "param_groups"} <= {*state}:
             raise CheckpointError(
-                f"{str(self.folder)!r} is of ZeRO stage 0 with weights in 16 bits, whose optimizer state is "
-                "not read; load it with DeepSpeed at stage 0."
+                f"{str(self.folder)!r} is of ZeRO stage 0 with 16-bit weights, whose optimizer state cannot "
+                "be converted; load it with DeepSpeed at stage 0."
             )
         return cast("dict[str, Any]", state)
 
     def optimizer(self) -> dict[str, Any]:
-        """The state dict of the optimizer of a stage above 0, where names stand for parameters.
+        """Return the optimizer's full state dict at a stage above 0, with parameters by name.
 
         Raises:
-            CheckpointError: It does not belong to single parameters.
+            CheckpointError: The state cannot be split by parameter.
         """
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         bases = [one[key] for one in self.optimizers]
         if not all(isinstance(base, dict) for base in bases):
             raise CheckpointError(
-                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state is not "
-                "read; load it with as many processes as it was saved by."
+                f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state cannot be "
+                "converted; load it with the world size with which it was saved."
             )
         states: dict[str, dict[str, Any]] = {name: {} for name in self._names()}
         for name in sorted({key for base in bases for one in base["state"].values() for key in one}):
@@ -111,13 +111,13 @@ class EngineFolder:
         return [index for group in base["param_groups"] for index in group["params"]]
 
     def _names_of_groups(self, base: Mapping[str, Any]) -> Iterator[list[str]]:
-        """The names of every group of the optimizer, which is one flat tensor, or in stage 3 several."""
+        """Yield the parameter names of each group: one flat tensor, or several at stage 3."""
         shapes = iter(self._shapes())
         for group in base["param_groups"]:
-            yield [name for _, part in zip(group["params"], shapes, strict=False) for name in part]
+            yield [name for _, names in zip(group["params"], shapes, strict=False) for name in names]
 
     def _sort_in(self, states: dict[str, dict[str, Any]], name: str, shards: Sequence[Sequence[Any]]) -> None:
-        """Give every parameter what the optimizer keeps under one name."""
+        """Add one entry of the optimizer's state to every parameter's state."""
         flat = [
             all(isinstance(one, torch.Tensor) and one.dim() for one in column)
             for column in zip(*shards, strict=True)
@@ -127,7 +127,7 @@ class EngineFolder:
                 states[parameter][name] = value
             return
         for group, value in zip(self._shapes(), shards[0], strict=False):
-            for parameter in group:  # each counts its own steps
+            for parameter in group:  # each parameter has its own step
                 states[parameter][name] = value.clone() if isinstance(value, torch.Tensor) else value
 
     def _shapes(self) -> Sequence[Mapping[str, Any]]:
@@ -147,45 +147,48 @@ class EngineFolder:
         }
 
     def _unflatten(self, shards: Sequence[Sequence[Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Take flat tensors apart: `shards` has those of every rank, one for each group of shapes."""
-        apart = _by_parameter if self.stage == 3 else _by_range
+        """Split flat tensors by parameter: `shards` has each rank's, one per group of shapes."""
+        split = _by_parameter if self.stage == 3 else _by_range
         paddings = self.optimizers[0].get("param_alignment_paddings")
         for index, shapes in enumerate(self._shapes()):
             columns = [rank[index] for rank in shards]
-            yield from apart(shapes, columns, None if paddings is None else paddings[index])
+            yield from split(shapes, columns, None if paddings is None else paddings[index])
 
 
 def read_folder(folder: Path) -> EngineFolder:
-    """Read a checkpoint.
+    """Read a checkpoint folder.
 
     Args:
-        folder: With files such as `mp_rank_00_model_states.pt`.
+        folder: A folder with files such as `mp_rank_00_model_states.pt`.
 
     Raises:
-        CheckpointError: Files are absent or damaged, or of models that are divided in other ways.
+        CheckpointError: Files are absent or damaged, or of tensor- or pipeline-parallel models.
     """
     models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
     if not models:
-        raise CheckpointError(f"{str(folder)!r} has no *_model_states.pt: DeepSpeed has not written it.")
+        raise CheckpointError(f"{str(folder)!r} has no *_model_states.pt: it is not a DeepSpeed checkpoint.")
     states = [load_file(path)["optimizer_state_dict"] for path in optimizers]
     ranks = max(_counts(states[0]["partition_count"])) if states else 0
     if ranks != len(states):
-        raise CheckpointError(f"{str(folder)!r} has the optimizer states of {len(states)} ranks of {ranks}.")
+        raise CheckpointError(
+            f"{str(folder)!r} has the optimizer states of {len(states)} ranks of {ranks}; copy the files of "
+            "all ranks into it."
+        )
     return EngineFolder(folder=folder, models=[load_file(path) for path in models], optimizers=states)
 
 
 def is_engine_folder(folder: Path) -> bool:
-    """Whether DeepSpeed's engine has written a folder."""
+    """Return whether a folder has files of DeepSpeed's engine."""
     return folder.is_dir() and any(_MODEL.fullmatch(path.name) for path in folder.iterdir())
 
 
 def engine_folder(directory: Path, name: str, index: int) -> Path:
-    """The folder of a model in a checkpoint: under its name, or the first as DeepSpeed named it by itself.
+    """Return a model's folder in a checkpoint: by its name, else the one that the file `latest` names.
 
     Args:
-        directory: The checkpoint. The file `latest` in it says what `engine.save_checkpoint` wrote last.
-        name: As a checkpoint of ours names it; if there is no such folder, the one in `latest` is taken.
-        index: Which of several models; DeepSpeed by itself names one.
+        directory: The checkpoint.
+        name: The folder's name in a checkpoint of `save_state`.
+        index: Index of the model; `latest` is used for the first only.
     """
     latest = directory / LATEST
     if not index and not is_engine_folder(directory / name) and latest.is_file():
@@ -200,13 +203,14 @@ def _counts(count: int | Sequence[int]) -> Sequence[int]:
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
-    """The files of a kind, by the rank that has written them."""
+    """Return the files of a pattern, in the order of ranks."""
     found: list[tuple[int, Path]] = []
     for path in folder.iterdir() if folder.is_dir() else ():
         match = pattern.fullmatch(path.name)
         if match is not None and int(match[2]):
             raise CheckpointError(
-                f"{str(path)!r} is of a model that tensor or pipeline parallelism divides, which is not read."
+                f"{str(path)!r} is of a tensor- or pipeline-parallel model, which cannot be converted; load "
+                "it with the engine that saved it."
             )
         if match is not None:
             found.append((int(match[1] or 0), path))
@@ -216,7 +220,7 @@ def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 def _by_range(
     shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stages 1 and 2: one flat tensor of all parameters, of which each rank has a range."""
+    """Split at stages 1 and 2: one flat tensor of all parameters, of which each rank has a range."""
     full, offset = torch.cat([*columns]), 0
     for index, (name, shape) in enumerate(shapes.items()):
         yield name, full[offset : offset + _numel(shape)].view(torch.Size(shape))
@@ -226,7 +230,7 @@ def _by_range(
 def _by_parameter(
     shapes: Mapping[str, Any], columns: Sequence[Tensor], paddings: Sequence[int] | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Stage 3: every rank has an equal part of each parameter, one after the other."""
+    """Split at stage 3: every rank has an equal shard of each parameter, one after the other."""
     del paddings
     offset = 0
     for name, shape in shapes.items():

@@ -1,4 +1,4 @@
-"""Looking at, or changing, parameters that stage 3 has divided."""
+"""Gather parameters that stage 3 has sharded, to read or change them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_plugins.deepspeed.library import part
+from accel_plugins.deepspeed.library import ds_module
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether stage 3 has divided a parameter among the ranks."""
+    """Return whether stage 3 has sharded a parameter."""
     return "ds_id" in vars(parameter)
 
 
@@ -27,15 +27,15 @@ def GatheredParameters(  # noqa: N802 - the documented name
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> Generator[None]:
-    """A block in which every rank has parameters whole, where stage 3 of DeepSpeed has divided them.
+    """Gather parameters that DeepSpeed's stage 3 has sharded, within the block. A collective over all ranks.
 
-    Parameters that are not divided are as they are. Enter it on all ranks.
+    Parameters that are not sharded are unchanged.
 
     Args:
-        params: One or several.
-        modifier_rank: The rank whose changes hold when the block ends; `None` if nothing is changed.
-        fwd_module: The module that uses parameters of another one in its forward pass.
-        enabled: Whether to do anything.
+        params: One or several parameters.
+        modifier_rank: The rank whose changes are broadcast at the end; `None` if nothing is changed.
+        fwd_module: The module that uses another one's parameters in its forward pass.
+        enabled: Whether to gather; if false, do nothing.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2))
@@ -49,6 +49,6 @@ def GatheredParameters(  # noqa: N802 - the documented name
     if not enabled or not sharded:
         yield
         return
-    gather = part("runtime.zero").GatheredParameters
+    gather = ds_module("runtime.zero").GatheredParameters
     with gather(sharded, modifier_rank=modifier_rank, fwd_module=fwd_module):
         yield

@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration that can be asked by dotted keys, such as `zero_optimization.stage`."""
+"""A DeepSpeed configuration with access by dotted keys, such as `zero_optimization.stage`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 AUTO = "auto"
-"""The value of what is filled in from the model, the optimizer, the loaders and the arguments."""
+"""Value that is replaced by one from the model, the optimizer, the loaders or the arguments."""
 
 _OFFLOADS = frozenset({"cpu", "nvme"})
 
@@ -29,10 +29,10 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         source: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
 
     Returns:
-        A copy, so that what is filled in does not come back to the caller.
+        A deep copy, so that filling it does not change the caller's.
 
     Raises:
-        SettingsError: It is none of these, or something else than one JSON object without repeated keys.
+        SettingsError: The source is none of these, or not one JSON object without repeated keys.
 
     Example:
         >>> read_config({"zero_optimization": {"stage": 2}})
@@ -43,7 +43,8 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
             return copy.deepcopy(dict(cast("Mapping[str, Any]", source)))
         except (TypeError, ValueError):
             raise SettingsError(
-                f"The DeepSpeed configuration {source!r} is no dictionary, path or base64 text of one."
+                f"The DeepSpeed configuration {source!r} is not a dictionary, the path of a JSON file, or "
+                "JSON in base64."
             ) from None
     path = Path(cast("str", source)).expanduser()
     if _is_file(path):
@@ -56,20 +57,20 @@ def read_config(source: str | os.PathLike[str] | Mapping[str, Any]) -> dict[str,
         text = base64.urlsafe_b64decode(str(source)).decode()
     except (binascii.Error, UnicodeError):
         raise SettingsError(
-            f"There is no DeepSpeed configuration file {str(source)!r} (nor is that a configuration in "
-            "base64)."
+            f"There is no DeepSpeed configuration file {str(source)!r}, and the text is not base64; pass the "
+            "path of a JSON file."
         ) from None
     return _parse(text, "the base64 text")
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration, with questions that others ask of it.
+    """A DeepSpeed configuration, with the queries that transformers makes.
 
     Args:
         config_file_or_dict: A mapping, the path of a JSON file, or the JSON text in URL-safe base64.
 
     Raises:
-        SettingsError: It cannot be read.
+        SettingsError: The configuration cannot be read.
 
     Example:
         >>> config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
@@ -84,7 +85,7 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Read the ZeRO stage and whether anything is offloaded anew, after the configuration has changed."""
+        """Update the ZeRO stage and the offload flag after the configuration has changed."""
         self._stage = self.get_value("zero_optimization.stage", -1)
         devices = {
             self.get_value(f"zero_optimization.offload_{what}.device") for what in ("optimizer", "param")
@@ -92,13 +93,13 @@ class HfDeepSpeedConfig:
         self._offload = (self.is_zero2() or self.is_zero3()) and bool(_OFFLOADS & devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[dict[str, Any] | None, str]:
-        """Find the dictionary that holds a key.
+        """Find the dictionary with a dotted key.
 
         Args:
-            ds_key_long: The keys from the outermost to the one, with dots between.
+            ds_key_long: Dotted key.
 
         Returns:
-            That dictionary, `None` if there is none; and the last part of the key.
+            The dictionary, or `None`; and the last component of the key.
         """
         node: Any = self.config
         *above, last = ds_key_long.split(".")
@@ -107,24 +108,24 @@ class HfDeepSpeedConfig:
         return (cast("dict[str, Any]", node) if isinstance(node, dict) else None), last
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a key, or a default where it is absent.
+        """Return the value of a dotted key.
 
         Args:
-            ds_key_long: The keys from the outermost to the one, with dots between.
-            default: What to return otherwise.
+            ds_key_long: Dotted key.
+            default: Value to return if the key is absent.
         """
         node, last = self.find_config_node(ds_key_long)
         return default if node is None else node.get(last, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a key and what is below it.
+        """Remove a dotted key and its subtree.
 
         Args:
-            ds_key_long: The keys from the outermost to the one, with dots between.
+            ds_key_long: Dotted key.
             must_exist: Whether its absence is an error.
 
         Raises:
-            ValueError: It is absent, and must not be.
+            ValueError: The key is absent and `must_exist` is true.
         """
         node, last = self.find_config_node(ds_key_long)
         if node is not None and last in node:
@@ -133,7 +134,7 @@ class HfDeepSpeedConfig:
             raise ValueError(f"The DeepSpeed configuration has no {ds_key_long!r}: {self.config!r}")
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a value is there and true.
+        """Return whether a value is present and true.
 
         Example:
             >>> config = HfDeepSpeedConfig({"bf16": {"enabled": True}})
@@ -143,24 +144,24 @@ class HfDeepSpeedConfig:
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a value is there and false."""
+        """Return whether a value is present and false."""
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a value is to be filled in."""
+        """Return whether a value is `"auto"`."""
         return self.get_value(ds_key_long) == AUTO
 
     def is_zero2(self) -> bool:
-        """Whether optimizer state and gradients are divided among the ranks."""
+        """Return whether the ZeRO stage is 2: optimizer state and gradients are sharded."""
         return self._stage == 2
 
     def is_zero3(self) -> bool:
-        """Whether parameters are divided among the ranks, too."""
+        """Return whether the ZeRO stage is 3: parameters are sharded, too."""
         return self._stage == 3
 
     def is_offload(self) -> bool:
-        """Whether parameters or optimizer state live on the CPU or on disk."""
+        """Return whether parameters or optimizer state are offloaded to the CPU or disk."""
         return self._offload
 
 
@@ -175,7 +176,7 @@ def _parse(text: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(text, object_pairs_hook=_without_repetition)
     except (ValueError, RecursionError) as error:
-        raise SettingsError(f"The DeepSpeed configuration in {where} is no JSON: {error}.") from None
+        raise SettingsError(f"The DeepSpeed configuration in {where} is not valid JSON: {error}.") from None
     if not isinstance(found, dict):
         raise SettingsError(f"The DeepSpeed configuration in {where} is {found!r}; it must be one object.")
     return cast("dict[str, Any]", found)
@@ -186,5 +187,5 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
         twice = sorted({name for name in names if names.count(name) > 1})
-        raise ValueError(f"the key(s) {', '.join(map(repr, twice))} come twice in one object")
+        raise ValueError(f"the key(s) {', '.join(map(repr, twice))} are repeated in one object")
     return found

@@ -1,11 +1,11 @@
-"""Layers whose parameters stage 3 gathers together."""
+"""Leaf modules of ZeRO stage 3, whose parameters are gathered together."""
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
-from accel_plugins.deepspeed.library import load_library, part
+from accel_plugins.deepspeed.library import ds_module, load_library
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def find_classes(model: nn.Module, names: str) -> list[type[nn.Module]]:
-    """Find the classes of a model's modules by their names.
+    """Find the classes of a model's modules by name.
 
     Args:
         model: The model.
-        names: Names of classes, with commas between.
+        names: Names of classes, separated by commas.
 
     Raises:
-        SettingsError: The model has no module of some class; the nearest name is given.
+        SettingsError: The model has no module of a class.
 
     Example:
         >>> import torch
@@ -31,26 +31,25 @@ def find_classes(model: nn.Module, names: str) -> list[type[nn.Module]]:
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     for name in wanted:
         if name not in classes:
-            near = get_close_matches(name, classes, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(sorted(classes))}."
+            hint = did_you_mean(name, classes, f"it has {', '.join(sorted(classes))}.")
             raise SettingsError(
                 f"DeepSpeedPlugin(transformer_moe_cls_names={names!r}): {type(model).__name__} has no "
-                f"module of the class {name!r}{hint}"
+                f"module of the class {name!r}; {hint}"
             )
     return [classes[name] for name in wanted]
 
 
 def mark_leaf_modules(model: nn.Module, names: str) -> None:
-    """Let every module of some classes gather its parameters, and those of the modules in it, together.
+    """Mark modules of given classes as leaf modules: their parameters are gathered with their submodules'.
 
     Args:
         model: The model.
-        names: Names of classes, with commas between.
+        names: Names of classes, separated by commas.
 
     Raises:
-        SettingsError: The model has no module of some class.
+        SettingsError: The model has no module of a class.
         MissingDependencyError: DeepSpeed is not installed.
     """
     classes = find_classes(model, names)
     load_library("transformer_moe_cls_names")
-    part("utils").set_z3_leaf_modules(model, classes)
+    ds_module("utils").set_z3_leaf_modules(model, classes)

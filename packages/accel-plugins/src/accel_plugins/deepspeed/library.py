@@ -1,4 +1,4 @@
-"""The one place that imports DeepSpeed, and what it needs to find in a process before it can be used."""
+"""Import DeepSpeed, and prepare the process for it; no other module imports it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from accel_state.topology import Topology
 
 
-_MINIMUM = "0.19"  # engines of earlier versions lack what `engine.py` asks of them
+_MINIMUM = "0.19"  # engines of earlier versions lack methods that `engine.py` calls
 _EXTRA = "accel-plugins[deepspeed]"
 
 
@@ -34,42 +34,42 @@ def load_library(what: str) -> ModuleType:
     """Import DeepSpeed.
 
     Args:
-        what: Who needs it, for the message.
+        what: The feature that needs it, for the message.
 
     Raises:
-        MissingDependencyError: It is not installed, or too old.
+        MissingDependencyError: DeepSpeed is not installed, or too old.
     """
     require("deepspeed", what, install=_EXTRA)
     if compare_versions("deepspeed", "<", _MINIMUM):
         raise MissingDependencyError(
-            f"{what} needs deepspeed {_MINIMUM} or newer, and {version('deepspeed')} is installed: "
+            f"{what} needs deepspeed {_MINIMUM} or newer, but {version('deepspeed')} is installed: "
             f"run `pip install '{_EXTRA}'`"
         )
     with warnings.catch_warnings():
-        # What it uses of other libraries is not for its users to change.
+        # Its users cannot change the deprecated calls that it makes.
         warnings.filterwarnings("ignore", category=DeprecationWarning)
         warnings.filterwarnings("ignore", category=FutureWarning)
         return importlib.import_module("deepspeed")
 
 
-def part(name: str) -> Any:
-    """A module of DeepSpeed, which has been imported.
+def ds_module(name: str) -> Any:
+    """Import a submodule of DeepSpeed.
 
     Args:
-        name: Of the module, without `deepspeed.` before it.
+        name: Name of the submodule, without the prefix `deepspeed.`.
     """
     return importlib.import_module(f"deepspeed.{name}")
 
 
 def start(runtime: Runtime) -> ModuleType:
-    """Import DeepSpeed and let it use the device and the process group of this run.
+    """Import DeepSpeed and initialise it with the device and the process group of this run.
 
     Args:
-        runtime: Of this process. Where it has no process group, as one process has none, one is made, for
-            DeepSpeed has no way without.
+        runtime: Topology and device of this process. A single process gets a process group of one rank, which
+            DeepSpeed needs.
 
     Raises:
-        MissingDependencyError: DeepSpeed is not installed, or has not what we use of it.
+        MissingDependencyError: DeepSpeed is not installed, or lacks what accel uses of it.
     """
     _publish_topology(runtime.topology)
     with _for_device(runtime.device):
@@ -83,7 +83,7 @@ def start(runtime: Runtime) -> ModuleType:
                 world_size=1,
             )
             group_end.joined()
-        comm = part("comm.comm")
+        comm = ds_module("comm.comm")
         if comm.cdb is None or not comm.cdb.is_initialized():
             with _without_compiling(runtime.device):
                 comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
@@ -91,14 +91,14 @@ def start(runtime: Runtime) -> ModuleType:
 
 
 def _publish_topology(topology: Topology) -> None:
-    """Set `LOCAL_RANK`, from which DeepSpeed learns its device whenever it likes, whoever launched this."""
+    """Set `LOCAL_RANK`, from which DeepSpeed derives its device, if the launcher has not."""
     if "LOCAL_RANK" not in environ.read():
         environ.publish({"LOCAL_RANK": str(topology.local_rank)})
 
 
 @contextmanager
 def _for_device(device: torch.device) -> Generator[None]:
-    """A block in which DeepSpeed, imported for the first time, chooses the device of this run."""
+    """Make DeepSpeed choose the device of this run when it is imported within the block."""
     if "DS_ACCELERATOR" in environ.read():
         yield
         return
@@ -108,11 +108,11 @@ def _for_device(device: torch.device) -> Generator[None]:
 
 @contextmanager
 def _without_compiling(device: torch.device) -> Generator[None]:
-    """A block in which DeepSpeed does not compile its operation for inference on CPUs, which takes minutes.
+    """Keep DeepSpeed from compiling its operation for CPU inference within the block, which takes minutes.
 
-    Nothing in training uses it; tensor-parallel inference, which does, goes through the process group then.
+    Training does not use it; tensor-parallel inference then uses the process group.
     """
-    communication = part("comm.torch")
+    communication = ds_module("comm.torch")
     name = "build_shm_op"
     build = vars(communication).get(name)
     if device.type != "cpu" or build is None:

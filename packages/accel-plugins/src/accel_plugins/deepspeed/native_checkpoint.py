@@ -1,4 +1,4 @@
-"""The folder that DeepSpeed's engine writes, inside a checkpoint of ours."""
+"""DeepSpeed's native checkpoint folder, inside a checkpoint of `save_state`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def folder_name(index: int) -> str:
-    """The name of the folder of the model that was prepared as number `index`.
+    """Return the folder's name of the model with an index.
 
     Example:
         >>> folder_name(0), folder_name(1)
@@ -30,12 +30,12 @@ def folder_name(index: int) -> str:
 
 
 def save_engine(engine: Any, directory: Path, index: int, *, write: Write = torch.save) -> None:
-    """Let the engine make its folder. Call it on all ranks.
+    """Write the engine's native checkpoint folder. A collective over all ranks.
 
     Args:
         engine: The engine.
         directory: An existing directory that all ranks share.
-        index: Of the model.
+        index: Index of the model.
         write: Called as `write(state, path)` for each file with tensors; the engine writes the others itself.
     """
     with _replaced(engine.checkpoint_engine, save=lambda state_dict, path: write(state_dict, Path(path))):
@@ -43,13 +43,13 @@ def save_engine(engine: Any, directory: Path, index: int, *, write: Write = torc
 
 
 def load_engine(engine: Any, state: EngineState, directory: Path, index: int) -> None:
-    """Read such a folder back, also if the engine divides otherwise than the one that has written it.
+    """Load a native checkpoint folder, also of another world size or ZeRO stage.
 
     Args:
         engine: The engine.
-        state: What it has.
-        directory: Where the folder is.
-        index: Of the model.
+        state: Weights and optimizer state of the engine.
+        directory: The directory with the folder.
+        index: Index of the model.
 
     Raises:
         CheckpointError: The folder is absent or damaged, or of another model.
@@ -62,7 +62,7 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
         with _reading_safely(engine):
             path, _ = engine.load_checkpoint(str(directory), tag=folder.name)
         if path is None:
-            raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}.")
+            raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}; its log has the reason.")
         return
     state.load_weights(saved.weights())
     if engine.optimizer is not None:
@@ -81,10 +81,10 @@ def load_engine(engine: Any, state: EngineState, directory: Path, index: int) ->
 
 @contextmanager
 def _reading_safely(engine: Any) -> Generator[None]:
-    """A block in which the engine reads tensors and its own objects, and runs nothing that a file says."""
+    """Restrict the engine's unpickling to tensors and its own classes within the block."""
 
     def load(path: str, map_location: Any = None) -> Any:
-        del map_location  # where the engine wants it it copies it to
+        del map_location  # the engine copies tensors to its device itself
         return load_file(Path(path), for_engine=True)
 
     with _replaced(engine.checkpoint_engine, load=load):
@@ -93,7 +93,7 @@ def _reading_safely(engine: Any) -> Generator[None]:
 
 @contextmanager
 def _replaced(owner: Any, **methods: Any) -> Generator[None]:
-    """A block in which an object has other methods."""
+    """Replace methods of an object within the block."""
     vars(owner).update(methods)
     try:
         yield

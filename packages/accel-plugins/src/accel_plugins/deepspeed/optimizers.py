@@ -1,18 +1,18 @@
-"""Torch's optimizers in DeepSpeed's versions, which are made for parameters on the CPU."""
+"""Map torch's optimizers to DeepSpeed's CPU versions."""
 
 from __future__ import annotations
 
 import inspect
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.deepspeed.library import load_library, part
+from accel_plugins.deepspeed.library import ds_module, load_library
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
-# Our name of the arguments that both have is theirs; this is added.
+# Arguments that both have keep their names; only these are added.
 _VERSIONS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
     "AdamW": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": True}),
     "Adam": ("ops.adam", "DeepSpeedCPUAdam", {"adamw_mode": False}),
@@ -22,13 +22,13 @@ _VERSIONS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
 
 
 def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Make DeepSpeed's version of an optimizer, for offloading it to the CPU.
+    """Build DeepSpeed's CPU version of an optimizer, for offloading.
 
     Args:
-        optimizer: Adam, AdamW, Adagrad or Lion, or one derived of them. Any other is returned as it is.
+        optimizer: Adam, AdamW, Adagrad, Lion, or a subclass; any other is returned unchanged.
 
     Returns:
-        An optimizer of the same groups. It has no state yet.
+        An optimizer of the same parameter groups, without state.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
@@ -39,7 +39,7 @@ def map_pytorch_optim_to_deepspeed(optimizer: torch.optim.Optimizer) -> torch.op
         return optimizer
     load_library("map_pytorch_optim_to_deepspeed()")
     module, name, more = found
-    version = getattr(part(module), name)
+    version = getattr(ds_module(module), name)
     accepted = inspect.signature(version).parameters
     known = {key: value for key, value in optimizer.defaults.items() if key in accepted and key not in more}
     return version(optimizer.param_groups, **known, **more)

@@ -1,4 +1,4 @@
-"""`DeepSpeedPlugin`: how DeepSpeed trains, as an argument of `Accelerator`."""
+"""`DeepSpeedPlugin`: the DeepSpeed configuration of an `Accelerator`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.deepspeed.fill import Known, Mismatch, fill, leaves, put, refuse_mismatches
+from accel_plugins.deepspeed.fill import KnownValue, Mismatch, fill, leaves, put, refuse_mismatches
 from accel_plugins.deepspeed.hf_config import AUTO, HfDeepSpeedConfig
 from accel_plugins.deepspeed.leaf_modules import mark_leaf_modules
 from accel_plugins.deepspeed.rules import KEYS, check_fields, without_none
@@ -34,34 +34,35 @@ _OF_STAGE_3 = ("zero3_init_flag", "zero3_save_16bit_model", "transformer_moe_cls
 
 @dataclass
 class DeepSpeedPlugin:
-    """How DeepSpeed trains. What is left out comes from the environment of a launcher, or the default.
+    """Configure DeepSpeed. An argument wins over the launcher's environment, and that over the default.
 
     Args:
         hf_ds_config: A DeepSpeed configuration: the path of a JSON file, a dictionary, an `HfDeepSpeedConfig`
-            or the JSON text in base64. Its values `"auto"` are filled in from what is known elsewhere; fields
-            below that it does not have are added to it.
-        gradient_accumulation_steps: Micro-batches per optimizer step; the accelerator's if left out.
-        gradient_clipping: The norm that gradients are clipped to at every step.
-        zero_stage: What ZeRO divides among the ranks: 1 optimizer state, 2 also gradients, 3 also parameters,
-            0 nothing. 2 if neither the configuration nor anything else says it.
-        is_train_batch_min: Whether the smallest batch size of the loaders is that of training, else the
-            largest.
-        offload_optimizer_device: `"cpu"` or, with stage 3, `"nvme"`: where optimizer state lives; `"none"`.
-        offload_param_device: The same for parameters, with stage 3.
+            or JSON in base64. Its `"auto"` values are filled when a model is prepared; the fields below are
+            added if it lacks them.
+        gradient_accumulation_steps: Micro-batches per optimizer step; the accelerator's by default.
+        gradient_clipping: The norm to which gradients are clipped in every step.
+        zero_stage: ZeRO stage: 1 shards optimizer state, 2 also gradients, 3 also parameters, 0 nothing. The
+            default is the configuration's, else 2.
+        is_train_batch_min: Whether the smallest batch size of several loaders is the micro-batch size, else
+            the largest.
+        offload_optimizer_device: Device to which optimizer state is offloaded: `"cpu"`, `"nvme"` (stage 3) or
+            `"none"`.
+        offload_param_device: Device to which parameters are offloaded at stage 3.
         offload_optimizer_nvme_path: The folder for `"nvme"`.
         offload_param_nvme_path: The folder for `"nvme"`.
-        zero3_init_flag: Whether transformers divides parameters while it makes or loads a model; by default
-            with stage 3.
-        zero3_save_16bit_model: Whether the engine's own `save_16bit_model` brings weights together in stage
-            3; `Accelerator.get_state_dict` always does.
-        transformer_moe_cls_names: Classes of mixture-of-experts layers, with commas between, whose parameters
-            are gathered together in stage 3.
-        enable_msamp: Not available: refused if true.
-        msamp_opt_level: Of it.
+        zero3_init_flag: Whether transformers shards parameters while it builds or loads a model; by default
+            at stage 3.
+        zero3_save_16bit_model: Whether the engine's `save_16bit_model` gathers weights at stage 3;
+            `Accelerator.get_state_dict` always does.
+        transformer_moe_cls_names: Classes of mixture-of-experts layers, separated by commas, whose parameters
+            are gathered together at stage 3.
+        enable_msamp: Not supported: refused if true.
+        msamp_opt_level: Not supported: refused if set.
 
     Raises:
-        SettingsError: A field cannot be used, or the configuration contradicts some; all of them are named.
-        UnsupportedError: MS-AMP is asked for.
+        SettingsError: Values are invalid, or contradict the configuration; all of them are named.
+        UnsupportedError: MS-AMP is enabled.
 
     Example:
         >>> plugin = DeepSpeedPlugin(zero_stage=3, offload_param_device="cpu")
@@ -91,12 +92,14 @@ class DeepSpeedPlugin:
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise UnsupportedError(
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp!r}, "
-                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is not developed further and works "
-                "with no present version of PyTorch; use mixed_precision='bf16', or 'fp8' without DeepSpeed."
+                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed and supports no "
+                "current version of PyTorch; use mixed_precision='bf16', or 'fp8' without DeepSpeed."
             )
         keywords = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
         self.hf_ds_config = _configuration(self.hf_ds_config, keywords)
-        known = {KEYS[name]: Known(value=value, source=sources[name]) for name, value in keywords.items()}
+        known = {
+            KEYS[name]: KnownValue(value=value, source=sources[name]) for name, value in keywords.items()
+        }
         filled = fill(self.deepspeed_config, known)
         refuse_mismatches(filled.mismatches)
         self.deepspeed_config = filled.config
@@ -111,7 +114,7 @@ class DeepSpeedPlugin:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """The configuration, as far as it is filled in."""
+        """The configuration, with the values filled so far."""
         return self.hf_ds_config.config
 
     @deepspeed_config.setter
@@ -121,22 +124,22 @@ class DeepSpeedPlugin:
 
     @property
     def selected(self) -> bool:
-        """Whether this is the active one of several plugins."""
+        """Whether this plugin is the active one."""
         return self._selected
 
     @property
     def mixed_precision(self) -> str:
-        """In what the engine trains: `"bf16"`, `"fp16"` or `"no"`."""
+        """Precision of the engine: `"bf16"`, `"fp16"` or `"no"`."""
         return next((name for name in ("bf16", "fp16") if self.get_value(f"{name}.enabled") is True), "no")
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Become the active one of several plugins; called by `AcceleratorState.select_deepspeed_plugin`.
+        """Activate this plugin; called by `AcceleratorState.select_deepspeed_plugin`.
 
         Args:
-            _from_accelerator_state: Whether that is who calls.
+            _from_accelerator_state: True if called from there.
 
         Raises:
-            ValueError: It is not.
+            ValueError: It was called from elsewhere.
         """
         if not _from_accelerator_state:
             raise ValueError(
@@ -147,16 +150,16 @@ class DeepSpeedPlugin:
         self.set_deepspeed_weakref()
 
     def unselect(self) -> None:
-        """Be the active one no more."""
+        """Deactivate this plugin."""
         self._selected = False
         self._link = None
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """The value of a key of the configuration, with dots between; a default where it is absent."""
+        """Return the value of a dotted key of the configuration, or a default."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether a value of the configuration is to be filled in."""
+        """Return whether a value of the configuration is `"auto"`."""
         return self.hf_ds_config.is_auto(ds_key_long)
 
     def fill_match(
@@ -166,16 +169,16 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill in one value if it is `"auto"`, else compare it.
+        """Fill one value if it is `"auto"`, else compare it.
 
         Args:
-            ds_key_long: The key, with dots between. Nothing is done if the configuration does not have it.
-            mismatches: Where a contradiction is noted; it is raised if `None`.
+            ds_key_long: Dotted key; nothing is done if the configuration lacks it.
+            mismatches: List to which a contradiction is added; it is raised if `None`.
             must_match: Whether to compare.
-            **kwargs: Values by key with dots.
+            **kwargs: KnownValue values by dotted key.
 
         Raises:
-            SettingsError: There is no value to fill in, or it contradicts and `mismatches` is `None`.
+            SettingsError: No value is known, or it contradicts and `mismatches` is `None`.
         """
         node, last = self.hf_ds_config.find_config_node(ds_key_long)
         if node is None or last not in node:
@@ -183,14 +186,14 @@ class DeepSpeedPlugin:
         if node[last] == AUTO:
             if ds_key_long not in kwargs:
                 raise SettingsError(
-                    f"The DeepSpeed configuration has {ds_key_long}='auto', and there is nothing to fill "
-                    f"it with; give it a value, or pass {ds_key_long!r} here."
+                    f"The DeepSpeed configuration has {ds_key_long}='auto', but its value is not known; give "
+                    f"it a value, or pass {ds_key_long!r} as an argument."
                 )
             node[last] = kwargs[ds_key_long]
             self.hf_ds_config.set_stage_and_offload()
             return
         if must_match and node[last] is not None and node[last] != kwargs.get(ds_key_long, node[last]):
-            known = Known(value=kwargs[ds_key_long], source="argument")
+            known = KnownValue(value=kwargs[ds_key_long], source="argument")
             mismatch = Mismatch(key=ds_key_long, found=node[last], known=known)
             if mismatches is None:
                 refuse_mismatches([mismatch])
@@ -205,17 +208,17 @@ class DeepSpeedPlugin:
         must_match: bool = True,
         **kwargs: Any,
     ) -> None:
-        """Fill in all values that are `"auto"`, and compare the others.
+        """Fill all `"auto"` values, and compare the others.
 
         Args:
-            prefix: Only what is below this key, with a dot at its end.
-            mismatches: Where contradictions are noted; all are raised together if `None`.
-            config: The part of the configuration below `prefix`; the whole if `None`.
+            prefix: Dotted key with a dot at its end: fill only the values below it.
+            mismatches: List to which contradictions are added; all are raised together if `None`.
+            config: The configuration below `prefix`; the full one if `None`.
             must_match: Whether to compare.
-            **kwargs: Values by key with dots.
+            **kwargs: KnownValue values by dotted key.
 
         Raises:
-            SettingsError: Something stays `"auto"`, or contradicts; all such keys are named.
+            SettingsError: A value stays `"auto"`, or contradicts; all such keys are named.
 
         Example:
             >>> plugin = DeepSpeedPlugin(hf_ds_config={"train_batch_size": "auto", "zero_optimization": {}})
@@ -228,50 +231,50 @@ class DeepSpeedPlugin:
             self.fill_match(key, noted, must_match, **kwargs)
         if mismatches is None and noted:
             raise SettingsError(
-                "The DeepSpeed configuration contradicts what was said elsewhere: "
+                "The DeepSpeed configuration contradicts other settings: "
                 + "; ".join(noted)
-                + ". Say each in one place only, or set it to 'auto' in the configuration."
+                + ". Set each in one place only, or to 'auto' in the configuration."
             )
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Let the engine train in a precision, unless its configuration says another.
+        """Set the engine's precision, unless the configuration has one.
 
         Args:
-            mixed_precision: `"bf16"`, `"fp16"`, or `"no"`, by which the configuration decides.
+            mixed_precision: `"bf16"`, `"fp16"`, or `"no"`, which keeps the configuration's.
 
         Raises:
-            SettingsError: The configuration has the other 16-bit format switched on.
-            UnsupportedError: The engine has no such precision.
+            SettingsError: The configuration enables the other 16-bit precision.
+            UnsupportedError: The engine does not support the precision.
         """
         if mixed_precision not in {"no", "bf16", "fp16"}:
             raise UnsupportedError(
-                f"mixed_precision={mixed_precision!r} does not go together with DeepSpeed; use 'bf16'."
+                f"mixed_precision={mixed_precision!r} is not supported with DeepSpeed; use 'bf16'."
             )
         config, chosen = self.deepspeed_config, mixed_precision
-        autocast = self.get_value("torch_autocast.enabled") is True  # the configuration's own way
+        autocast = self.get_value("torch_autocast.enabled") is True  # the configuration uses torch's autocast
         for name, other in (("bf16", "fp16"), ("fp16", "bf16")):
             if chosen == name and self.get_value(f"{other}.enabled") is True:
                 source = f"mixed_precision={chosen!r}"
-                known = Known(value=False, source=source)
+                known = KnownValue(value=False, source=source)
                 refuse_mismatches([Mismatch(key=f"{other}.enabled", found=True, known=known)])
             found = self.get_value(f"{name}.enabled")
             if found == AUTO or (found is None and chosen == name and not autocast):
                 put(config, f"{name}.enabled", chosen == name)
 
     def set_deepspeed_weakref(self) -> None:
-        """Tell transformers to divide parameters while it makes or loads models, if stage 3 asks for that."""
+        """Register the configuration with transformers, which then shards models while it builds them."""
         self._link = link(self.deepspeed_config, asked=bool(self.zero3_init_flag))
 
     def is_zero3_init_enabled(self) -> bool:
-        """Whether models of transformers are made with their parameters divided."""
+        """Return whether transformers shards the parameters of the models that it builds."""
         return bool(self.zero3_init_flag)
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Generator[None]:
-        """A block in which models of transformers are made with their parameters divided, or are not.
+        """Switch sharded construction of transformers' models on or off within the block.
 
         Args:
-            enable: Which.
+            enable: Whether transformers shards the parameters of the models that it builds.
         """
         before = self.zero3_init_flag
         self.zero3_init_flag = enable
@@ -283,19 +286,19 @@ class DeepSpeedPlugin:
             self.set_deepspeed_weakref()
 
     def set_moe_leaf_modules(self, model: nn.Module) -> None:
-        """Let layers of experts gather all their parameters at once in stage 3, whichever of them are used.
+        """Mark mixture-of-experts layers, so that stage 3 gathers the parameters of all experts together.
 
         Args:
-            model: It has layers of the classes in `transformer_moe_cls_names`.
+            model: A model with layers of the classes in `transformer_moe_cls_names`.
 
         Raises:
-            SettingsError: It has none of some class.
+            SettingsError: The model has no layer of a class.
         """
         if self.transformer_moe_cls_names and self.hf_ds_config.is_zero3():
             mark_leaf_modules(model, self.transformer_moe_cls_names)
 
     def to_settings(self, settings: Settings) -> Settings:
-        """Settings that say that DeepSpeed is used, and the micro-batches of a step by its configuration."""
+        """Return the settings with DeepSpeed enabled and the configuration's accumulation steps."""
         steps, training = self.gradient_accumulation_steps, settings.training
         if steps is not None and training.gradient_accumulation_steps == 1:
             training = replace(training, gradient_accumulation_steps=steps)
@@ -309,7 +312,7 @@ class DeepSpeedPlugin:
         return fresh
 
     def _read_environment(self) -> dict[str, str]:
-        """Take what was not given from the settings; return where every field comes from."""
+        """Set absent fields from the environment; return the source of every field."""
         merged = combine(parse_environ(environ.read()))
         section = merged.settings.deepspeed
         sources: dict[str, str] = {}
@@ -338,7 +341,7 @@ class DeepSpeedPlugin:
 
 
 def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
-    """The plugin that is used now.
+    """Return the active plugin.
 
     Args:
         state: An `AcceleratorState`, or an `Accelerator`.
@@ -349,14 +352,14 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     plugin = state.deepspeed_plugin
     if plugin is None:
         raise ValueError(
-            "There is no active DeepSpeed plugin: DeepSpeed is not used in this run. Pass a "
+            "There is no active DeepSpeed plugin, as this run does not use DeepSpeed. Pass a "
             "DeepSpeedPlugin to Accelerator, or start the script with `accel launch --use_deepspeed`."
         )
     return plugin
 
 
 def _configuration(given: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
-    """The configuration that was given, or the usual one, with every field that it does not have."""
+    """Return the given or the default configuration, with the keywords that it lacks."""
     if given is None:
         config = HfDeepSpeedConfig(
             {
@@ -372,8 +375,7 @@ def _configuration(given: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
     if not isinstance(config.config.get("zero_optimization", {}), dict):
         raise SettingsError(
             f"The DeepSpeed configuration has zero_optimization={config.config['zero_optimization']!r}; it "
-            "must be "
-            'an object, such as {"stage": 2}.'
+            'must be an object, such as {"stage": 2}.'
         )
     if given is None and "zero_stage" not in keywords:
         put(config.config, KEYS["zero_stage"], _DEFAULT_STAGE)

@@ -1,4 +1,4 @@
-"""Which field of the plugin stands for which key of the configuration, and what these may be. Pure."""
+"""Fields of the plugin by key of the configuration, and their valid values. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS: Mapping[str, str] = {
     "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-"""Field of `DeepSpeedPlugin` to key of the configuration."""
+"""Keys of the configuration by field of `DeepSpeedPlugin`."""
 
 _DEVICES = ("none", "cpu", "nvme")
 
@@ -44,13 +44,13 @@ _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def check_fields(config: HfDeepSpeedConfig) -> None:
-    """Refuse values that DeepSpeed would refuse later, or would pass over.
+    """Check the values that DeepSpeed would refuse later, or ignore.
 
     Args:
-        config: With what the plugin says.
+        config: The configuration with the plugin's fields.
 
     Raises:
-        SettingsError: There are such; all are named.
+        SettingsError: Values are invalid; all are named.
     """
     problems = [
         f"{key}={value!r}: expected {wanted}"
@@ -61,7 +61,7 @@ def check_fields(config: HfDeepSpeedConfig) -> None:
     problems += [] if problems or stage == AUTO else _offloading(config, stage)
     if config.get_value("managed_gradient_accumulation") is False:
         problems.append(
-            "managed_gradient_accumulation=False: accel tells the engine itself when a step is complete; "
+            "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
             "leave it out"
         )
     if problems:
@@ -69,7 +69,7 @@ def check_fields(config: HfDeepSpeedConfig) -> None:
 
 
 def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out devices of offloading that are `"none"`, and what belongs to them.
+    """Remove offload sections whose device is `"none"`.
 
     Example:
         >>> without_none({"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}})
@@ -92,7 +92,7 @@ def _offloading(config: HfDeepSpeedConfig, stage: int) -> list[str]:
         if device != "none" and stage < needed:
             problems.append(
                 f"offload_{what} to {device!r} needs ZeRO stage "
-                f"{needed}{' or higher' if needed < 3 else ''}, and the stage is {stage}"
+                f"{needed}{' or higher' if needed < 3 else ''}, but the stage is {stage}"
             )
         if device == "nvme" and not path:
             problems.append(f"offload_{what} to 'nvme' needs offload_{what}_nvme_path, a folder on the disk")

@@ -1,4 +1,4 @@
-"""This rank's part of the sequences of a batch, and what attention without masks cannot compute. Pure."""
+"""Shard the sequences of a batch, and check what attention without masks supports. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 
 from accel_state.errors import SettingsError, UnsupportedError
 
-_IGNORED = -100  # the label that losses of torch and transformers leave out
+_IGNORED = -100  # the label that losses of torch and transformers ignore
 _KEY = "input_ids"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequencePart:
-    """Cuts batches to the part of one rank.
+class SequenceShard:
+    """Shard the sequences of batches.
 
     Args:
-        size: Among how many ranks a sequence is divided.
-        rank: Which of them this is.
-        length: How long all sequences are; `None` if they may be of any length.
-        masks_by_position: Whether attention sees by the positions where samples in one sequence begin.
+        size: Sequence-parallel size.
+        rank: Sequence-parallel rank.
+        length: Length of all sequences; `None` for any.
+        masks_by_position: Whether attention separates samples in one sequence by their position ids.
 
     Example:
         >>> batch = {"input_ids": torch.tensor([[5, 6, 7, 8]]), "labels": torch.tensor([[5, 6, 7, 8]])}
-        >>> {name: one.tolist() for name, one in SequencePart(size=2, rank=1)(batch).items()}
+        >>> {name: one.tolist() for name, one in SequenceShard(size=2, rank=1)(batch).items()}
         {'input_ids': [[7, 8]], 'position_ids': [[2, 3]], 'shift_labels': [[8, -100]]}
     """
 
@@ -38,24 +38,24 @@ class SequencePart:
     masks_by_position: bool = False
 
     def __call__(self, batch: Any) -> Any:
-        """Give the part of a batch.
+        """Return this rank's shard of a batch.
 
         Args:
-            batch: A dictionary with `input_ids`, shape [rows, length]. Tensors of two and more dims are cut
-                along the second one. `labels` become `shift_labels`, each the next token's: a part does not
-                have the first token of the following one. `position_ids` are added where they are absent.
+            batch: A dictionary with `input_ids`, shape [rows, length]. Tensors of two and more dims are
+                sharded along dim 1. `labels` become `shift_labels`, the labels of the next tokens, since a
+                shard lacks the first token of the following one. `position_ids` are added if absent.
 
         Returns:
             A dictionary of the same type.
 
         Raises:
-            SettingsError: It is no such dictionary, or cannot be cut.
-            UnsupportedError: Attention without masks would compute something else.
+            SettingsError: The batch is not such a dictionary, or its lengths cannot be sharded.
+            UnsupportedError: The batch needs masks, which sharded attention lacks.
         """
         if not isinstance(batch, MutableMapping) or not isinstance(batch.get(_KEY), Tensor):
             raise SettingsError(
-                f"sp_size={self.size}: a batch is {_described(batch)}; batches whose sequences are divided "
-                f"must be dictionaries with a tensor {_KEY!r} of shape [rows, length]."
+                f"sp_size={self.size}: a batch is {_described(batch)}; batches to shard must be dictionaries "
+                f"with a tensor {_KEY!r} of shape [rows, length]."
             )
         found = cast("MutableMapping[str, Any]", copy.copy(batch))
         length = self._length_of(found[_KEY])
@@ -72,7 +72,7 @@ class SequencePart:
                 continue
             if value.shape[1] != length:
                 raise SettingsError(
-                    f"sp_size={self.size}: {name!r} of a batch has the shape {tuple(value.shape)}, and "
+                    f"sp_size={self.size}: {name!r} of a batch has the shape {tuple(value.shape)}, but "
                     f"{_KEY!r} {tuple(batch[_KEY].shape)}; dim 1 must be the sequence in both."
                 )
             found[name] = value[:, begin : begin + length // self.size].contiguous()
@@ -81,12 +81,14 @@ class SequencePart:
     def _length_of(self, tokens: Tensor) -> int:
         shape = tuple(tokens.shape)
         if len(shape) < 2:
-            raise SettingsError(f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}, no rows.")
+            raise SettingsError(
+                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}; expected [rows, length]."
+            )
         if shape[1] % self.size:
             raise SettingsError(
-                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}, and sequences of "
-                f"{shape[1]} cannot be divided among {self.size} processes; pad them to a multiple of "
-                f"{self.size} (pad_to_multiple_of={self.size} in collators of transformers)."
+                f"sp_size={self.size}: {_KEY!r} of a batch has the shape {shape}, and the length {shape[1]} "
+                f"is not a multiple of {self.size}; pad the sequences (pad_to_multiple_of={self.size} in "
+                "collators of transformers)."
             )
         if self.length is not None and shape[1] != self.length:
             raise SettingsError(
@@ -100,16 +102,16 @@ class SequencePart:
         mask, positions = batch.get("attention_mask"), batch["position_ids"]
         if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
             raise UnsupportedError(
-                f"sp_size={self.size}: the attention_mask of a batch has padding before tokens. Attention "
-                "over divided sequences has no masks; pad on the right, where causal attention does not see "
-                "it."
+                f"sp_size={self.size}: the attention_mask of a batch has padding before tokens, but "
+                "attention over sharded sequences has no masks; pad on the right, which causal attention "
+                "ignores."
             )
         begins = (positions[..., 1:-1] == 0) & (positions[..., 2:] == 1)
         if not self.masks_by_position and bool(begins.any()):
             raise UnsupportedError(
-                f"sp_size={self.size}: the position_ids of a batch begin anew in the middle of a sequence: "
-                "it holds several samples, between which 'sdpa' attention over divided sequences cannot "
-                "tell; use DeepSpeedSequenceParallelConfig(sp_attn_implementation='flash_attention_2')."
+                f"sp_size={self.size}: the position_ids of a batch restart in the middle of a sequence: it "
+                "packs several samples, which 'sdpa' attention over sharded sequences cannot separate; use "
+                "DeepSpeedSequenceParallelConfig(sp_attn_implementation='flash_attention_2')."
             )
 
 

@@ -1,4 +1,4 @@
-"""What the ranks of an engine have in parts, brought together tensor by tensor, and divided again."""
+"""Full state dicts of an engine's model and optimizer: gather them tensor by tensor, and load them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from accel_plugins.deepspeed.gathered import GatheredParameters, is_sharded
-from accel_plugins.deepspeed.library import part
+from accel_plugins.deepspeed.library import ds_module
 from accel_plugins.sharding.shards import names_of_each
 from accel_state.errors import CheckpointError, UnsupportedError
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-_MOST = 20  # problems that a message names
+_MAX_PROBLEMS = 20  # named by a message
 
 
 @final
 class EngineState:
-    """Weights and optimizer state of one engine. Every method is called on all ranks.
+    """Weights and optimizer state of one engine. Every method is a collective over all ranks.
 
     Args:
-        engine: The engine; `None` for a model that is divided and has none.
-        groups: The parameters of every group of the optimizer that the engine took over.
-        module: The model; that of the engine if `None`.
+        engine: The engine; `None` for a sharded model without one.
+        groups: The optimizer's original parameters, group by group.
+        module: The model; the engine's if `None`.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class EngineState:
 
     @torch.no_grad()
     def weights(self, *, keep: bool, exact: bool) -> dict[str, Any]:
-        """The state dict of the model, whole.
+        """Gather the full state dict of the model.
 
         Args:
             keep: Whether this rank needs it; else it is empty.
-            exact: Whether weights come in float32, as they are updated, where the model has 16-bit ones.
+            exact: Whether to return the float32 master weights of 16-bit parameters.
         """
         found: dict[str, Any] = {}
-        seen: dict[int, Any] = {}  # of tied weights, one is enough
+        seen: dict[int, Any] = {}  # tied weights are gathered once
         to_host = any(is_sharded(p) for p in self._module.parameters())
         for name, value in self._module.state_dict(keep_vars=True).items():
             if id(value) not in seen:
@@ -57,11 +57,11 @@ class EngineState:
         return found
 
     @torch.no_grad()
-    def weight_parts(self, *, keep: bool) -> Iterator[dict[str, Any]]:
-        """The same, one tensor after the other where they are divided; tied ones together.
+    def iter_weights(self, *, keep: bool) -> Iterator[dict[str, Any]]:
+        """Gather the full state dict tensor by tensor if parameters are sharded; tied names come together.
 
         Args:
-            keep: Whether this rank needs them; else they are empty.
+            keep: Whether this rank needs it; else the dictionaries are empty.
         """
         if not any(is_sharded(p) for p in self._module.parameters()):
             yield self.weights(keep=keep, exact=False)
@@ -69,33 +69,33 @@ class EngineState:
         for names, value in names_of_each(self._module.state_dict(keep_vars=True)):
             full = self._full(value, keep=keep, exact=False, to_host=True)
             yield dict.fromkeys(names, full) if keep else {}
-            del full  # before the next one comes
+            del full  # freed before the next tensor is gathered
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
-        """Load a whole state dict, also into the float32 copies that are updated.
+        """Load a full state dict, also into the float32 master weights.
 
         Args:
-            state: Name to tensor, on every rank.
+            state: Full tensors by name, on every rank.
             strict: Whether names must be the same.
-            assign: Not there.
+            assign: Unsupported; raises if true.
 
         Returns:
             What `Module.load_state_dict` returns.
 
         Raises:
-            RuntimeError: Names or shapes do not fit.
-            UnsupportedError: `assign` is asked for.
+            RuntimeError: Names or shapes differ.
+            UnsupportedError: `assign` is true.
         """
         if assign:
             raise UnsupportedError(
-                "load_state_dict(assign=True): DeepSpeed's engine keeps the tensors that it has."
+                "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors; leave assign out."
             )
         shard = self._module.state_dict(keep_vars=True)
         missing, unexpected = sorted(shard.keys() - state.keys()), sorted(state.keys() - shard.keys())
         problems = [
             f"{name} has the shape {tuple(state[name].shape)} in the state dict and "
-            f"{tuple(_shape_of(value))} here"
+            f"{tuple(_shape_of(value))} in the model"
             for name, value in shard.items()
             if name in state
             and isinstance(value, torch.Tensor)
@@ -103,12 +103,12 @@ class EngineState:
         ]
         if strict:
             problems += [f"{name} is missing" for name in missing]
-            problems += [f"{name} is not known here" for name in unexpected]
+            problems += [f"{name} is not in the model" for name in unexpected]
         if problems:
-            more = f"; and {len(problems) - _MOST} more" if len(problems) > _MOST else ""
+            more = f"; and {len(problems) - _MAX_PROBLEMS} more" if len(problems) > _MAX_PROBLEMS else ""
             raise RuntimeError(
                 f"The state dict does not fit {type(self._module).__name__}: "
-                f"{'; '.join(problems[:_MOST])}{more}."
+                f"{'; '.join(problems[:_MAX_PROBLEMS])}{more}."
             )
         seen: set[int] = set()
         for name, value in shard.items():
@@ -123,13 +123,13 @@ class EngineState:
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:
-        """The state dict that the optimizer would have in one process.
+        """Gather the optimizer's full state dict, as a single process has it.
 
         Args:
             keep: Whether this rank needs it; else it is empty.
 
         Raises:
-            UnsupportedError: The optimizer keeps something for several parameters together.
+            UnsupportedError: The optimizer's state cannot be split by parameter.
         """
         outer = self._engine.optimizer
         if not _shards(outer):
@@ -147,7 +147,7 @@ class EngineState:
             if not tensor.requires_grad:
                 continue
             saved = self._saved_state_for(tensor)
-            single = {  # each counts its own steps
+            single = {  # each parameter has its own step
                 name: value.clone() if isinstance(value, torch.Tensor) else value
                 for name, value in saved.items()
                 if not _is_flat(value)
@@ -163,10 +163,10 @@ class EngineState:
 
     @torch.no_grad()
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load such a state dict, which every rank has.
+        """Load an optimizer's full state dict, the same on every rank.
 
         Raises:
-            CheckpointError: It is of other parameters.
+            CheckpointError: Its parameters are not those of the optimizer.
         """
         outer = self._engine.optimizer
         if not _shards(outer):
@@ -177,8 +177,9 @@ class EngineState:
         counts = [len(group["params"]) for group in saved]
         if counts != [len(group) for group in self._groups]:
             raise CheckpointError(
-                f"The checkpoint has the state of an optimizer with groups of {counts} parameters, and the "
-                f"one that was prepared has groups of {[len(group) for group in self._groups]}."
+                f"The checkpoint has the state of an optimizer with groups of {counts} parameters, but the "
+                f"prepared one has groups of {[len(group) for group in self._groups]}; build it as in the "
+                "run that was saved."
             )
         for group, before in zip(outer.optimizer.param_groups, saved, strict=False):
             group.update({name: value for name, value in before.items() if name != "params"})
@@ -190,7 +191,7 @@ class EngineState:
                     _set(tensor, name, value)
 
     def named(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Let names stand for parameters in a state dict of the optimizer."""
+        """Replace the parameter indices of an optimizer's state dict by names."""
         names = {id(value): name for name, value in self._module.named_parameters()}
         order = [names[id(one)] for one in self._tensors()]
         groups = [
@@ -201,10 +202,10 @@ class EngineState:
         return {"state": states, "param_groups": groups}
 
     def load_named_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load a state dict in which names stand for parameters.
+        """Load an optimizer's full state dict with parameters by name.
 
         Raises:
-            CheckpointError: It is of other parameters.
+            CheckpointError: Its parameters are not those of the optimizer.
         """
         names = {id(value): name for name, value in self._module.named_parameters()}
         mine = [[names[id(one)] for one in group] for group in self._groups]
@@ -215,8 +216,8 @@ class EngineState:
         if len(saved) != len(mine) or trained & {*lost}:
             raise CheckpointError(
                 f"The checkpoint has the state of an optimizer of {len(saved)} group(s), without "
-                f"{', '.join(lost) or 'further parameters'}; the one that was prepared has {len(mine)} "
-                "group(s)."
+                f"{', '.join(lost) or 'further parameters'}; the prepared one has {len(mine)} group(s). "
+                "Build it as in the run that was saved."
             )
         index = {name: number for number, name in enumerate(name for group in mine for name in group)}
         groups = [
@@ -246,7 +247,7 @@ class EngineState:
             return _on_host(value.detach().clone()) if keep else None
 
     def _master(self, value: Tensor) -> Tensor:
-        found = part("utils").safe_get_full_fp32_param(value)
+        found = ds_module("utils").safe_get_full_fp32_param(value)
         if found is not None:
             return found
         saved = dict(_pairs(self._engine.optimizer))
@@ -260,9 +261,9 @@ class EngineState:
     def _put_master(self, value: Tensor, new: Any) -> None:
         full = (new[:] if not isinstance(new, torch.Tensor) else new).to(value.device, torch.float32)
         if is_sharded(value):
-            part("utils").safe_set_local_fp32_param(value, _local_shard(value, full))
+            ds_module("utils").safe_set_local_fp32_param(value, _local_shard(value, full))
         elif hasattr(value, "_hp_mapping"):
-            part("utils").safe_set_full_fp32_param(value, full)
+            ds_module("utils").safe_set_full_fp32_param(value, full)
         else:
             saved = dict(_pairs(self._engine.optimizer))
             if id(value) in saved:
@@ -276,7 +277,7 @@ class EngineState:
             refresh()
 
     def _flat_of(self, tensor: Tensor) -> Tensor:
-        """The flat partition of this rank in which a parameter has its place."""
+        """Return this rank's flat partition that contains a parameter."""
         outer = self._engine.optimizer
         if is_sharded(tensor):
             return outer.fp32_partitioned_groups_flat[outer.grad_position[outer.get_param_id(tensor)][0]]
@@ -292,14 +293,14 @@ class EngineState:
         for name, value in saved.items():
             if _is_flat(value) and value.shape != flat.shape:
                 raise UnsupportedError(
-                    f"The optimizer keeps {name!r} of shape {tuple(value.shape)} for parameters that "
-                    "DeepSpeed has made one: it cannot be told apart which part belongs to which. Save the "
-                    "engine's own folder."
+                    f"The optimizer's state {name!r} has shape {tuple(value.shape)} for parameters that "
+                    "DeepSpeed has flattened into one, and cannot be split by parameter. Save the engine's "
+                    "own folder."
                 )
         return {name: value for name, value in saved.items() if value is not None}
 
     def _allocate_state(self, tensors: Sequence[Tensor], states: Mapping[int, Mapping[str, Any]]) -> None:
-        """Let every flat partition have what the state has, zero where it is as long as the partition."""
+        """Allocate the state of every flat partition, zeros of its shape."""
         outer = self._engine.optimizer
         sample = next(iter(states.values()), None)
         if sample is None:
@@ -321,13 +322,13 @@ class EngineState:
 
 
 def _shards(outer: Any) -> bool:
-    """Whether an optimizer of DeepSpeed has made parameters flat and divided them."""
+    """Return whether a DeepSpeed optimizer has flattened and sharded its parameters."""
     names = ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat", "fp32_groups_flat_partition")
     return any(hasattr(outer, name) for name in names)
 
 
 def _pairs(outer: Any) -> Iterator[tuple[int, Tensor]]:
-    """Every 16-bit parameter with its float32 copy, where an optimizer keeps them so."""
+    """Yield the ids of 16-bit parameters with their master weights, if the optimizer has any."""
     for small, large in zip(
         getattr(outer, "fp16_groups", ()), getattr(outer, "fp32_groups", ()), strict=False
     ):
@@ -348,7 +349,7 @@ def _on_host(tensor: Tensor) -> Tensor:
 
 
 def _local_shard(parameter: Any, full: Tensor) -> Tensor:
-    """The part of a whole tensor that this rank has, with zeros where the division leaves a rest."""
+    """Return this rank's shard of a full tensor, padded with zeros."""
     numel: int = parameter.ds_tensor.numel()
     flat = full.flatten()
     begin = numel * dist.get_rank(parameter.ds_process_group)
@@ -357,12 +358,12 @@ def _local_shard(parameter: Any, full: Tensor) -> Tensor:
 
 
 def _get(parameter: Any, name: str) -> Tensor:
-    return part("utils").safe_get_full_optimizer_state(parameter, name)
+    return ds_module("utils").safe_get_full_optimizer_state(parameter, name)
 
 
 def _set(parameter: Any, name: str, value: Tensor) -> None:
     full = value.to(parameter.device, torch.float32)
     if is_sharded(parameter):
-        part("utils").safe_set_local_optimizer_state(parameter, _local_shard(parameter, full), name)
+        ds_module("utils").safe_set_local_optimizer_state(parameter, _local_shard(parameter, full), name)
     else:
-        part("utils").safe_set_full_optimizer_state(parameter, full, name)
+        ds_module("utils").safe_set_full_optimizer_state(parameter, full, name)

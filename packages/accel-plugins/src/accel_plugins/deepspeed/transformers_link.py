@@ -1,4 +1,4 @@
-"""What transformers asks when it makes a model: whether its parameters are to be divided among the ranks."""
+"""Register the DeepSpeed configuration with transformers, which shards models while it builds them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 
 
 def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
-    """Tell transformers, if a program uses it, with which configuration models are made.
+    """Register a configuration with transformers, if the program has imported it.
 
     Args:
-        config: Of the run.
-        asked: Whether parameters are to be divided while a model is made.
+        config: The configuration of the run.
+        asked: Whether transformers shards parameters while it builds a model.
 
     Returns:
-        What transformers asks, for as long as the caller keeps it; `None` where models are made as usual.
+        The registered object, which is registered as long as the caller keeps it; `None` if models are built
+        full.
     """
     if "transformers" not in sys.modules or not is_installed("deepspeed"):
         return None
@@ -29,16 +30,16 @@ def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
     if not asked:
         theirs.unset_hf_deepspeed_config()
         return None
-    ours = HfDeepSpeedConfig(making_models(config))
+    ours = HfDeepSpeedConfig(config_for_models(config))
     theirs.set_hf_deepspeed_config(ours)
     return ours
 
 
-def making_models(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A configuration with which models can be made before anything is known about training.
+def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for building models, without `"auto"` values.
 
     Example:
-        >>> making_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
+        >>> config_for_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
         {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
     """
 

@@ -1,4 +1,4 @@
-"""Ulysses: ranks have parts of each sequence, and in attention parts of the heads over whole sequences."""
+"""Ulysses sequence parallelism: shard sequences, and in attention heads over the full sequence."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from accel_plugins.deepspeed.library import part
-from accel_plugins.deepspeed.sequence import SequencePart
+from accel_plugins.deepspeed.library import ds_module
+from accel_plugins.deepspeed.sequence import SequenceShard
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
 
 _patched: dict[str, tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]] = {}
-"""For every attention of transformers that was taken over, itself and what computes for which module."""
+"""Each patched attention function of transformers: the original, and Ulysses' attention by module."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceParallel:
-    """Divides sequences along a mesh, with DeepSpeed's attention for models of transformers.
+    """Shard sequences over a mesh, with DeepSpeed's attention for models of transformers.
 
     Args:
-        full_mesh: Of all axes.
-        mesh: Of the one axis.
-        handler: How.
-        seen: The modules that compute with it.
+        full_mesh: The mesh of all axes.
+        mesh: The mesh of the sequence-parallel axis.
+        handler: Options of sequence parallelism.
+        seen: The modules that use Ulysses' attention.
     """
 
     full_mesh: DeviceMesh
@@ -49,14 +49,14 @@ class SequenceParallel:
 
     @property
     def size(self) -> int:
-        """Among how many ranks a sequence is divided."""
+        """Sequence-parallel size."""
         return self.mesh.size()
 
     @property
-    def shard(self) -> SequencePart:
-        """Cuts batches to the part of this rank."""
+    def shard(self) -> SequenceShard:
+        """Sharding of batches to this rank."""
         fixed = not self.handler.sp_seq_length_is_variable
-        return SequencePart(
+        return SequenceShard(
             size=self.size,
             rank=self.mesh.get_local_rank(),
             length=self.handler.sp_seq_length if fixed else None,
@@ -65,16 +65,16 @@ class SequenceParallel:
 
     @property
     def attention(self) -> str:
-        """The name of the attention that computes on whole sequences."""
+        """Name of the attention implementation that computes on full sequences."""
         return self.handler.sp_attn_implementation or "sdpa"
 
-    def unit(self) -> SimpleNamespace:
-        """What DeepSpeed calls a model parallel unit: who shares a sequence, and who shares ZeRO's state."""
+    def as_mpu(self) -> SimpleNamespace:
+        """Return DeepSpeed's "mpu": the process groups of a sequence, and of ZeRO's shards."""
         group, world = self.mesh.get_group(), dist.group.WORLD
         found: dict[str, Any] = {"initialize_sequence_parallel": _check_available}
         for name, one in (
             ("sequence_parallel", group),
-            ("model_parallel", group),  # as DeepSpeed's own unit has it
+            ("model_parallel", group),  # as in DeepSpeed's own mpu
             ("sequence_data_parallel", world),
         ):
             found |= {
@@ -85,48 +85,48 @@ class SequenceParallel:
         return SimpleNamespace(**found)
 
     def validate(self, model: nn.Module) -> None:
-        """Refuse a model whose attention cannot be divided.
+        """Check that Ulysses supports a model's attention.
 
         Raises:
-            SettingsError: It is none of transformers, computes attention otherwise than `handler` says, or
-                the heads do not divide.
+            SettingsError: The model is not one of transformers, has another attention implementation than
+                `handler`, or its numbers of heads do not fit the sequence-parallel size.
         """
         config: Any = getattr(model, "config", None)
         used = getattr(config, "_attn_implementation", None)
         if used is None or not getattr(model, "_supports_attention_backend", False):
             raise SettingsError(
-                f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} is no model of "
-                "transformers whose attention can be chosen, which DeepSpeed's Ulysses takes over; context "
-                "parallelism (cp_size) divides sequences of any model."
+                f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} is not a model of "
+                "transformers whose attention can be replaced, as DeepSpeed's Ulysses does; use context "
+                "parallelism (cp_size), which supports any model."
             )
         if used != self.attention:
             raise SettingsError(
                 f"DeepSpeedSequenceParallelConfig(sp_attn_implementation={self.attention!r}): "
-                f"{type(model).__name__} computes attention with {used!r}; make it with "
-                f"attn_implementation={self.attention!r}, or say {used!r} here."
+                f"{type(model).__name__} computes attention with {used!r}; build it with "
+                f"attn_implementation={self.attention!r}, or set sp_attn_implementation={used!r}."
             )
         heads, shared = _heads(config.get_text_config())
         if heads % self.size:
             raise SettingsError(
                 f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} has {heads} attention "
-                f"heads, which cannot be divided among {self.size} processes."
+                f"heads, which is not a multiple of {self.size}; choose an sp_size that divides it."
             )
         if shared % self.size and self.size % shared:
             raise SettingsError(
                 f"ParallelismConfig(sp_size={self.size}): {type(model).__name__} has {shared} heads of keys "
-                f"and values, of which {self.size} is neither a multiple nor a divisor."
+                f"and values, of which {self.size} is neither a multiple nor a divisor; choose another one."
             )
 
     def register(self, model: nn.Module) -> None:
-        """Let a model compute attention on divided sequences."""
+        """Replace a model's attention by Ulysses' attention."""
         config: Any = model.config
         text = config.get_text_config()
         heads, shared = _heads(text)
         length = self.shard.length
         core, modules = _patch_attention(self.attention)
-        ulysses = part("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
+        ulysses = ds_module("runtime.sequence_parallel.ulysses_sp").UlyssesSPAttentionHF(
             attn=core,
-            batch_size=1,  # until a batch tells
+            batch_size=1,  # changed by the first batch
             attn_head_count=heads,
             attn_head_size=getattr(text, "head_dim", None) or text.hidden_size // heads,
             kv_head_count=shared,
@@ -141,7 +141,7 @@ class SequenceParallel:
             modules[module] = self.seen[module] = ulysses
 
     def release(self) -> None:
-        """Let all models compute as they did before."""
+        """Restore the original attention of all models."""
         for name, (core, modules) in [*_patched.items()]:
             for module in [*self.seen]:
                 modules.pop(module, None)
@@ -149,19 +149,19 @@ class SequenceParallel:
                 _functions()[name] = core
                 del _patched[name]
         self.seen.clear()
-        part("utils.groups").mpu = None
+        ds_module("utils.groups").mpu = None
 
 
 def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequenceParallel | None:
-    """What divides sequences in a run with DeepSpeed, if anything does.
+    """Return the sequence parallelism of a DeepSpeed run, if it has any.
 
     Args:
-        runtime: Of this process; the process group is there.
-        handlers: A `ParallelismConfig` among them says it.
+        runtime: Topology and device of this process, after the process group was initialised.
+        handlers: Handlers by type, with a `ParallelismConfig` or without.
 
     Raises:
-        SettingsError: The product of all sizes is not the number of processes, or there are axes or plugins
-            that do not go together with DeepSpeed.
+        SettingsError: The product of all sizes is not the world size, or there are axes or plugins that
+            cannot be combined with DeepSpeed.
     """
     for kind, name in (
         (FullyShardedDataParallelPlugin, "fsdp_plugin"),
@@ -169,8 +169,8 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
     ):
         if kind in handlers:
             raise SettingsError(
-                f"Accelerator({name}={handlers[kind]!r}) beside a DeepSpeedPlugin: one of them trains a "
-                "model; leave the other out."
+                f"Accelerator({name}={handlers[kind]!r}) cannot be combined with a DeepSpeedPlugin; leave "
+                "one of the two out."
             )
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     if config is None:
@@ -178,8 +178,8 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
     for axis, instead in (("tp", "FSDP2"), ("cp", "sp_size, or FSDP2")):
         if config.sizes[axis] > 1:
             raise SettingsError(
-                f"ParallelismConfig({axis}_size={config.sizes[axis]}) beside a DeepSpeedPlugin: DeepSpeed "
-                f"has no such axis here; use {instead}."
+                f"ParallelismConfig({axis}_size={config.sizes[axis]}) cannot be combined with a "
+                f"DeepSpeedPlugin; use {instead}."
             )
     config.check_world(runtime.topology.world_size)
     full_mesh = config.get_device_mesh(runtime.device.type) if config.sp_enabled else None
@@ -189,7 +189,7 @@ def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequencePara
 
 
 def _patch_attention(name: str) -> tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]:
-    """Put a function in the place of an attention of transformers, which other modules still get."""
+    """Patch an attention function of transformers; modules without Ulysses still get the original."""
     if name in _patched:
         return _patched[name]
     functions = _functions()
@@ -212,15 +212,15 @@ def _shard_buffers(
 ) -> Any:
     if "position_ids" not in more:
         raise UnsupportedError(
-            f"{type(module).__name__} tells attention nothing about positions, from which Ulysses knows the "
-            "order of the parts of a sequence; this model cannot be trained with sp_size."
+            f"{type(module).__name__} passes no position_ids to attention, from which Ulysses derives the "
+            "order of the shards of a sequence; this model cannot be trained with sp_size."
         )
     window = more.get("sliding_window")
     rows, length = heads[0].shape[0], heads[0].shape[2] * ulysses.world_size
     if name == "sdpa" and window is not None and window < length:
         raise UnsupportedError(
-            f"{type(module).__name__} has a sliding window of {window}, and sequences are of {length}: "
-            "'sdpa' attention over divided sequences has no masks, and would see all of it; use "
+            f"{type(module).__name__} has a sliding window of {window}, but sequences are of {length}: "
+            "'sdpa' attention over sharded sequences has no masks, and would see all of it; use "
             "DeepSpeedSequenceParallelConfig(sp_attn_implementation='flash_attention_2')."
         )
     if ulysses.batch_size != rows:
@@ -229,12 +229,12 @@ def _shard_buffers(
     try:
         return ulysses(module, *heads, None, *args, **more)
     finally:
-        if groups is not None:  # it was changed to fit the heads that this rank has had
+        if groups is not None:  # Ulysses changed it to this rank's heads
             module.num_key_value_groups = groups
 
 
 def _resize(ulysses: Any, rows: int) -> None:
-    """Let batches have another number of rows, which DeepSpeed takes as fixed."""
+    """Change the number of rows of a batch, which DeepSpeed takes as fixed."""
     ulysses.batch_size = rows
     for name in ("required_query_shape", "required_key_value_shape", "required_context_shape"):
         length, _, *rest = getattr(ulysses, name)
@@ -242,21 +242,21 @@ def _resize(ulysses: Any, rows: int) -> None:
 
 
 def _sees_full_sequences(module: nn.Module) -> bool:
-    """Whether the loop at work is over a prepared loader that does not divide sequences."""
+    """Return whether the active loader is a prepared one that does not shard sequences."""
     loader = GradientState().active_dataloader
     if loader is None or getattr(loader, "divide", None) is not None:
         return False
     if module.training:
         raise SettingsError(
-            "A model whose sequences are divided (sp_size) is trained with batches of a prepared loader "
-            "that does not divide them: pass the loader to the call of prepare() that gets the model, or to "
+            "A model with sp_size is trained with batches of a prepared loader that does not shard their "
+            "sequences: pass the loader to the call of prepare() that gets the model, or to "
             "accelerator.deepspeed_ulysses_dl_adapter(loader, model)."
         )
     return True
 
 
 def _heads(config: Any) -> tuple[int, int]:
-    """How many heads queries have, and how many keys and values."""
+    """Return the number of heads of queries, and of keys and values."""
     heads = config.num_attention_heads
     return heads, getattr(config, "num_key_value_heads", None) or heads
 
@@ -266,5 +266,5 @@ def _functions() -> Any:
 
 
 def _check_available(sequence_parallel_size: int) -> None:
-    """Do nothing: the groups are made. DeepSpeed asks whether a unit has this function."""
+    """Do nothing: the groups exist. DeepSpeed checks that an mpu has this function."""
     del sequence_parallel_size

@@ -1,4 +1,4 @@
-"""Read the files of DeepSpeed's checkpoints without running what their author may have put into them."""
+"""Read the files of DeepSpeed's checkpoints with an unpickler that allows only known classes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch._utils as torch_utils
 
-from accel_plugins.deepspeed.library import part
+from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def _without_attributes(make: Any, kind: Any, arguments: Any, state: Any) -> Any:
-    """Make a tensor that was pickled with attributes, which only an engine gives it."""
+    """Rebuild a tensor without the attributes that an engine has pickled with it."""
     del kind, state
     return make(*arguments)
 
@@ -38,15 +38,14 @@ _TENSORS: dict[tuple[str, str], Any] = {
 
 
 class Opaque:
-    """Stands for an object of DeepSpeed's own, of which only the plain contents are kept."""
+    """Placeholder for an object of DeepSpeed's, with its plain contents only."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
 
 
-# A stage is a number to us.
-_STAND_INS: dict[str, Any] = {"ZeroStageEnum": int}
-# What an engine needs to get back as it was; each only keeps what it is given.
+_PLACEHOLDERS: dict[str, Any] = {"ZeroStageEnum": int}
+# The classes that an engine needs; each only stores its arguments.
 _OBJECTS: dict[str, str] = {
     "ZeroStageEnum": "runtime.zero.config",
     "LossScaler": "runtime.fp16.loss_scaler",
@@ -57,7 +56,7 @@ _OBJECTS: dict[str, str] = {
 
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str, /) -> Any:
-        """Give what tensors consist of, and stand-ins for DeepSpeed's objects."""
+        """Return one of the allowed classes, or a placeholder for DeepSpeed's."""
         found = _TENSORS.get((module_name, global_name))
         if found is not None:
             return found
@@ -69,36 +68,36 @@ class _Unpickler(pickle.Unpickler):
                 return known
         if (module_name, global_name) == ("torch.storage", "UntypedStorage"):
             return torch.UntypedStorage
-        raise pickle.UnpicklingError(f"{module_name}.{global_name} is no part of a checkpoint of tensors")
+        raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in a checkpoint of tensors")
 
     def of_deepspeed(self, name: str) -> Any:
-        """Give a stand-in."""
-        return _STAND_INS.get(name, Opaque)
+        """Return a placeholder."""
+        return _PLACEHOLDERS.get(name, Opaque)
 
 
 class _EngineUnpickler(_Unpickler):
     def of_deepspeed(self, name: str) -> Any:
-        """Give what an engine needs; other objects must stay out."""
+        """Return one of the classes that an engine needs."""
         if name not in _OBJECTS:
-            raise pickle.UnpicklingError(f"deepspeed's {name} is no part of a checkpoint of tensors")
-        return getattr(part(_OBJECTS[name]), name)
+            raise pickle.UnpicklingError(f"deepspeed's {name} is not allowed in a checkpoint of tensors")
+        return getattr(ds_module(_OBJECTS[name]), name)
 
 
 def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:
-    """Read one file; tensors are mapped from it, and read when they are needed.
+    """Read one file; tensors are memory-mapped on the CPU.
 
     Args:
         path: The file.
-        for_engine: Whether DeepSpeed's own objects are wanted, rather than what stands for them.
+        for_engine: Whether to return DeepSpeed's own objects, rather than placeholders.
 
     Returns:
-        Its contents on the CPU.
+        Its contents.
 
     Raises:
-        CheckpointError: It is damaged, or holds what is not read without trust.
+        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
     """
     kind = _EngineUnpickler if for_engine else _Unpickler
-    # What torch.load asks of a module that unpickles.
+    # The attributes of a pickle module that torch.load uses.
     module = SimpleNamespace(__name__="pickle", Unpickler=kind, load=_refuse, PickleError=pickle.PickleError)
     try:
         # Restricted to tensors by the unpicklers above; DeepSpeed's own classes keep weights_only from it.
@@ -109,4 +108,4 @@ def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:
 
 def _refuse(*args: Any, **kwargs: Any) -> Any:
     del args, kwargs
-    raise pickle.UnpicklingError("this is a file of a version of PyTorch before 1.6, which is not read")
+    raise pickle.UnpicklingError("the file is of a version of PyTorch before 1.6, which is not supported")

@@ -1,4 +1,4 @@
-"""What is refused when a model is prepared: on every rank alike, before any of them waits for another."""
+"""Preflight checks of prepare: they run before the first collective, so every rank raises and none hangs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.fill import refuse_misspelt
-from accel_plugins.deepspeed.library import part
+from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-# Named neither in constants of DeepSpeed nor by one word.
+# Keys that DeepSpeed's constants lack.
 _MORE_NAMES = frozenset(
     {
         "zero_optimization",
@@ -61,16 +61,16 @@ _NAMES_IN = ("runtime.constants", "runtime.config", "runtime.zero.config", "moni
 
 
 def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) -> None:
-    """Refuse what no engine can be made of.
+    """Check that an engine can be built from the prepared objects.
 
     Args:
-        config: Of the active plugin.
-        bundle: The models among it have no engine yet.
-        trains: Whether there is a model with an optimizer already.
+        config: The configuration of the active plugin.
+        bundle: The objects to prepare, with models that have no engine yet.
+        trains: Whether a model was prepared with an optimizer before.
 
     Raises:
         UnsupportedError: There are several models to train.
-        SettingsError: Model, optimizer, schedule and configuration do not belong together.
+        SettingsError: Model, optimizer, scheduler and configuration contradict one another.
     """
     models, optimizers = bundle.models, [one for one in bundle.optimizers if _is_ours(one)]
     if optimizers and not models:
@@ -82,14 +82,14 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
         raise UnsupportedError(
             f"prepare() got {len(models)} model(s) and {len(optimizers)} optimizer(s)"
             f"{', after a model to train was prepared' if trains else ''}: with DeepSpeed, an Accelerator "
-            "trains one model with one optimizer. Make another Accelerator for each further one, with a "
-            "plugin of its own (deepspeed_plugins={name: plugin}), or call free_memory() to give the "
-            "former up."
+            "trains one model with one optimizer. Create another Accelerator for each further one, with "
+            "its own plugin (deepspeed_plugins={name: plugin}), or call free_memory() to release the "
+            "first one."
         )
     schedules = [one for one in bundle.schedulers if isinstance(one, DummyScheduler)]
     if schedules and not optimizers:
         raise SettingsError(
-            "DummyScheduler stands for the schedule of DeepSpeed's engine: pass it to the call of "
+            "DummyScheduler is a placeholder for the scheduler of DeepSpeed's engine: pass it to the call of "
             "accelerator.prepare() that gets the model and its optimizer."
         )
     if optimizers:
@@ -100,38 +100,39 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
 
 
 def config_names(deepspeed: Any) -> frozenset[str]:
-    """What may stand on the outermost level of a configuration of the installed version."""
+    """Return the top-level keys that the installed version of DeepSpeed knows."""
     del deepspeed
     names = set(_MORE_NAMES)
     for module in _NAMES_IN:
         names |= {
-            value for key, value in vars(part(module)).items() if key.isupper() and isinstance(value, str)
+            value
+            for key, value in vars(ds_module(module)).items()
+            if key.isupper() and isinstance(value, str)
         }
     return frozenset(names)
 
 
 def parsed(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Let DeepSpeed read a configuration without making anything.
+    """Validate a filled configuration with DeepSpeed's own parser.
 
     Args:
-        config: Complete.
-        names: What `config_names` returned.
+        config: The filled configuration.
+        names: The result of `config_names`.
 
     Returns:
         The configuration.
 
     Raises:
-        SettingsError: DeepSpeed does not know a field, or refuses a value.
+        SettingsError: DeepSpeed refuses a key or a value.
     """
     unknown = refuse_misspelt(config, names)
     if unknown:
         logger.warning(
-            "The DeepSpeed configuration has %s, which the installed version does not know: it has no "
-            "effect.",
+            "The DeepSpeed configuration has %s, which the installed version does not know: no effect.",
             ", ".join(map(repr, unknown)),
         )
     try:
-        part("runtime.zero.config").get_zero_config(config)
+        ds_module("runtime.zero.config").get_zero_config(config)
     except ValueError as error:  # pydantic's, which lists all fields at once
         raise SettingsError(
             f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
@@ -148,14 +149,14 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
     if isinstance(optimizer, DummyOptim):
         if described is None:
             raise SettingsError(
-                "DummyOptim stands for the optimizer of the DeepSpeed configuration, which has none: add "
-                '"optimizer" to the configuration, or pass an optimizer of PyTorch.'
+                "DummyOptim is a placeholder for the optimizer of the DeepSpeed configuration, which has "
+                'none: add "optimizer" to the configuration, or pass an optimizer of PyTorch.'
             )
         tensors = optimizer.tensors()
     else:
         if described is not None:
             raise SettingsError(
-                f"The DeepSpeed configuration has optimizer={described!r}, and prepare() got "
+                f"The DeepSpeed configuration has optimizer={described!r}, but prepare() got "
                 f'{type(optimizer).__name__}: remove "optimizer" from the configuration, or pass a '
                 "DummyOptim."
             )
@@ -169,25 +170,25 @@ def _check_owner(tensors: Iterable[Tensor], optimizer: Any, model: nn.Module) ->
     foreign = [one for one in given if id(one) not in model_parameters]
     if foreign or not given:
         raise SettingsError(
-            f"{type(optimizer).__name__} has {len(given)} parameter(s), of which {len(foreign)} are not "
-            f"those of {type(model).__name__} that was passed along: make it from the parameters of this "
-            "very model (of a copy, or before they were replaced, they are others)."
+            f"{len(foreign)} of the {len(given)} parameter(s) of {type(optimizer).__name__} do not belong to "
+            f"the {type(model).__name__} that is prepared with it: create the optimizer from the parameters "
+            "of that model (not of a copy, and after its parameters were replaced)."
         )
 
 
 def _check_schedule(config: HfDeepSpeedConfig, schedules: list[Any]) -> None:
     described = config.get_value("scheduler")
     for one in schedules:
-        stands_in = isinstance(one, DummyScheduler)
-        if stands_in and described is None and one.lr_scheduler_callable is None:
+        is_placeholder = isinstance(one, DummyScheduler)
+        if is_placeholder and described is None and one.lr_scheduler_callable is None:
             raise SettingsError(
-                "DummyScheduler stands for the schedule of the DeepSpeed configuration, which has none: add "
-                '"scheduler" to the configuration, give an lr_scheduler_callable, or pass a schedule of '
-                "PyTorch."
+                "DummyScheduler is a placeholder for the scheduler of the DeepSpeed configuration, which has "
+                'none: add "scheduler" to the configuration, give an lr_scheduler_callable, or pass a '
+                "scheduler of PyTorch."
             )
-        if described is not None and (not stands_in or one.lr_scheduler_callable is not None):
+        if described is not None and (not is_placeholder or one.lr_scheduler_callable is not None):
             raise SettingsError(
-                f"The DeepSpeed configuration has scheduler={described!r}, and prepare() got another one: "
-                "remove "
-                '"scheduler" from the configuration, or pass a DummyScheduler without lr_scheduler_callable.'
+                f"The DeepSpeed configuration has scheduler={described!r}, but prepare() got another one: "
+                'remove "scheduler" from the configuration, or pass a DummyScheduler without '
+                "lr_scheduler_callable."
             )

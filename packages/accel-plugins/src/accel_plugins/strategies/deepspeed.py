@@ -10,11 +10,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from accel_ops.modules import unwrap_once
-from accel_plugins.deepspeed.autofill import Facts, batch_size_of, complete, hidden_size_of
+from accel_plugins.deepspeed.autofill import RunFacts, autofill, batch_size_of, hidden_size_of
 from accel_plugins.deepspeed.capabilities import check_device_support
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
-from accel_plugins.deepspeed.fill import Known
+from accel_plugins.deepspeed.fill import KnownValue
 from accel_plugins.deepspeed.library import start
 from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
@@ -59,7 +59,7 @@ class DeepSpeedWrapper:
     runtime: Runtime
     deepspeed: Any
     plugins: Mapping[str, DeepSpeedPlugin]
-    accumulation: Known
+    accumulation: KnownValue
     split_batches: bool
     stepper: DeepSpeedStepper
     sequences: SequenceParallel | None = None
@@ -149,7 +149,7 @@ class DeepSpeedWrapper:
         if schedule is not None and schedule.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
         if self.sequences is not None:
-            arguments["mpu"] = self.sequences.unit()
+            arguments["mpu"] = self.sequences.as_mpu()
         with hang_monitor.collective_scope("prepare"):
             engine, optimizer, _, scheduler = self.deepspeed.initialize(**arguments)
         if self.sequences is not None:
@@ -224,7 +224,7 @@ def configuration_of(
     bundle: Bundle,
     *,
     world_size: int,
-    accumulation: Known,
+    accumulation: KnownValue,
     split_batches: bool,
 ) -> dict[str, Any]:
     """The configuration of one engine, complete.
@@ -241,7 +241,7 @@ def configuration_of(
         SettingsError: Something contradicts, or stays open.
     """
     optimizer = next(iter(bundle.optimizers), None)
-    facts = Facts(
+    facts = RunFacts(
         world_size=world_size,
         micro_batch=batch_size_of(
             bundle.dataloaders,
@@ -254,14 +254,14 @@ def configuration_of(
         scheduler=next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None),
         schedule_shards=1 if split_batches else world_size,
     )
-    config = complete(plugin.deepspeed_config, facts)
+    config = autofill(plugin.deepspeed_config, facts)
     stage = config["zero_optimization"].get("stage")
     if isinstance(optimizer, Optimizer) and stage and "zero_allow_untested_optimizer" not in config:
         config["zero_allow_untested_optimizer"] = True  # who passes it wants it
     return config
 
 
-def accumulation_of(plugin: GradientAccumulationPlugin | None) -> Known:
+def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
     """How many micro-batches a step has, and who says it; an `Accelerator` that says nothing binds nobody.
 
     Args:
@@ -269,7 +269,7 @@ def accumulation_of(plugin: GradientAccumulationPlugin | None) -> Known:
     """
     steps = None if plugin is None else plugin.num_steps
     source = f"Accelerator(gradient_accumulation_steps={steps!r})"
-    return Known(value=steps or 1, source=source, binding=steps is not None)
+    return KnownValue(value=steps or 1, source=source, binding=steps is not None)
 
 
 def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> None:

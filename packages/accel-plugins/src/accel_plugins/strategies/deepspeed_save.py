@@ -82,7 +82,7 @@ class DeepSpeedPersister:
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         """One tensor after the other where they are divided; tied ones together."""
         state = self._state_of(model)
-        return self._plain.iter_full_state_dict(model) if state is None else state.weight_parts(keep=keep)
+        return self._plain.iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load such a state dict."""

@@ -71,7 +71,7 @@ class DeepSpeedStepper:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         """Let no backward pass complete a step."""
         owner = self.owner_of(model)
-        return nullcontext() if owner is None else owner.hold()
+        return nullcontext() if owner is None else owner.accumulate_without_step()
 
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
