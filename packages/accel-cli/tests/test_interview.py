@@ -30,7 +30,7 @@ def answered(found, **answers):
     def ask(question):
         asked.append(question.path)
         answer = wanted.pop(question.path, question.default)
-        assert question.complaint(answer) is None
+        assert question.find_problem(answer) is None
         assert not question.choices or answer in dict(question.choices)
         return answer
 
@@ -66,7 +66,7 @@ def test_a_slurm_job_is_recognised():
     found = probe_host(
         {"SLURM_JOB_NUM_NODES": "4", "SLURM_JOB_NODELIST": "gpu[3-6]", "CUDA_VISIBLE_DEVICES": ""}
     )
-    assert (found.machines, found.first_machine, found.gpus) == (4, "gpu3", 0)
+    assert (found.nodes, found.first_node, found.gpus) == (4, "gpu3", 0)
 
 
 def test_fsdp_is_asked_in_detail():
@@ -147,7 +147,7 @@ def test_sagemaker_is_asked_for():
     assert "launch.num_processes" not in asked
 
 
-@given(st.data(), st.sampled_from([LAPTOP, SERVER, HostInfo(gpus=1, cores=4, machines=2)]))
+@given(st.data(), st.sampled_from([LAPTOP, SERVER, HostInfo(gpus=1, cores=4, nodes=2)]))
 def test_any_answers_make_a_file_that_is_read_back(data, found):
     """Answers that are offered, or suggested."""
 
@@ -171,18 +171,18 @@ def test_every_suggestion_can_be_read():
     for option in OPTIONS:
         if option.question:
             question = question_about(option, SERVER, lambda path: value_at(settings, path))
-            assert question.default == "" or question.complaint(question.default) is None, option.path
+            assert question.default == "" or question.find_problem(question.default) is None, option.path
             assert suggestion(option, LAPTOP, lambda path: value_at(settings, path)) is not None
 
 
 def test_what_cannot_be_used_is_complained_about():
     by_path = {option.path: option for option in OPTIONS}
     question = question_about(by_path["launch.num_machines"], LAPTOP, lambda path: value_at(Settings(), path))
-    assert question.complaint("zero") == "expected a whole number of at least 1"
+    assert question.find_problem("zero") == "expected a whole number of at least 1"
     question = question_about(
         by_path["launch.main_process_ip"], LAPTOP, lambda path: value_at(Settings(), path)
     )
-    assert question.complaint("") == "This cannot be left out."
+    assert question.find_problem("") == "This answer is required."
 
 
 def test_several_machines_get_a_command_each():
@@ -210,7 +210,7 @@ def test_a_file_for_this_machine_is_written_once(environ, tmp_path, capsys):
     assert settings.process.use_cpu
     before = path.read_text()
     assert main(["config", "default"]) == 0
-    assert "left as it is" in capsys.readouterr().out
+    assert "unchanged" in capsys.readouterr().out
     assert path.read_text() == before
 
 

@@ -110,7 +110,7 @@ def test_every_command_can_be_that_of_another_program():
 
 
 def test_a_command_takes_the_namespace_of_another_parser(tmp_path):
-    with pytest.raises(SettingsError, match="there is no folder"):
+    with pytest.raises(SettingsError, match="does not exist"):
         merge_command(Namespace(checkpoint_directory=str(tmp_path / "none"), output_path=str(tmp_path)))
 
 

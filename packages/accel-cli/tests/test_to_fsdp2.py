@@ -74,7 +74,7 @@ def test_the_command_writes_a_new_file_and_never_over_another_one_unasked(tmp_pa
     source.write_text(yaml.safe_dump(config(fsdp_sharding_strategy="FULL_SHARD", fsdp_use_orig_params=True)))
     line = ["to-fsdp2", "--config_file", str(source), "--output_file", str(target)]
     assert main(line) == 0
-    assert "fsdp_use_orig_params is gone" in capsys.readouterr().out
+    assert "fsdp_use_orig_params was removed" in capsys.readouterr().out
     written = yaml.safe_load(target.read_text())
     assert written == config(fsdp_version=2, fsdp_reshard_after_forward=True)
     assert main(line) == 2

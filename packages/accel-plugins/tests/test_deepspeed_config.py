@@ -156,9 +156,9 @@ def test_all_mismatches_are_reported_at_once_with_both_values_and_their_sources(
         )
     story = str(failure.value)
     for part in (
-        "zero_optimization.stage is 2 in the configuration, and 3 by DeepSpeedPlugin(zero_stage=3)",
-        "gradient_clipping is 1.0 in the configuration, and 0.5 by DeepSpeedPlugin(gradient_clipping=0.5)",
-        "offload_param.device is 'none' in the configuration, and 'cpu'",
+        "zero_optimization.stage is 2 in the configuration, but 3 by DeepSpeedPlugin(zero_stage=3)",
+        "gradient_clipping is 1.0 in the configuration, but 0.5 by DeepSpeedPlugin(gradient_clipping=0.5)",
+        "offload_param.device is 'none' in the configuration, but 'cpu'",
     ):
         assert part in story
 
@@ -335,7 +335,7 @@ def test_a_copy_of_a_plugin_does_not_share_its_configuration():
 def test_asking_for_a_plugin_where_there_is_none():
     plugin = without_variables()
     assert get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugin=plugin)) is plugin
-    with pytest.raises(ValueError, match="not used"):
+    with pytest.raises(ValueError, match="does not use DeepSpeed"):
         get_active_deepspeed_plugin(SimpleNamespace(deepspeed_plugin=None))
 
 

@@ -1,1 +1,1 @@
-"""The subcommands beside `launch`, `config` and `env`."""
+"""The subcommands other than `launch`, `config` and `env`."""

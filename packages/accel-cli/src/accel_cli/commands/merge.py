@@ -1,4 +1,4 @@
-"""`accel merge-weights`: shards of a model to a file of weights."""
+"""`accel merge-weights`: merge a sharded checkpoint into full weights."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ def run(options: Namespace) -> int:
     """Merge a checkpoint.
 
     Args:
-        options: What `accel_cli.commands.arguments.merge` reads.
+        options: The arguments, parsed by `accel_cli.commands.arguments.merge`.
 
     Raises:
-        SettingsError: There is no such folder, or nothing can be written.
-        CheckpointError: It holds no shards, or damaged ones.
+        SettingsError: The folder does not exist, or the output cannot be written.
+        CheckpointError: The shards are absent or damaged.
     """
     source, target = (
         Path(given).expanduser() for given in (options.checkpoint_directory, options.output_path)
     )
     if not source.is_dir():
-        raise SettingsError(f"argument checkpoint_directory: there is no folder {str(source)!r}.")
+        raise SettingsError(f"argument checkpoint_directory: the folder {str(source)!r} does not exist.")
     before = _files(target)
     try:
         merge_fsdp_weights(
@@ -46,7 +46,7 @@ def run(options: Namespace) -> int:
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
-    """The files of a folder with size and time."""
+    """Return the sizes and times of a folder's files."""
     if not folder.is_dir():
         return {}
     found = {path: path.stat() for path in sorted(folder.iterdir()) if path.is_file()}

@@ -1,4 +1,4 @@
-"""`accel to-fsdp2`: the keys of FSDP's version 1 as those of version 2."""
+"""`accel to-fsdp2`: convert the keys of FSDP version 1 to version 2."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ RESHARD: Mapping[str, bool] = {
 }
 """`fsdp_reshard_after_forward` of version 2 by `fsdp_sharding_strategy` of version 1."""
 
-# In the order of `torch.distributed.fsdp.ShardingStrategy`, by which older files name them.
+# In the order of `torch.distributed.fsdp.ShardingStrategy`, whose numbers legacy files have.
 _BY_NUMBER = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 
 REMOVED: Mapping[str, str] = {
     "fsdp_backward_prefetch": "FSDP2 always prefetches before the backward pass of a block",
     "fsdp_forward_prefetch": "FSDP2 prefetches in the order of execution by itself",
-    "fsdp_sync_module_states": "FSDP2 broadcasts the weights where it has to",
+    "fsdp_sync_module_states": "FSDP2 broadcasts the weights if needed",
     "fsdp_use_orig_params": "FSDP2 always keeps the original parameters",
 }
-"""The keys that version 2 does not have, and why."""
+"""The keys that version 2 lacks, with the reason."""
 
 KEPT = (
     "fsdp_activation_checkpointing",
@@ -59,8 +59,8 @@ class Converted:
     """A config for FSDP2.
 
     Args:
-        config: All its keys.
-        notes: What was changed, a line each.
+        config: All keys.
+        notes: One line per change.
     """
 
     config: Mapping[str, Any]
@@ -74,7 +74,7 @@ def to_fsdp2(config: Mapping[str, Any]) -> Converted:
         config: The keys of a config file.
 
     Raises:
-        SettingsError: It is no config for FSDP, or asks for what FSDP2 does not have.
+        SettingsError: The config is not for FSDP, or has a value that FSDP2 does not support.
 
     Example:
         >>> old = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}}
@@ -83,14 +83,14 @@ def to_fsdp2(config: Mapping[str, Any]) -> Converted:
     """
     table = config.get("fsdp_config")
     if not isinstance(table, dict):
-        raise SettingsError(f"key fsdp_config is {table!r}: there are no settings of FSDP to rewrite.")
+        raise SettingsError(f"key fsdp_config is {table!r}; expected settings of FSDP to rewrite.")
     if str(table.get("fsdp_version", 1)) == "2":
-        raise SettingsError("key fsdp_config.fsdp_version is 2 already: there is nothing to rewrite.")
+        raise SettingsError("key fsdp_config.fsdp_version is 2 already; there is nothing to rewrite.")
     unknown = sorted(set(table) - {*KEPT, *REMOVED, _SHARDING, _RESHARD, "fsdp_version"})
     if unknown:
         known = ", ".join(sorted({*KEPT, *REMOVED, _SHARDING}))
         raise SettingsError(f"key fsdp_config.{unknown[0]} is unknown; FSDP has {known}.")
-    notes = [f"fsdp_config.{key} is gone: {why}." for key, why in REMOVED.items() if key in table]
+    notes = [f"fsdp_config.{key} was removed: {why}." for key, why in REMOVED.items() if key in table]
     fsdp: dict[str, Any] = {"fsdp_version": 2}
     fsdp |= {key: value for key, value in table.items() if key in KEPT}
     if _SHARDING in table or _RESHARD in table:
@@ -102,7 +102,7 @@ def to_fsdp2(config: Mapping[str, Any]) -> Converted:
 
 
 def _reshard(table: Mapping[str, Any], notes: list[str]) -> bool:
-    """Whether parameters are sharded again after the forward pass; files of both kinds of key say it."""
+    """Return whether to reshard after the forward pass, from the key of either version."""
     key = _RESHARD if _SHARDING not in table else _SHARDING
     value = table[key]
     if key == _RESHARD and str(value).lower() in {"true", "false"}:
@@ -119,7 +119,7 @@ def _reshard(table: Mapping[str, Any], notes: list[str]) -> bool:
     notes.append(f"fsdp_config.{key} {name} is {_RESHARD}: {str(RESHARD[name]).lower()}.")
     if "HYBRID" in name:
         notes.append(
-            f"{name} replicates over machines: say so in parallelism_config, with"
+            f"{name} replicates over nodes: set it in parallelism_config, with"
             " parallelism_config_dp_replicate_size and parallelism_config_dp_shard_size."
         )
     return RESHARD[name]
@@ -129,21 +129,21 @@ def run(options: Namespace) -> int:
     """Rewrite a config file.
 
     Args:
-        options: What `accel_cli.commands.arguments.to_fsdp2` reads.
+        options: The arguments, parsed by `accel_cli.commands.arguments.to_fsdp2`.
 
     Raises:
-        SettingsError: There is no such file, it cannot be rewritten, or the output is there already.
+        SettingsError: The file does not exist, cannot be converted, or the output exists already.
     """
     file = read_config(options.config_file, read())
     if file.path is None:
-        raise SettingsError("there is no config file at the usual place; name one with --config_file.")
+        raise SettingsError("the default config file does not exist; name one with --config_file.")
     source = file.path
     if options.output_file is None and not options.overwrite:
-        raise SettingsError(f"name an --output_file, or say --overwrite to replace {str(source)!r}.")
+        raise SettingsError(f"name an --output_file, or pass --overwrite to replace {str(source)!r}.")
     target = source if options.output_file is None else Path(options.output_file).expanduser()
     if target.exists() and not options.overwrite:
         raise SettingsError(
-            f"argument --output_file: {str(target)!r} is there already; --overwrite replaces it."
+            f"argument --output_file: {str(target)!r} exists already; --overwrite replaces it."
         )
     converted = to_fsdp2(file.content)
     write(target, converted.config)

@@ -1,4 +1,4 @@
-"""`accel tpu-config`: run commands on every machine of a TPU pod, through Google's command line."""
+"""`accel tpu-config`: run commands on every host of a TPU pod, through gcloud."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 DISTRIBUTION = "accel-suite"
-"""What `--install_accelerate` installs."""
+"""The distribution that `--install_accelerate` installs."""
 
 _VERSION = re.compile(r"\d+(\.\w+)*")
 
 
 def run(options: Namespace) -> int:
-    """Run commands on a pod, or show what would be run.
+    """Run commands on a pod, or show the command line.
 
     Args:
-        options: What `accel_cli.commands.arguments.tpu` reads.
+        options: The arguments, parsed by `accel_cli.commands.arguments.tpu`.
 
     Returns:
-        The exit code of Google's command line.
+        The exit code of gcloud.
 
     Raises:
-        SettingsError: Something is missing or cannot be used; nothing was run.
+        SettingsError: An argument is missing or invalid; nothing was run.
     """
     config = read_config(options.config_file, read()).content
     command = plan(
@@ -49,21 +49,21 @@ def run(options: Namespace) -> int:
         return 0
     program = shutil.which(command[0])
     if program is None:
-        raise SettingsError("the program gcloud is not on the PATH: install Google Cloud's command line.")
+        raise SettingsError("the program gcloud is not on the PATH: install the Google Cloud CLI.")
     return subprocess.run([program, *command[1:]], check=False).returncode
 
 
 def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> list[str]:
-    """Say the command line that runs commands on all machines of a pod.
+    """Return the command line that runs commands on all hosts of a pod.
 
     Args:
-        name: Of the TPU.
-        zone: Where it is.
-        commands: What its machines run, one after the other, until one fails.
-        alpha: Use the alpha version of Google's command line.
+        name: Name of the TPU.
+        zone: Zone of the TPU.
+        commands: The commands, run one after the other until one fails.
+        alpha: Use `gcloud alpha`.
 
     Raises:
-        SettingsError: One of them is missing, or the name is an option of gcloud.
+        SettingsError: An argument is missing, or the name is an option of gcloud.
 
     Example:
         >>> plan(name="pod", zone="us-central1-a", commands=["ls"])[-3:]
@@ -72,7 +72,7 @@ def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: 
     missing = {"--tpu_name": name, "--tpu_zone": zone, "--command": commands}
     for flag, value in missing.items():
         if not value:
-            raise SettingsError(f"argument {flag} is needed, or its key in the config file.")
+            raise SettingsError(f"argument {flag} is required, or its key in the config file.")
     return [
         "gcloud",
         *(["alpha"] if alpha else []),
@@ -87,7 +87,7 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
     given: list[str] = [" ".join(words) for words in options.command or ()]
     file = options.command_file or (None if given else config.get("command_file"))
     if given and options.command_file:
-        raise SettingsError("arguments --command and --command_file contradict each other: give one of them.")
+        raise SettingsError("arguments --command and --command_file contradict each other; give one of them.")
     if file:
         given = _lines(str(file))
     elif not given:

@@ -1,4 +1,4 @@
-"""A config file that suits this machine, without questions."""
+"""Write a config file with the defaults of this host, without questions."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ if TYPE_CHECKING:
 
     from accel_cli.launch.machine import Machine
 
-DEFAULT_PLACE = "~/.cache/huggingface/accelerate/default_config.yaml"
+DEFAULT_CONFIG_FILE = "~/.cache/huggingface/accelerate/default_config.yaml"
 
 
 def write_basic_config(
-    mixed_precision: str = "no", save_location: str = DEFAULT_PLACE
+    mixed_precision: str = "no", save_location: str = DEFAULT_CONFIG_FILE
 ) -> Path | Literal[False]:
-    """Write a config file for all devices of this machine.
+    """Write a config file for all devices of this host.
 
     Args:
         mixed_precision: `"no"`, `"fp16"`, `"bf16"` or `"fp8"`.
-        save_location: The file to write; if it is the default, the environment may say another place.
+        save_location: The file to write; variables of the environment win over the default.
 
     Returns:
-        The file, or False if there is one already, which is left as it is.
+        The file, or False if it exists already; it is then unchanged.
 
     Raises:
-        SettingsError: There is no such precision, or the file cannot be written.
+        SettingsError: The precision is unknown, or the file cannot be written.
     """
     try:
         precision = BY_PATH["precision.mixed_precision"].parse(mixed_precision)
     except ValueError as error:
         raise SettingsError(f"write_basic_config(mixed_precision={mixed_precision!r}): {error}") from None
     environ = read()
-    path = path_to_write(None if str(save_location) == DEFAULT_PLACE else str(save_location), environ)
+    path = path_to_write(None if str(save_location) == DEFAULT_CONFIG_FILE else str(save_location), environ)
     if path.exists():
         return False
     write(path, to_content(basic_settings(this_machine(environ), str(precision))))
@@ -55,10 +55,10 @@ def write_basic_config(
 
 
 def basic_settings(machine: Machine, mixed_precision: str) -> Settings:
-    """What suits a machine.
+    """Return the default settings of a host.
 
     Args:
-        machine: The machine.
+        machine: The host.
         mixed_precision: The precision.
     """
     return Settings(
@@ -72,22 +72,22 @@ def basic_settings(machine: Machine, mixed_precision: str) -> Settings:
 
 
 def update(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
-    """Rewrite a config file in the present format.
+    """Rewrite a config file in the current format.
 
     Args:
         config_file: The file; None for the default one.
 
     Returns:
-        The file, and what was translated.
+        The file, and a note on each change.
 
     Raises:
-        SettingsError: There is no such file, or it cannot be used.
+        SettingsError: The file does not exist, or is not valid.
     """
     found = read_config(config_file, read())
     if found.path is None:
         raise SettingsError(
-            f"there is no config file at {path_to_write(None, read())}: `accel config` makes one, and "
-            "--config_file names another."
+            f"there is no config file at {path_to_write(None, read())}: run `accel config` to write one, or "
+            "name another with --config_file."
         )
     write(found.path, to_content(combine(found.given).settings))
     return found.path, found.notes

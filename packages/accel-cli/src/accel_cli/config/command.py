@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from accel_cli.config.basic import DEFAULT_PLACE, update, write_basic_config
+from accel_cli.config.basic import DEFAULT_CONFIG_FILE, update, write_basic_config
 from accel_cli.config.host_info import probe_host
 from accel_cli.config.interview import interview
 from accel_cli.config_writing import path_to_write, write
@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 
 def run(options: Namespace) -> int:
-    """Do what was asked for.
+    """Run the command.
 
     Args:
-        options: What `accel_cli.commands.arguments.config.parser` read.
+        options: The arguments, parsed by `accel_cli.commands.arguments.config.parser`.
 
     Returns:
         0; 1 if nothing was written.
 
     Raises:
-        SettingsError: Something does not add up.
+        SettingsError: An argument or a setting is invalid.
     """
     if options.mixed_precision is not None and options.action != "default":
-        raise SettingsError("argument --mixed_precision belongs to `accel config default`.")
+        raise SettingsError("argument --mixed_precision is only for `accel config default`.")
     return _ACTIONS[options.action](options)
 
 
 def _default(options: Namespace) -> int:
-    written = write_basic_config(options.mixed_precision or "no", options.config_file or DEFAULT_PLACE)
+    written = write_basic_config(options.mixed_precision or "no", options.config_file or DEFAULT_CONFIG_FILE)
     if not written:
         path = path_to_write(options.config_file, read())
         show(
-            f"There is a config file at {path} already, which is left as it is. Run `accel config` to "
-            "answer questions, or name another file with --config_file."
+            f"The config file {path} exists already and is unchanged. Run `accel config` to replace it, or "
+            "name another file with --config_file."
         )
         return 0
     show(f"Written to {written}.")
@@ -60,15 +60,15 @@ def _default(options: Namespace) -> int:
 
 def _update(options: Namespace) -> int:
     path, notes = update(options.config_file)
-    show(*notes[:-1], f"{path} is of the present format.")
+    show(*notes[:-1], f"{path} is in the current format.")
     return 0
 
 
 def _ask(options: Namespace) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise SettingsError(
-            "questions need a terminal. `accel config default` writes a file without any, and "
-            "docs/reference/settings.md lists the keys of a file."
+            "`accel config` asks questions, which need a terminal. `accel config default` writes a file "
+            "without questions, and docs/reference/settings.md lists the keys of a file."
         )
     environ = read()
     path, found = path_to_write(options.config_file, environ), probe_host(environ)
@@ -77,8 +77,8 @@ def _ask(options: Namespace) -> int:
         settings = interview(terminal.ask, found)
         show("", *summary(settings))
         wrong = find_conflicts(settings, found)
-        show(*(f"This does not fit: {one}" for one in wrong))
-        replaces = " (there is one already, which is replaced)" if path.exists() else ""
+        show(*(f"Conflict: {one}" for one in wrong))
+        replaces = " (replaces the existing file)" if path.exists() else ""
         if not terminal.agree(f"Write this to {path}{replaces}?", default=not wrong):
             show("Nothing was written.")
             return 1
@@ -98,10 +98,10 @@ _ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
 
 
 def summary(settings: Settings) -> list[Table]:
-    """What would be written, as a table.
+    """Return a table of the settings to write.
 
     Args:
-        settings: What the answers make.
+        settings: The settings of the answers.
     """
     given = combine(parse_file(to_content(settings), "")).given
     rows = [
@@ -113,11 +113,11 @@ def summary(settings: Settings) -> list[Table]:
 
 
 def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:
-    """What `accel launch` would refuse.
+    """Return the problems for which `accel launch` would refuse settings.
 
     Args:
-        settings: What the answers make.
-        found: This machine.
+        settings: The settings of the answers.
+        found: This host.
     """
     merged = combine(parse_file(to_content(settings), "the answers"))
     machine = Machine(gpus=found.gpus, cores=found.cores)
@@ -125,11 +125,11 @@ def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:
 
 
 def commands(settings: Settings, config_file: Path | str | None) -> list[str]:
-    """The command lines that run a script with these settings, one for each machine that needs its own.
+    """Return the command lines that run a script with settings: one, or one per node.
 
     Args:
-        settings: What was written.
-        config_file: Where to; None for the default place.
+        settings: The settings that were written.
+        config_file: The config file; None for the default one.
     """
     named = ["--config_file", str(config_file)] if config_file is not None else []
     by_launcher = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile

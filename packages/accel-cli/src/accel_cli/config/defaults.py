@@ -1,4 +1,4 @@
-"""What is suggested as the answer to a question, and what its choices are called."""
+"""Suggested answers of questions, and the titles of their choices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
     "launch.compute_environment": {
-        "LOCAL_MACHINE": "machines of my own, or of a cluster",
+        "LOCAL_MACHINE": "my own hosts, or a cluster",
         "AMAZON_SAGEMAKER": "Amazon SageMaker",
     },
     "launch.distributed_type": {
@@ -37,14 +37,14 @@ CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
         "MODEL_PARALLEL": "several GPUs with SageMaker's model parallelism",
     },
 }
-"""By path, what its choices are called where their names do not speak for themselves."""
+"""Titles of choices by the setting's path, where the names need an explanation."""
 
 
 def choices(option: Option, answers: Answers) -> tuple[str, ...]:
-    """The answers that a question offers.
+    """Return the choices of a question.
 
     Args:
-        option: The row that is asked.
+        option: The row of the setting.
         answers: The answers so far.
     """
     if option.path == "launch.distributed_type":
@@ -59,11 +59,11 @@ def choices(option: Option, answers: Answers) -> tuple[str, ...]:
 
 
 def suggestion(option: Option, found: HostInfo, answers: Answers) -> str:
-    """The answer that a question suggests; empty for none.
+    """Return the suggested answer of a question; empty for none.
 
     Args:
-        option: The row that is asked.
-        found: This machine.
+        option: The row of the setting.
+        found: This host.
         answers: The answers so far.
     """
     if option.path in _SUGGESTIONS:
@@ -77,27 +77,25 @@ def _always(text: str) -> _Suggests:
 
 
 def _kind(found: HostInfo, answers: Answers) -> str:
-    several = (found.gpus > 1 or found.machines > 1) and answers(
-        "launch.compute_environment"
-    ) == "LOCAL_MACHINE"
+    several = (found.gpus > 1 or found.nodes > 1) and answers("launch.compute_environment") == "LOCAL_MACHINE"
     return "MULTI_GPU" if several else "NO"
 
 
-def _machines(found: HostInfo, answers: Answers) -> str:
+def _nodes(found: HostInfo, answers: Answers) -> str:
     del answers
-    return str(found.machines)
+    return str(found.nodes)
 
 
 def _address(found: HostInfo, answers: Answers) -> str:
     del answers
-    return found.first_machine or found.address or ""
+    return found.first_node or found.address or ""
 
 
 def _processes(found: HostInfo, answers: Answers) -> str:
-    machines = answers("launch.num_machines")
+    nodes = answers("launch.num_machines")
     if answers("launch.distributed_type") == "MULTI_CPU":
-        return str(max(2, machines))
-    return str(machines * max(1, found.gpus))
+        return str(max(2, nodes))
+    return str(nodes * max(1, found.gpus))
 
 
 def _precision(found: HostInfo, answers: Answers) -> str:
@@ -120,7 +118,7 @@ def _shards(found: HostInfo, answers: Answers) -> str:
 
 _SUGGESTIONS: Mapping[str, _Suggests] = {
     "launch.distributed_type": _kind,
-    "launch.num_machines": _machines,
+    "launch.num_machines": _nodes,
     "launch.num_processes": _processes,
     "launch.main_process_ip": _address,
     "launch.main_process_port": _always("29500"),

@@ -1,4 +1,4 @@
-"""What is found out about this machine, for the defaults of questions."""
+"""Probe this host, for the suggested answers of questions."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
-    """This machine, and its neighbours as far as they are known.
+    """This host, and the nodes of its Slurm job.
 
     Args:
-        gpus: How many GPUs it has.
-        cores: How many CPU cores may be used.
-        bf16: Whether its GPUs compute in bfloat16.
-        address: Its address in the network; None if it has none.
-        machines: How many machines the Slurm job has; 1 outside of one.
-        first_machine: The first of them, if there is a job.
+        gpus: Number of GPUs.
+        cores: Number of CPU cores that may be used.
+        bf16: Whether the GPUs support bfloat16.
+        address: Network address; None if the host has none.
+        nodes: Number of nodes of the Slurm job; 1 outside of one.
+        first_node: Name of the job's first node; None outside of one.
     """
 
     gpus: int = 0
     cores: int = 1
     bf16: bool = False
     address: str | None = None
-    machines: int = 1
-    first_machine: str | None = None
+    nodes: int = 1
+    first_node: str | None = None
 
 
 def probe_host(environ: Mapping[str, str]) -> HostInfo:
-    """Look at this machine, without torch.
+    """Probe this host, without torch.
 
     Args:
         environ: The environment.
@@ -47,13 +47,13 @@ def probe_host(environ: Mapping[str, str]) -> HostInfo:
         cores=machine.cores,
         bf16=machine.gpus > 0 and _computes_bf16(),
         address=_address(),
-        machines=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
-        first_machine=first_host(environ.get("SLURM_JOB_NODELIST", "")),
+        nodes=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
+        first_node=first_host(environ.get("SLURM_JOB_NODELIST", "")),
     )
 
 
 def _computes_bf16() -> bool:
-    """Whether every GPU of NVIDIA is of generation 8 (Ampere) or later; those of AMD are taken to be able."""
+    """Return whether all NVIDIA GPUs have compute capability 8 (Ampere) or later; AMD's are assumed to."""
     output = ask_nvidia("--query-gpu=compute_cap", "--format=csv,noheader")
     if output is None:
         return True
@@ -62,7 +62,7 @@ def _computes_bf16() -> bool:
 
 
 def _address() -> str | None:
-    """The address from which the rest of the network would be reached; nothing is sent."""
+    """Return the address of the outgoing network interface; no packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # an address for documentation: RFC 5737

@@ -1,4 +1,4 @@
-"""Which questions are asked, and what answers make. No terminal here."""
+"""The questions of `accel config`, and the settings of their answers; imports no terminal."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """A question.
+    """A question about a setting.
 
     Args:
-        path: The setting that it is about.
-        message: What is asked.
-        kind: How it is answered: by a choice, by yes or no, or by a text.
-        choices: Each choice and what it is called.
-        default: The suggested answer; of yes or no `"true"` or `"false"`.
-        complaint: Says what is wrong with a text; None if nothing is.
+        path: Path of the setting.
+        message: The question.
+        kind: Kind of the answer.
+        choices: The choices, each with its title.
+        default: The suggested answer; for yes or no `"true"` or `"false"`.
+        find_problem: Returns the problem of a text answer; None if it is valid.
     """
 
     path: str
@@ -36,26 +36,26 @@ class Question:
     kind: Literal["choice", "yes or no", "text"]
     choices: tuple[tuple[str, str], ...]
     default: str
-    complaint: Callable[[str], str | None]
+    find_problem: Callable[[str], str | None]
 
 
-class Asks(Protocol):
-    """Whoever gives the answers."""
+class Prompter(Protocol):
+    """A function that answers questions."""
 
     def __call__(self, question: Question, /) -> str:
-        """Answer with one of its choices, `"true"` or `"false"`, or a text without a complaint."""
+        """Return one of the choices, `"true"` or `"false"`, or a valid text."""
         ...
 
 
-def interview(ask: Asks, found: HostInfo) -> Settings:
-    """Ask what matters for the answers so far.
+def interview(ask: Prompter, found: HostInfo) -> Settings:
+    """Ask the questions that depend on the answers so far.
 
     Args:
-        ask: Gives the answers.
-        found: This machine.
+        ask: Answers a question.
+        found: This host.
 
     Returns:
-        What the answers make.
+        The settings of the answers.
     """
     given: dict[str, Given] = {}
     for option in OPTIONS:
@@ -73,11 +73,11 @@ def interview(ask: Asks, found: HostInfo) -> Settings:
 
 
 def question_about(option: Option, found: HostInfo, answers: Callable[[str], object]) -> Question:
-    """The question of a row.
+    """Return the question about a setting.
 
     Args:
-        option: The row.
-        found: This machine.
+        option: The row of the setting.
+        found: This host.
         answers: The answers so far.
     """
     offered = choices(option, answers)
@@ -88,15 +88,15 @@ def question_about(option: Option, found: HostInfo, answers: Callable[[str], obj
         kind="choice" if offered else "yes or no" if option.parse is flag else "text",
         choices=tuple((choice, titles.get(choice, choice)) for choice in offered),
         default=suggestion(option, found, answers) or ("false" if option.parse is flag else ""),
-        complaint=lambda text: _complaint(option, text),
+        find_problem=lambda text: _problem(option, text),
     )
 
 
 def read_answer(option: Option, text: str) -> Given | None:
-    """Read an answer; None if it is empty.
+    """Parse an answer; None if it is empty.
 
     Raises:
-        SettingsError: It cannot be used.
+        SettingsError: The answer is not valid.
     """
     if option.shape == "list":
         found = words(text)
@@ -115,9 +115,9 @@ _REQUIRED = (
 )
 
 
-def _complaint(option: Option, text: str) -> str | None:
+def _problem(option: Option, text: str) -> str | None:
     if not text.strip():
-        return "This cannot be left out." if option.path in _REQUIRED else None
+        return "This answer is required." if option.path in _REQUIRED else None
     try:
         read_answer(option, text)
     except SettingsError as error:

@@ -1,4 +1,4 @@
-"""Questions on a terminal, with arrows and suggestions."""
+"""Ask questions on a terminal."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ if TYPE_CHECKING:
 
 
 def ask(question: Question) -> str:
-    """Ask on the terminal, until the answer can be used.
+    """Ask on the terminal until the answer is valid.
 
     Args:
-        question: What to ask.
+        question: The question.
 
     Raises:
-        KeyboardInterrupt: Somebody gives up.
+        KeyboardInterrupt: The user presses Ctrl-C.
     """
-    return _WAYS[question.kind](question)
+    return _PROMPTS[question.kind](question)
 
 
 def agree(message: str, *, default: bool) -> bool:
-    """Ask for yes or no.
+    """Ask a yes-or-no question.
 
     Raises:
-        KeyboardInterrupt: Somebody gives up.
+        KeyboardInterrupt: The user presses Ctrl-C.
     """
     return bool(questionary.confirm(message, default=default).unsafe_ask())
 
@@ -45,9 +45,13 @@ def _yes_or_no(question: Question) -> str:
 
 def _text(question: Question) -> str:
     def check(text: str) -> bool | str:
-        return question.complaint(text) or True
+        return question.find_problem(text) or True
 
     return str(questionary.text(question.message, default=question.default, validate=check).unsafe_ask())
 
 
-_WAYS: Mapping[str, Callable[[Question], str]] = {"choice": _choice, "yes or no": _yes_or_no, "text": _text}
+_PROMPTS: Mapping[str, Callable[[Question], str]] = {
+    "choice": _choice,
+    "yes or no": _yes_or_no,
+    "text": _text,
+}

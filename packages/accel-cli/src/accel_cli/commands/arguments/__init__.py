@@ -1,1 +1,1 @@
-"""What the subcommands take. Nothing here imports anything heavy, so that `--help` answers at once."""
+"""Parsers of the subcommands; they import no torch, so that `--help` is fast."""

@@ -1,4 +1,4 @@
-"""What `accel completion` takes."""
+"""Parser of `accel completion`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ _EPILOG = (
 
 
 def parser() -> Parser:
-    """Make the parser."""
-    made = Parser("completion", "Write what a shell needs to complete accel's commands and flags.", _EPILOG)
+    """Build the parser."""
+    made = Parser(
+        "completion", "Write a completion script of accel's commands and flags for a shell.", _EPILOG
+    )
     made.add_argument("shell", choices=SHELLS)
     return made

@@ -1,4 +1,4 @@
-"""What `accel config` takes."""
+"""Parser of `accel config`."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ ACTIONS = ("default", "update")
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Build the parser."""
     made = Parser(
         "config",
-        "Ask how scripts are to be run on this machine, and write it to a config file. `accel config default`"
-        " asks nothing and writes what suits this machine; `accel config update` rewrites a file of an older"
-        " format.",
+        "Ask how to launch scripts on this host, and write the answers to a config file. `accel config"
+        " default` writes the defaults of this host without questions; `accel config update` rewrites a"
+        " file of a legacy format.",
     )
-    made.add_argument("action", nargs="?", choices=ACTIONS, help="without one, questions are asked")
+    made.add_argument("action", nargs="?", choices=ACTIONS, help="without an action, questions are asked")
     add_config_file(made, "write, YAML or JSON")
     made.add_argument(
         "--mixed_precision",

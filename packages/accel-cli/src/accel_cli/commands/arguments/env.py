@@ -1,4 +1,4 @@
-"""What `accel env` takes."""
+"""Parser of `accel env`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from accel_cli.commands.arguments.parser import Parser, add_config_file
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Build the parser."""
     made = Parser(
-        "env", "Tell what a bug report should say: versions, devices, launcher and settings; no secrets."
+        "env", "Show what a bug report needs: versions, devices, launcher and settings; no secrets."
     )
-    add_config_file(made, "look at")
-    made.add_argument("--json", action="store_true", help="as JSON rather than as text")
+    add_config_file(made, "read")
+    made.add_argument("--json", action="store_true", help="write JSON instead of text")
     return made

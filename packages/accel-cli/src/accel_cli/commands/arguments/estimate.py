@@ -1,4 +1,4 @@
-"""What `accel estimate-memory` takes."""
+"""Parser of `accel estimate-memory`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ LIBRARIES = ("timm", "transformers")
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Build the parser."""
     made = Parser(
         "estimate-memory",
-        "Tell how much memory a model takes: its weights by element type, and its training on each device by"
-        " strategy. Nothing is loaded or computed.",
+        "Estimate the memory of a model: its weights by dtype, and its training on each device by strategy."
+        " Nothing is loaded or computed.",
     )
     made.add_argument(
         "model_name",
@@ -27,27 +27,25 @@ def parser() -> Parser:
         nargs="+",
         choices=DTYPES,
         default=[*DTYPES],
-        help="the element types of the weights to list (default: all)",
+        help="the dtypes of the weights to list (default: all)",
     )
     model.add_argument(
         "--trust_remote_code", action="store_true", help="run the code that comes with a model from the hub"
     )
     _add_training(made)
     output = made.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="as JSON, in bytes")
-    output.add_argument("--quiet", "-q", action="store_true", help="the numbers without the notes")
+    output.add_argument("--json", action="store_true", help="write JSON, in bytes")
+    output.add_argument("--quiet", "-q", action="store_true", help="show the numbers without the notes")
     return made
 
 
 def _add_training(made: Parser) -> None:
     training = made.add_argument_group("training")
-    training.add_argument(
-        "--num_devices", type=number(1), metavar="N", help="how many devices train it (default: 1)"
-    )
+    training.add_argument("--num_devices", type=number(1), metavar="N", help="number of devices (default: 1)")
     training.add_argument(
         "--memory", metavar="SIZE", help="memory of each device, as in 80GiB; suggests what fits"
     )
-    training.add_argument("--host_memory", metavar="SIZE", help="main memory of each machine, for offloading")
+    training.add_argument("--host_memory", metavar="SIZE", help="main memory of each node, for offloading")
     training.add_argument(
         "--devices_per_machine", type=number(1), default=8, metavar="N", help="default: %(default)s"
     )
@@ -61,7 +59,7 @@ def _add_training(made: Parser) -> None:
         "--batch_size",
         type=number(1),
         metavar="N",
-        help="samples for each device at a time; adds what the passes keep",
+        help="samples per device and micro-batch; adds the activations",
     )
     training.add_argument(
         "--sequence_length", type=number(1), default=512, metavar="N", help="tokens (default: %(default)s)"
@@ -69,5 +67,5 @@ def _add_training(made: Parser) -> None:
     training.add_argument(
         "--gradient_checkpointing",
         action="store_true",
-        help="keep only the inputs of blocks, and compute the rest again in the backward pass",
+        help="recompute the activations of blocks in the backward pass",
     )

@@ -1,4 +1,4 @@
-"""What `accel merge-weights` takes."""
+"""Parser of `accel merge-weights`."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from accel_cli.commands.arguments.parser import Parser
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Build the parser."""
     made = Parser(
         "merge-weights",
-        "Turn a sharded checkpoint, as FSDP and torch.distributed.checkpoint write it, into plain weights.",
+        "Merge a sharded checkpoint of FSDP or torch.distributed.checkpoint into full weights.",
     )
     made.add_argument(
         "checkpoint_directory",
@@ -24,5 +24,5 @@ def parser() -> Parser:
         action="store_true",
         help="delete the shards once the merged weights are written",
     )
-    made.add_argument("--quiet", "-q", action="store_true", help="say nothing when it is done")
+    made.add_argument("--quiet", "-q", action="store_true", help="print nothing on success")
     return made

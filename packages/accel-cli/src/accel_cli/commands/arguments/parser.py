@@ -1,4 +1,4 @@
-"""An argument parser that takes flags in both spellings and answers a mistake with one sentence."""
+"""Argument parser of subcommands: flags with dashes or underscores, errors as one sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Parser(ArgumentParser):
     Args:
         command: What comes after `accel`.
         description: What the subcommand does.
-        epilog: What to say after the flags.
+        epilog: Text after the flags.
 
     Example:
         >>> parser = Parser("greet", "Greet.")
@@ -37,15 +37,15 @@ class Parser(ArgumentParser):
 
     @property
     def actions(self) -> list[Action]:
-        """Everything that was declared, in order."""
+        """All declared actions, in order."""
         return [*self._actions]
 
     def read(self, words: Sequence[str]) -> Namespace:
-        """Read the words after the subcommand.
+        """Parse the arguments after the subcommand.
 
         Raises:
-            SettingsError: They cannot be used.
-            SystemExit: They ask for help, which has been shown.
+            SettingsError: An argument is unknown or invalid.
+            SystemExit: Help was requested, and has been shown.
         """
         options, unknown = self.parse_known_args(self._spelled(words))
         if unknown:
@@ -54,7 +54,7 @@ class Parser(ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Tell what is wrong by an error, which the command turns into a sentence and exit code 2.
+        """Raise an error, which the command prints as a sentence before it exits with code 2.
 
         Raises:
             SettingsError: Always.
@@ -62,7 +62,7 @@ class Parser(ArgumentParser):
         raise SettingsError(f"{message}.")
 
     def _spelled(self, words: Sequence[str]) -> list[str]:
-        """The words with every flag as it is declared, up to what belongs to somebody else's script."""
+        """Replace flags by their declared spelling, up to the script and its arguments."""
         spelled: list[str] = []
         values = 0
         for position, word in enumerate(words):
@@ -84,7 +84,7 @@ class Parser(ArgumentParser):
 
     @property
     def script_follows(self) -> bool:
-        """Whether the first word that is no flag is a script, which has everything after it."""
+        """Whether the first positional argument is a script, followed by the script's arguments."""
         return any(action.nargs == "..." for action in self._actions)
 
     def _nearest(self, name: str) -> str:
@@ -95,10 +95,10 @@ class Parser(ArgumentParser):
 
 
 def number(low: float, *, whole: bool = True) -> Callable[[str], float]:
-    """Make the reader of a number.
+    """Return a parser of numbers.
 
     Args:
-        low: The least that is allowed.
+        low: The least value allowed.
         whole: Refuse fractions.
 
     Example:
@@ -120,11 +120,11 @@ def number(low: float, *, whole: bool = True) -> Callable[[str], float]:
 
 
 def add_config_file(parser: _ActionsContainer, use: str) -> None:
-    """Declare `--config_file`, as every command has it.
+    """Add the argument `--config_file`.
 
     Args:
         parser: The parser, or a group of it.
-        use: What the file is for.
+        use: Verb of the help text: what the command does with the file.
     """
     parser.add_argument(
         "--config_file", metavar="FILE", help=f"the config file to {use}; by default {USUAL_PLACE}"
@@ -132,11 +132,11 @@ def add_config_file(parser: _ActionsContainer, use: str) -> None:
 
 
 def setting(path: str, text: str) -> str:
-    """The help of a flag that is a setting: with where else it can be said.
+    """Return the help text of a flag that is a setting, with its variable and key.
 
     Args:
-        path: Of a row of `accel_state.settings.OPTIONS`.
-        text: What the flag means.
+        path: Path of a row of `accel_state.settings.OPTIONS`.
+        text: The meaning of the flag.
 
     Example:
         >>> setting("process.use_cpu", "use the CPU")

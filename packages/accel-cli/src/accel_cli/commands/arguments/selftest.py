@@ -1,4 +1,4 @@
-"""What `accel test` takes."""
+"""Parser of `accel test`."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from accel_cli.commands.arguments.parser import Parser, add_config_file, number,
 
 
 def parser() -> Parser:
-    """Make the parser."""
+    """Build the parser."""
     made = Parser(
         "test",
-        "Tell in less than two minutes whether this machine trains correctly with a config: collectives, data"
-        " loading, equality with one process, mixed precision, checkpoints, and how fast data moves.",
+        "Check in less than two minutes whether this host trains correctly with a config: collectives, data"
+        " loading, equality with one process, mixed precision, checkpoints, and transfer speeds.",
     )
     add_config_file(made, "test")
     made.add_argument(
         "--num_processes",
         type=number(1),
         metavar="N",
-        help=setting("launch.num_processes", "as for accel launch, in place of the config's"),
+        help=setting("launch.num_processes", "as for accel launch, instead of the config's"),
     )
     made.add_argument(
         "--cpu", action="store_true", help=setting("process.use_cpu", "as for accel launch: use the CPU")
@@ -27,6 +27,6 @@ def parser() -> Parser:
         choices=("no", "fp16", "bf16"),
         help=setting("precision.mixed_precision", "as for accel launch"),
     )
-    made.add_argument("--json", action="store_true", help="the results as JSON")
-    made.add_argument("--quiet", "-q", action="store_true", help="show only what failed")
+    made.add_argument("--json", action="store_true", help="write the results as JSON")
+    made.add_argument("--quiet", "-q", action="store_true", help="show only failures")
     return made

@@ -1,4 +1,4 @@
-"""What `accel tpu-config` takes."""
+"""Parser of `accel tpu-config`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from accel_cli.commands.arguments.parser import Parser, add_config_file
 
 
 def parser() -> Parser:
-    """Make the parser."""
-    made = Parser("tpu-config", "Run commands on all machines of a Google Cloud TPU pod before training.")
-    where = made.add_argument_group("the pod (each is taken from the config file if it is not given)")
+    """Build the parser."""
+    made = Parser("tpu-config", "Run commands on all hosts of a Google Cloud TPU pod before training.")
+    where = made.add_argument_group("the pod (defaults come from the config file)")
     add_config_file(where, "read")
     where.add_argument("--tpu_name", metavar="NAME", help="the name of the TPU [key tpu_name]")
     where.add_argument("--tpu_zone", metavar="ZONE", help="its zone [key tpu_zone]")
@@ -22,12 +22,12 @@ def parser() -> Parser:
         metavar="COMMAND",
         help="a command; may be repeated [key commands]",
     )
-    what.add_argument("--install_accelerate", action="store_true", help="install accel on the pod, first")
+    what.add_argument("--install_accelerate", action="store_true", help="first install accel on the pod")
     what.add_argument(
         "--accelerate_version",
         default="latest",
         metavar="VERSION",
         help="the version of accel to install (default: %(default)s)",
     )
-    made.add_argument("--debug", action="store_true", help="show what would be run, and run nothing")
+    made.add_argument("--debug", action="store_true", help="show the command line, and run nothing")
     return made

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_plugins.bundle import Bundle
-    from accel_plugins.deepspeed.fill import Known
+    from accel_plugins.deepspeed.fill import KnownValue
     from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,7 +47,7 @@ class FakeEngine:
 
     plugin: DeepSpeedPlugin
     world_size: int
-    accumulation: Known
+    accumulation: KnownValue
     split_batches: bool
     on_buckets: Callable[[Buckets], None]
 

@@ -1,1 +1,1 @@
-"""`accel completion`: what shells need to complete commands, flags and values."""
+"""`accel completion`: shell completion of commands, flags and values."""

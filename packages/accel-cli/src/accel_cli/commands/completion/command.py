@@ -1,4 +1,4 @@
-"""`accel completion`: write a shell's completion to the standard output."""
+"""`accel completion`: write a shell's completion script to the standard output."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def run(options: Namespace) -> int:
-    """Write the completion.
+    """Write the completion script.
 
     Args:
-        options: What `accel_cli.commands.arguments.completion` reads.
+        options: The arguments, parsed by `accel_cli.commands.arguments.completion`.
     """
     main = import_module("accel_cli.main")  # whose table names this module
     commands = {name: command.help for name, command in main.COMMANDS.items()}

@@ -1,4 +1,4 @@
-"""What can be written after `accel`, as plain data, from the tables that the command itself works with."""
+"""The subcommands and their flags as plain data, from the command's own parsers and settings table."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Flag:
 
     Args:
         names: Its spellings.
-        help: One line.
+        help: One line of help.
         takes_value: Whether a value follows.
-        choices: The values, if they can be listed; files are offered otherwise.
+        choices: The values, if there is a list; else files are completed.
     """
 
     names: tuple[str, ...]
@@ -33,13 +33,13 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Words:
-    """What may follow a subcommand.
+class Arguments:
+    """The arguments of a subcommand.
 
     Args:
         help: One line about the subcommand.
         flags: Its flags.
-        choices: The values of its first argument; files are offered if there are none.
+        choices: The values of its first argument, if there is a list; else files are completed.
     """
 
     help: str
@@ -50,8 +50,8 @@ class Words:
 HELP = Flag(names=("-h", "--help"), help="show the options")
 
 
-def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[str, Words]:
-    """Bring together what the subcommands take.
+def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[str, Arguments]:
+    """Collect the arguments of all subcommands.
 
     Args:
         commands: One line of help for each subcommand.
@@ -66,16 +66,16 @@ def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[
         if name == "launch"
         else _of_parser(help_line, parsers[name])
         if name in parsers
-        else Words(help=help_line, flags=(HELP,))
+        else Arguments(help=help_line, flags=(HELP,))
         for name, help_line in commands.items()
     }
 
 
-def _of_parser(help_line: str, parser: Parser) -> Words:
+def _of_parser(help_line: str, parser: Parser) -> Arguments:
     flags = [_flag(action) for action in parser.actions if action.option_strings and action.help != SUPPRESS]
     first = next((action for action in parser.actions if not action.option_strings), None)
     choices = () if first is None else tuple(map(str, first.choices or ()))
-    return Words(help=help_line, flags=tuple(flags), choices=choices)
+    return Arguments(help=help_line, flags=tuple(flags), choices=choices)
 
 
 def _flag(action: Action) -> Flag:
@@ -87,7 +87,7 @@ def _flag(action: Action) -> Flag:
     )
 
 
-def _of_launch(help_line: str) -> Words:
+def _of_launch(help_line: str) -> Arguments:
     config = Flag(names=("--config_file",), help="settings in YAML or JSON", takes_value=True)
     flags = [
         Flag(
@@ -99,10 +99,10 @@ def _of_launch(help_line: str) -> Words:
         for option in OPTIONS
         if option.flags
     ]
-    return Words(help=help_line, flags=(HELP, config, *flags))
+    return Arguments(help=help_line, flags=(HELP, config, *flags))
 
 
 def _line(text: str) -> str:
-    """The first sentence, without what argparse would fill in and what shells would read as quotes."""
+    """Return the first sentence, without argparse's placeholders and shells' quotes."""
     words: Sequence[str] = text.replace("%(default)s", "").replace("`", "").replace("'", "").split()
     return " ".join(words).partition(". ")[0].removesuffix(".")

@@ -1,4 +1,4 @@
-"""The same grammar in the language of each shell."""
+"""Completion scripts for each shell."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from accel_cli.commands.completion.grammar import Flag, Words
+    from accel_cli.commands.completion.grammar import Arguments, Flag
 
-    Grammar = Mapping[str, Words]
+    Grammar = Mapping[str, Arguments]
 
 _BASH = """\
 # Completion of `accel` for bash: eval "$(accel completion bash)"
@@ -75,10 +75,10 @@ compdef _accel accel
 
 
 def bash(grammar: Grammar) -> str:
-    """Write the completion for bash.
+    """Return the completion script for bash.
 
     Args:
-        grammar: What can be completed.
+        grammar: The arguments by subcommand.
     """
     return _BASH.format(
         commands=" ".join(grammar),
@@ -98,10 +98,10 @@ def bash(grammar: Grammar) -> str:
 
 
 def zsh(grammar: Grammar) -> str:
-    """Write the completion for zsh.
+    """Return the completion script for zsh.
 
     Args:
-        grammar: What can be completed.
+        grammar: The arguments by subcommand.
     """
     return _ZSH.format(
         commands=" ".join(_described(name, words.help) for name, words in grammar.items()),
@@ -124,28 +124,28 @@ def zsh(grammar: Grammar) -> str:
 
 
 def fish(grammar: Grammar) -> str:
-    """Write the completion for fish.
+    """Return the completion script for fish.
 
     Args:
-        grammar: What can be completed.
+        grammar: The arguments by subcommand.
     """
     lines = ["# Completion of `accel` for fish: ~/.config/fish/completions/accel.fish"]
     for name, words in grammar.items():
         lines.append(f"complete -c accel -f -n __fish_use_subcommand -a {name} -d {quote(words.help)}")
-        here = quote(f"__fish_seen_subcommand_from {name}")
+        condition = quote(f"__fish_seen_subcommand_from {name}")
         if words.choices:
-            lines.append(f"complete -c accel -f -n {here} -a {quote(' '.join(words.choices))}")
+            lines.append(f"complete -c accel -f -n {condition} -a {quote(' '.join(words.choices))}")
         for flag in words.flags:
             names = " ".join(
                 f"-l {one[2:]}" if one.startswith("--") else f"-s {one[1:]}" for one in flag.names
             )
             value = f" -x -a {quote(' '.join(flag.choices))}" if flag.choices else " -r" * flag.takes_value
-            lines.append(f"complete -c accel -n {here} {names}{value} -d {quote(flag.help)}")
+            lines.append(f"complete -c accel -n {condition} {names}{value} -d {quote(flag.help)}")
     return "\n".join(lines) + "\n"
 
 
 WRITERS: Mapping[str, Callable[[Grammar], str]] = {"bash": bash, "zsh": zsh, "fish": fish}
-"""By the name of the shell."""
+"""Writers by the name of the shell."""
 
 
 def _with_choices(grammar: Grammar) -> Iterator[tuple[str, Flag, str]]:
@@ -155,7 +155,7 @@ def _with_choices(grammar: Grammar) -> Iterator[tuple[str, Flag, str]]:
                 yield from ((name, flag, spelling) for spelling in flag.names)
 
 
-def _long(words: Words) -> Iterator[str]:
+def _long(words: Arguments) -> Iterator[str]:
     return (spelling for flag in words.flags for spelling in flag.names if spelling.startswith("--"))
 
 
