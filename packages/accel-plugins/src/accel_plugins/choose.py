@@ -27,8 +27,8 @@ def choose(
 
     Args:
         settings: What was asked for; `settings.training.strategy` selects.
-        topology: Which process this is among how many.
-        device: Where this process computes.
+        topology: Rank and world size.
+        device: Device of this process.
         specs: The strategies to choose from, in order; as of `accel_plugins.registry.available`.
 
     Returns:

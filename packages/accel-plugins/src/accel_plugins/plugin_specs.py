@@ -66,36 +66,36 @@ ENGINES: tuple[Engine, ...] = (
 
 
 def find_plugins(
-    given: Mapping[str, Any],
+    requested: Mapping[str, Any],
     known: Mapping[str, Any],
     settings: Settings,
     needed: Mapping[str, Mapping[str, Any] | None] | None = None,
 ) -> dict[str, Any]:
-    """Find the plugins of a run: argument before what an earlier `Accelerator` has before the settings.
+    """Resolve the plugins of a run: an argument wins over an earlier `Accelerator`, and that over settings.
 
     Args:
-        given: Argument of `Accelerator` to its value; `None` for those that were not given.
+        requested: Values by argument of `Accelerator`; `None` if absent.
         known: The same, of an earlier one.
-        settings: What was asked for from outside.
-        needed: Sections for which a plugin is made where there is none, each with its arguments; `None` for
-            those that can do without.
+        settings: The settings of the run.
+        needed: Sections that need a plugin even if the settings have none, each with the plugin's arguments;
+            `None` for sections that do not.
 
     Returns:
-        Argument to plugin, or to plugins by name where an engine has `several`; in the order of `ENGINES`.
+        Plugins by argument, or by argument and name if there may be `several`; in the order of `ENGINES`.
 
     Raises:
-        UnsupportedError: An argument was given for which there is no engine.
-        SettingsError: An argument is no such plugin.
+        UnsupportedError: An argument is not supported.
+        SettingsError: An argument is not a plugin of its kind.
     """
-    for name in given.keys() - {engine.argument for engine in ENGINES}:
-        if given[name] is not None:
+    for name in requested.keys() - {engine.argument for engine in ENGINES}:
+        if requested[name] is not None:
             raise UnsupportedError(
-                f"Accelerator({name}={given[name]!r}): this version of accel has no use for {name}; "
+                f"Accelerator({name}={requested[name]!r}): this version of accel has no use for {name}; "
                 "leave it out."
             )
     found: dict[str, Any] = {}
     for engine in ENGINES:
-        value = given.get(engine.argument)
+        value = requested.get(engine.argument)
         if value is None:
             value = known.get(engine.argument)
         if value is None and engine.section is not None:

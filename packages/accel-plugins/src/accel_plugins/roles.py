@@ -63,8 +63,8 @@ class Stepper(Protocol):
         Args:
             loss: 0-d tensor, or any shape with `gradient=` in `kwargs`.
             accumulation: Number of micro-batches that make one optimizer step.
-            sync: Whether this backward pass ends the step, for engines that must be told. Where
-                `no_sync` around the forward pass has said so already, it changes nothing.
+            sync: Whether this backward pass completes the accumulation window, for engines that need to know.
+                It changes nothing if the forward pass ran within `no_sync`.
             **kwargs: Passed to `Tensor.backward`.
         """
         ...
@@ -208,20 +208,20 @@ class Persister(Protocol):
         ...
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """The whole state dict under the unwrapped model's names; on the CPU where models are sharded.
+        """Return the full state dict under the unwrapped model's names; on the CPU if models are sharded.
 
         Args:
             model: Prepared or not.
-            keep: Whether this rank needs it. Otherwise it takes part in bringing it together, and what is
-                returned may be empty.
+            keep: Whether this rank needs it. Otherwise it takes part in the collectives, and the result may
+                be empty.
         """
         ...
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """The same state dict in parts that share no memory, one after the other.
+        """Yield the full state dict in dictionaries that share no memory.
 
-        Where models are sharded each part is brought together when it is asked for, so that no process has to
-        have room for the whole: every rank asks for all.
+        If models are sharded, each is gathered when it is requested, so that no rank needs memory for the
+        full state dict: every rank iterates over all.
 
         Args:
             model: Prepared or not.

@@ -49,22 +49,22 @@ PLAIN_FEATURES = frozenset(Feature) - {Feature.OPTIMIZER_FROM_CONFIGURATION}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSharding:
-    """How batches are divided among the ranks; not always by world size.
+    """Sharding of batches across ranks.
 
-    Ranks of one tensor-, context- or sequence-parallel group share their batches, so there are fewer
+    Ranks of one tensor-, context- or sequence-parallel group share their batches, so there may be fewer
     shards than ranks.
 
     Args:
-        num_shards: Number of parts of a global batch.
-        shard_index: Which part this rank gets.
-        place_on_device: Whether the loader moves batches to the device.
-        repeats: Whether another rank has the same batches and computes the same with them, so that what this
-            one has is left out where results of samples are gathered.
+        num_shards: Number of shards of a global batch.
+        shard_index: Index of this rank's shard.
+        put_on_device: Whether the loader moves batches to the device.
+        repeats: Whether another rank computes the same with the same batches, so that this rank's results are
+            left out of gathered samples.
     """
 
     num_shards: int
     shard_index: int
-    place_on_device: bool = True
+    put_on_device: bool = True
     repeats: bool = False
 
     def __post_init__(self) -> None:
@@ -104,8 +104,8 @@ class Strategy:
         compiles_in_place: Whether the model inside is compiled, and not what is around it.
         train_step: Runs forward and backward of an engine that owns both; see `TrainStep`.
         after_micro_batch: Called after every backward pass that does not complete an accumulation window.
-        after_step: Called after every optimizer step. With the hook before it serves devices that collect
-            operations and execute them when they are told.
+        after_step: Called after every optimizer step. Both hooks serve devices that record operations and
+            execute them on request.
     """
 
     name: str

@@ -146,9 +146,9 @@ class DeepSpeedEngineWrapper:
         optimizer.zero_grad(set_to_none=True)
         self.engine.zero_grad()
         for name in ("averaged_gradients", "all_grad_tensors"):
-            kept = getattr(optimizer, name, None) or {}
-            for key in kept:
-                kept[key] = None
+            stored = getattr(optimizer, name, None) or {}
+            for key in stored:
+                stored[key] = None
         for name in ("_release_preflattened_grad_buffers", "clear_hp_grads", "clear_lp_grads"):
             clear: Callable[[], Any] | None = getattr(optimizer, name, None)
             if clear is not None:
@@ -191,10 +191,10 @@ class DeepSpeedEngineWrapper:
         optimizer = self.optimizer
         if not hasattr(optimizer, "bit16_groups") or optimizer.cpu_offload:
             return {}
-        kept: dict[int, list[Tensor] | None] = optimizer.averaged_gradients
+        reduced: dict[int, list[Tensor] | None] = optimizer.averaged_gradients
         return {
             index: [gradient.clone() for gradient in gradients]
-            for index, gradients in kept.items()
+            for index, gradients in reduced.items()
             if gradients is not None and not optimizer._use_compact_grad_partition_buffer(index)
         }
 

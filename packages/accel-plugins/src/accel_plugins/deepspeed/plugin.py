@@ -358,9 +358,9 @@ def get_active_deepspeed_plugin(state: Any) -> DeepSpeedPlugin:
     return plugin
 
 
-def _configuration(given: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
+def _configuration(source: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
     """Return the given or the default configuration, with the keywords that it lacks."""
-    if given is None:
+    if source is None:
         config = HfDeepSpeedConfig(
             {
                 "train_batch_size": AUTO,
@@ -371,13 +371,13 @@ def _configuration(given: Any, keywords: dict[str, Any]) -> HfDeepSpeedConfig:
             }
         )
     else:
-        config = given if isinstance(given, HfDeepSpeedConfig) else HfDeepSpeedConfig(given)
+        config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
     if not isinstance(config.config.get("zero_optimization", {}), dict):
         raise SettingsError(
             f"The DeepSpeed configuration has zero_optimization={config.config['zero_optimization']!r}; it "
             'must be an object, such as {"stage": 2}.'
         )
-    if given is None and "zero_stage" not in keywords:
+    if source is None and "zero_stage" not in keywords:
         put(config.config, KEYS["zero_stage"], _DEFAULT_STAGE)
     for name, value in keywords.items():
         node, last = config.find_config_node(KEYS[name])

@@ -36,7 +36,7 @@ def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
 
 
 def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration for building models, without `"auto"` values.
+    """Return a configuration for building models, with its `"auto"` values removed.
 
     Example:
         >>> config_for_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})

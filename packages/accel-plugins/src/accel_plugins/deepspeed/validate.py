@@ -166,11 +166,11 @@ def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module
 
 def _check_owner(tensors: Iterable[Tensor], optimizer: Any, model: nn.Module) -> None:
     model_parameters = {id(one) for one in model.parameters()}
-    given = [*tensors]
-    foreign = [one for one in given if id(one) not in model_parameters]
-    if foreign or not given:
+    own = [*tensors]
+    foreign = [one for one in own if id(one) not in model_parameters]
+    if foreign or not own:
         raise SettingsError(
-            f"{len(foreign)} of the {len(given)} parameter(s) of {type(optimizer).__name__} do not belong to "
+            f"{len(foreign)} of the {len(own)} parameter(s) of {type(optimizer).__name__} do not belong to "
             f"the {type(model).__name__} that is prepared with it: create the optimizer from the parameters "
             "of that model (not of a copy, and after its parameters were replaced)."
         )

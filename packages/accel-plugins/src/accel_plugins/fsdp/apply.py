@@ -65,8 +65,8 @@ class FullSharding:
         for unit in inner:
             fully_shard(unit, reshard_after_forward=reshard, **options)
         # The backward pass begins with the root's parameters: by default, torch keeps them gathered.
-        kept = {} if inner and reshard is True else {"reshard_after_forward": reshard}
-        fully_shard(model, **kept, **options)
+        root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
+        fully_shard(model, **root_reshard, **options)
         if plugin.forward_prefetch:
             _prefetch_forward(model)
 

@@ -15,11 +15,11 @@ from accel_state.errors import SettingsError
 _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
 
 
-def policy_of(given: Any, version: int) -> Any:
+def policy_of(policy: Any, version: int) -> Any:
     """Build an FSDP precision policy from a dictionary of its arguments.
 
     Args:
-        given: A policy, which is returned unchanged; or a dictionary, in which dtypes may be names.
+        policy: A policy, which is returned unchanged; or a dictionary, in which dtypes may be names.
         version: Version of FSDP.
 
     Raises:
@@ -29,17 +29,17 @@ def policy_of(given: Any, version: int) -> Any:
         >>> policy_of({"param_dtype": "bf16"}, 2).param_dtype
         torch.bfloat16
     """
-    if not isinstance(given, Mapping):
-        return given
+    if not isinstance(policy, Mapping):
+        return policy
     kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
     known = [field.name for field in fields(kind)]
     arguments: dict[str, Any] = {}
-    for name, value in given.items():
+    for name, value in policy.items():
         if name not in known:
             hint = did_you_mean(name, known, f"it has {known}.")
             raise SettingsError(
-                f"FullyShardedDataParallelPlugin(mixed_precision_policy={dict(given)!r}): {kind.__name__} of "
-                f"torch {torch.__version__} has no {name!r}; {hint}"
+                f"FullyShardedDataParallelPlugin(mixed_precision_policy={dict(policy)!r}): {kind.__name__} "
+                f"of torch {torch.__version__} has no {name!r}; {hint}"
             )
         arguments[name] = _dtype(name, value) if str(name).endswith("_dtype") else value
     return kind(**arguments)

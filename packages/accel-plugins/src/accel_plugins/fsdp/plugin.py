@@ -158,7 +158,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
-        given = {name for name in _OF_POLICIES if getattr(self, name)}
+        arguments = {name for name in _OF_POLICIES if getattr(self, name)}
         from_outside = from_environ({**environ.read(), SWITCH: "true"}).fsdp or FsdpSettings()
         field_names = {one.name for one in fields(from_outside)}
         for name in (one.name for one in fields(self)):
@@ -176,7 +176,7 @@ class FullyShardedDataParallelPlugin:
         elif self.transformer_cls_names_to_wrap is not None:
             self.transformer_cls_names_to_wrap = [*self.transformer_cls_names_to_wrap]
         self._resolve_sharding()
-        self._resolve_wrapping(given)
+        self._resolve_wrapping(arguments)
         self.set_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)  # pyright: ignore[reportArgumentType]
         if self.mixed_precision_policy is not None:
@@ -323,21 +323,21 @@ class FullyShardedDataParallelPlugin:
             )
 
     def _resolve_sharding(self) -> None:
-        given, reshard = self.sharding_strategy, self.reshard_after_forward
+        strategy, reshard = self.sharding_strategy, self.reshard_after_forward
         if self.version == 1:
             # Config files of version 1 have the strategy under version 2's key.
-            if given is None and reshard is not None and not isinstance(reshard, bool):
-                given, reshard = cast("Any", reshard), None
-            if given is None and reshard is False:
-                given = ShardingStrategy.SHARD_GRAD_OP
+            if strategy is None and reshard is not None and not isinstance(reshard, bool):
+                strategy, reshard = cast("Any", reshard), None
+            if strategy is None and reshard is False:
+                strategy = ShardingStrategy.SHARD_GRAD_OP
             self.sharding_strategy = member_of(
-                ShardingStrategy, "FULL_SHARD" if given is None else given, "sharding_strategy"
+                ShardingStrategy, "FULL_SHARD" if strategy is None else strategy, "sharding_strategy"
             )
             self.reshard_after_forward = RESHARDS[self.sharding_strategy]
             self.backward_prefetch = prefetch_of(self.backward_prefetch)
             return
-        if given is not None:
-            self.sharding_strategy = member_of(ShardingStrategy, given, "sharding_strategy")
+        if strategy is not None:
+            self.sharding_strategy = member_of(ShardingStrategy, strategy, "sharding_strategy")
             if self.sharding_strategy not in _OF_BOTH_VERSIONS:
                 raise SettingsError(
                     f"{self._field_of('sharding_strategy')} with fsdp_version=2: use "
@@ -353,11 +353,11 @@ class FullyShardedDataParallelPlugin:
                 f"{self._field_of('reshard_after_forward')}: expected True, False or a number of ranks."
             )
 
-    def _resolve_wrapping(self, given: Collection[str]) -> None:
+    def _resolve_wrapping(self, arguments: Collection[str]) -> None:
         self._resolve_policy()
         for name, policy in _OF_POLICIES.items():
             # The launcher exports these from config files and its defaults even if the policy ignores them.
-            if name in given and self.auto_wrap_policy != policy:
+            if name in arguments and self.auto_wrap_policy != policy:
                 logger.warning("%s has no effect without auto_wrap_policy=%r.", self._field_of(name), policy)
 
     def _resolve_policy(self) -> None:

@@ -54,14 +54,14 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def __post_init__(self) -> None:
         environment = combine(parse_environ(environ.read()))
-        given = environment.settings.dynamo
-        self.backend = _backend(given.backend if self.backend is None else self.backend)
-        self.mode = given.mode if self.mode is None else self.mode
-        self.fullgraph = given.use_fullgraph if self.fullgraph is None else self.fullgraph
+        settings = environment.settings.dynamo
+        self.backend = _backend(settings.backend if self.backend is None else self.backend)
+        self.mode = settings.mode if self.mode is None else self.mode
+        self.fullgraph = settings.use_fullgraph if self.fullgraph is None else self.fullgraph
         if self.dynamic is None and environment.source_of("dynamo.use_dynamic") is not DEFAULT:
-            self.dynamic = given.use_dynamic
+            self.dynamic = settings.use_dynamic
         if self.use_regional_compilation is None:
-            self.use_regional_compilation = given.use_regional_compilation
+            self.use_regional_compilation = settings.use_regional_compilation
         expect(self, "mode", "a text", lambda value: isinstance(value, str))
         expect_flags(self, "fullgraph", "disable", "use_regional_compilation")
         expect_flags(self, "dynamic", optional=True)

@@ -39,7 +39,7 @@ class InitProcessGroupKwargs(KwargsHandler):
         text = "a text or None"
         expect(self, "backend", text, lambda value: value is None or isinstance(value, str))
         expect(self, "init_method", text, lambda value: value is None or isinstance(value, str))
-        self._timeout_given = self.timeout is not None
+        self._has_timeout = self.timeout is not None
         if self.timeout is None:
             self.timeout = _TIMEOUTS.get(self.backend or "", _TIMEOUT)
         expect(
@@ -51,5 +51,5 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that were set, also a timeout that equals another backend's default."""
-        given = {"timeout": self.timeout} if self._timeout_given else {}
-        return super().to_kwargs() | given
+        timeout = {"timeout": self.timeout} if self._has_timeout else {}
+        return super().to_kwargs() | timeout

@@ -99,14 +99,14 @@ def ensure_group(runtime: Runtime) -> None:
 
 
 def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> ParallelismConfig:
-    given: ParallelismConfig | None = handlers.get(ParallelismConfig)
+    config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     plugin: TorchTensorParallelPlugin | None = handlers.get(TorchTensorParallelPlugin)
-    if given is not None:
-        if plugin is not None and (plugin.torch_device_mesh or plugin.tp_size != given.sizes["tp"]):
+    if config is not None:
+        if plugin is not None and (plugin.torch_device_mesh or plugin.tp_size != config.sizes["tp"]):
             raise SettingsError(
-                f"torch_tp_plugin={plugin!r} contradicts parallelism_config={given!r}; give one of the two."
+                f"torch_tp_plugin={plugin!r} contradicts parallelism_config={config!r}; give one of the two."
             )
-        return given
+        return config
     if plugin is not None and plugin.torch_device_mesh is not None:
         return _of_mesh(plugin.torch_device_mesh)
     tensor = 1 if plugin is None else plugin.tp_size

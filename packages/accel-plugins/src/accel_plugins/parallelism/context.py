@@ -92,7 +92,7 @@ class ContextParallel:
     def validate(self, model: nn.Module) -> None:
         """Accept every model."""
 
-    def _check(self, buffers: list[Tensor], dims: list[int], kept: set[Tensor]) -> None:
+    def _check(self, buffers: list[Tensor], dims: list[int], not_restored: set[Tensor]) -> None:
         ranks = self.mesh.size()
         if not buffers or len(buffers) != len(dims):
             raise SettingsError(
@@ -116,7 +116,7 @@ class ContextParallel:
                     f"maybe_context_parallel() got a tensor of shape {tuple(buffer.shape)}, whose dim "
                     f"{dim} is not a multiple of cp_size={ranks}; pad the sequences."
                 )
-        if any(not any(one is buffer for buffer in buffers) for one in kept):
+        if any(not any(one is buffer for buffer in buffers) for one in not_restored):
             raise SettingsError(
                 "maybe_context_parallel() got no_restore_buffers that are not in buffers; pass them in both."
             )
@@ -253,12 +253,12 @@ def _forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     grad, query, key, value, out, logsumexp, dropout, causal = args
 
-    def attention(**given: Any) -> Any:
+    def attention(**options: Any) -> Any:
         return op(
-            *(given.pop(name) for name in ("grad_out", "query", "key", "value", "out", "logsumexp")),
+            *(options.pop(name) for name in ("grad_out", "query", "key", "value", "out", "logsumexp")),
             dropout,
-            given.pop("is_causal"),
-            **given,
+            options.pop("is_causal"),
+            **options,
         )
 
     gradients = _dispatching()._templated_ring_attention_backward(

@@ -74,8 +74,8 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
     Raises:
         SettingsError: The plan is absent, a pattern matches no module, or a style is unknown.
     """
-    given = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
-    if not isinstance(given, Mapping) or not given:
+    tp_plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not isinstance(tp_plan, Mapping) or not tp_plan:
         raise SettingsError(
             f"{type(model).__name__} has no tp_plan, by which tensor parallelism shards its layers; set it, "
             "as in model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or call "
@@ -83,7 +83,7 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
         )
     names = [name for name, _ in model.named_modules() if name]
     plan: dict[str, ParallelStyle] = {}
-    for pattern, style in cast("Mapping[str, Any]", given).items():
+    for pattern, style in cast("Mapping[str, Any]", tp_plan).items():
         if not any(fnmatchcase(name, pattern) for name in names):
             hint = did_you_mean(pattern, names, f"it has {', '.join(names[:20])}.", cutoff=0.4)
             raise SettingsError(

@@ -1,10 +1,10 @@
-"""What every strategy and every precision policy has to do, as checks that anybody can run on their own.
+"""Conformance checks of strategies and precision policies, for third parties to run on their own.
 
 A third party tests a strategy in a few lines, on every rank of a process group (or in one process):
 
     from accel_plugins.testing import StrategySubject, check_strategy
 
-    def test_my_strategy(tmp_path):  # under any runner of several ranks
+    def test_my_strategy(tmp_path):  # under any test runner with several ranks
         runtime = PartialState(cpu=True).runtime
         check_strategy(StrategySubject(
             make=lambda: my_package.build(Settings(), runtime, build_precision("no", runtime.device), {}),

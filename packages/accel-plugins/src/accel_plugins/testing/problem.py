@@ -1,4 +1,4 @@
-"""The small training problem of the checks, solved by plain PyTorch in one process for comparison."""
+"""The training problem of the checks, solved by plain PyTorch in one process for comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FEATURES, HIDDEN, TARGETS, ROWS = 6, 5, 3, 12  # ROWS: samples per shard, divisi
 
 
 class ConformanceError(AccelError, AssertionError):
-    """An implementation does not do what the seam's contract says."""
+    """An implementation violates its seam's contract."""
 
 
 def demand(condition: object, message: str) -> None:
@@ -32,31 +32,31 @@ def demand_equal(
     """Demand that named tensors have the same names, shapes and, but for a tolerance, values.
 
     Args:
-        found: What the implementation gave.
-        wanted: What is right.
+        found: The implementation's tensors.
+        wanted: The expected tensors.
         tolerance: Largest absolute difference.
         what: What is compared, for the message.
     """
     demand([*found] == [*wanted], f"{what}: the names are {[*found]} where they should be {[*wanted]}.")
     for name, right in wanted.items():
-        given = found[name].detach().to("cpu", right.dtype)
+        result = found[name].detach().to("cpu", right.dtype)
         demand(
-            given.shape == right.shape,
-            f"{what}: {name!r} has the shape {tuple(given.shape)} where it should have {tuple(right.shape)}.",
+            result.shape == right.shape,
+            f"{what}: {name!r} has the shape {tuple(result.shape)}; expected {tuple(right.shape)}.",
         )
-        worst = (given - right).abs().max().item() if right.numel() else 0.0
+        worst = (result - right).abs().max().item() if right.numel() else 0.0
         demand(worst <= tolerance, f"{what}: {name!r} is off by {worst:.3g} (tolerance {tolerance:.3g}).")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A regression whose samples are divided among shards.
+    """A regression problem whose samples are sharded.
 
     Args:
-        dtype: Format of samples and parameters.
-        device: Where samples are put.
-        num_shards: Number of parts of the global batch.
-        shard_index: The part of this rank.
+        dtype: Dtype of samples and parameters.
+        device: Device of the samples.
+        num_shards: Number of shards of the global batch.
+        shard_index: Index of this rank's shard.
     """
 
     dtype: torch.dtype
@@ -65,7 +65,7 @@ class Problem:
     shard_index: int
 
     def model(self, seed: int = 0) -> nn.Module:
-        """A new network on the CPU; the same for the same seed."""
+        """Return a new network on the CPU, the same for the same seed."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, TARGETS)).to(
@@ -73,14 +73,14 @@ class Problem:
             )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of all shards for one step, on the CPU."""
+        """Return inputs and targets of all shards for one step, on the CPU."""
         generator = torch.Generator().manual_seed(1000 + step)
         rows = ROWS * self.num_shards
         inputs = torch.randn(rows, FEATURES, generator=generator, dtype=self.dtype)
         return inputs, torch.randn(rows, TARGETS, generator=generator, dtype=self.dtype)
 
     def shard(self, step: int, index: int | None = None) -> tuple[Tensor, Tensor]:
-        """The part of a step's batch that belongs to a shard, this rank's by default, on the device."""
+        """Return a shard of a step's batch, this rank's by default, on the device."""
         start = ROWS * (self.shard_index if index is None else index)
         inputs, targets = self.batch(step)
         return inputs[start : start + ROWS].to(self.device), targets[start : start + ROWS].to(self.device)
@@ -91,7 +91,7 @@ class Problem:
         optimizer: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
         before_step: Callable[[nn.Module], Any] | None = None,
     ) -> nn.Module:
-        """Train the network of seed 0 on whole batches with plain PyTorch.
+        """Train the network of seed 0 on full batches with plain PyTorch.
 
         Args:
             steps: Number of optimizer steps.
@@ -110,16 +110,16 @@ class Problem:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The mean squared error of a model on a batch."""
+    """Return the mean squared error of a model on a batch."""
     inputs, targets = batch
     return nn.functional.mse_loss(model(inputs), targets)
 
 
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """Gradient descent without memory: a step shows the gradients."""
+    """Return an optimizer without state, whose steps show the gradients."""
     return torch.optim.SGD(parameters, lr=0.5)
 
 
 def adamw(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer with state."""
+    """Return an optimizer with state."""
     return torch.optim.AdamW(parameters, lr=0.02, weight_decay=0.1)

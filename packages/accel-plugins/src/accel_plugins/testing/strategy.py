@@ -207,7 +207,7 @@ def backward_passes_its_arguments_on(subject: StrategySubject) -> None:
 
 
 def gradients_can_be_divided_by_items(subject: StrategySubject) -> None:
-    """Gradients of summed losses, divided after they were brought together, are those of one big batch.
+    """Gradients of summed losses, divided after they were all-reduced, are those of one big batch.
 
     Every rank and micro-batch has another number of items; gradients come as the mean over the ranks.
     """

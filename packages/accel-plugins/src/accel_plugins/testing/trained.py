@@ -1,4 +1,4 @@
-"""A model in the hands of a strategy, as the checks see it."""
+"""A model prepared by a strategy, for the checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A model that was prepared by a strategy, with its optimizer."""
+    """A model prepared by a strategy, with its optimizer."""
 
     strategy: Strategy
     model: nn.Module
@@ -67,7 +67,7 @@ class Trained:
 def prepare(
     strategy: Strategy, model: nn.Module, make: Callable[[Sequence[nn.Parameter]], Optimizer]
 ) -> Trained:
-    """Let a strategy check and wrap a model together with its optimizer."""
+    """Check and wrap a model with its optimizer by a strategy."""
     bundle = Bundle(models=[model], optimizers=[make([*model.parameters()])])
     strategy.wrapper.check(bundle)
     bundle = strategy.wrapper.wrap(bundle)
@@ -75,19 +75,19 @@ def prepare(
 
 
 def accumulate(trained: Trained, batch: tuple[Tensor, Tensor], count: int) -> None:
-    """Run backward passes on the parts of a batch, of which the last one brings gradients together."""
-    parts = [*zip(*(tensor.chunk(count) for tensor in batch), strict=True)]
-    for number, (inputs, targets) in enumerate(parts, start=1):
+    """Run backward passes on the micro-batches of a batch; the last one all-reduces gradients."""
+    micro_batches = [*zip(*(tensor.chunk(count) for tensor in batch), strict=True)]
+    for number, (inputs, targets) in enumerate(micro_batches, start=1):
         trained.backward((inputs, targets), accumulation=count, sync=number == count)
 
 
 def gradients(model: nn.Module) -> dict[str, Any]:
-    """The whole gradients by parameter name; `None` where there is none."""
+    """Return the full gradients by parameter name; `None` for parameters without one."""
     return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
 
 
 def gradients_alone(problem: Problem) -> dict[str, Any]:
-    """What plain PyTorch finds on this rank's first shard."""
+    """Return the gradients of plain PyTorch on this rank's first shard."""
     model = problem.model()
     inputs, targets = problem.shard(0)
     loss_of(model, (inputs.cpu(), targets.cpu())).backward()
@@ -95,11 +95,11 @@ def gradients_alone(problem: Problem) -> dict[str, Any]:
 
 
 def are_full(found: Mapping[str, Any]) -> bool:
-    """Whether gradients can be looked at between passes; some strategies keep them elsewhere."""
+    """Return whether gradients are in `.grad` between passes; some strategies have them in buffers."""
     return all(gradient is not None for gradient in found.values())
 
 
 def full(tensor: Any) -> Any:
-    """The tensor itself, all of it where it is divided among ranks, on the CPU."""
+    """Return the full tensor on the CPU, gathered if it is a `DTensor`."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().cpu()

@@ -136,7 +136,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
             num_processes=sharding.num_shards,
             process_index=sharding.shard_index,
             split_batches=config.split_batches,
-            put_on_device=place and sharding.place_on_device,
+            put_on_device=place and sharding.put_on_device,
             rng_types=[*parts.rng_types],
             dispatch_batches=config.dispatch_batches,
             even_batches=config.even_batches,
