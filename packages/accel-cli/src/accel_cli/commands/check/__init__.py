@@ -1,1 +1,1 @@
-"""`accel check`: what a run on many devices would do, found out without any."""
+"""`accel check`: predict what a run on many devices does, without devices."""

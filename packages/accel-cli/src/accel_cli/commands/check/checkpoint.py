@@ -1,4 +1,4 @@
-"""What `save_state` would write: the files of one rank, with their sizes. Nothing is written."""
+"""List the files that `save_state` would write on one rank, with their sizes; write nothing."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ all ranks write parts in the strategy's own way."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharded:
-    """How a strategy that does not run here divides what it saves among the ranks.
+    """The sharding of checkpoints by a strategy whose own code does not run in the check.
 
     Args:
-        saved: In which form.
-        stage: What DeepSpeed divides, 0 to 3; None for FSDP.
+        saved: Form of the checkpoint.
+        stage: ZeRO stage, 0 to 3; None for FSDP.
         width: Bytes of an element of DeepSpeed's weights.
     """
 
@@ -45,12 +45,12 @@ class Sharded:
     width: int = MASTER
 
     def form(self) -> StateForm:
-        """What `save_state` would write."""
+        """Return the form that `save_state` would write."""
         return self.saved
 
 
 def files_of(run: Any, *, safe: bool) -> Iterator[tuple[str, int, int]]:
-    """Name the files that a rank would write, their bytes, and those of all ranks' parts together.
+    """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
 
     What is small counts nothing.
 
@@ -83,7 +83,7 @@ def _full(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int
 
 
 def _sharded(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
-    """The two kinds of folders, each with a file of this rank."""
+    """Yield this rank's files in the two kinds of sharded folders."""
     del safe
     for name, nbytes, state in _folders(run):
         mine = (
@@ -113,7 +113,7 @@ def _folders(run: Any) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]
 
 
 def _local(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
-    """FSDP's local state dicts (`accel_plugins.dcp.local`)."""
+    """Yield the files of FSDP's local state dicts (`accel_plugins.dcp.local`)."""
     del safe, estimated
     ranks, prepared = run.runtime.topology.world_size, run.prepared
     for index, model in enumerate(prepared.models):
@@ -132,7 +132,7 @@ _WRITERS: Mapping[StateForm, Callable[[Any, bool, bool], Iterator[tuple[str, int
 
 
 def _of_deepspeed(run: Any, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
-    """The files of engines (`accel_plugins.deepspeed.folder`)."""
+    """Yield the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
     rank, ranks = run.rank, run.runtime.topology.world_size
     for index, model in enumerate(run.prepared.models):
         elements = sum(one.numel() for one in model.parameters())
@@ -154,7 +154,7 @@ def _of_deepspeed(run: Any, stage: int, width: int) -> Iterator[tuple[str, int, 
 
 
 def full_nbytes(data: Any) -> int:
-    """Bytes of all tensors in nested data, each once; a divided one counts whole.
+    """Return the bytes of all tensors in nested data, each once; a sharded one counts in full.
 
     Args:
         data: As nested as it likes.
@@ -167,6 +167,6 @@ def full_nbytes(data: Any) -> int:
 
 
 def _state_nbytes(optimizer: Any) -> int:
-    """That of Adam, if it has not stepped yet."""
+    """Return the bytes of the optimizer's state; that of Adam before the first step."""
     known = full_nbytes([*optimizer.state.values()])
     return known or ADAM * sum(one.numel() for group in optimizer.param_groups for one in group["params"])

@@ -1,4 +1,4 @@
-"""Communication of one rank that is alone and behaves as if it were not: everybody else has what it has."""
+"""Collectives of a single process that acts as one rank: all other ranks have the same data."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 class AloneCollectives:
-    """The seam of communication, `accel_state.backends.base.Collectives`, with nobody at the other end.
+    """`accel_state.backends.base.Collectives` without other processes.
 
     Args:
-        recorder: Who is told.
-        rank: Index of this process.
-        world_size: How many there would be.
+        recorder: The recorder of collectives.
+        rank: Rank of this process.
+        world_size: World size of the checked run.
     """
 
     def __init__(self, recorder: CollectiveRecorder, rank: int, world_size: int) -> None:
@@ -33,55 +33,55 @@ class AloneCollectives:
 
     @property
     def chunk_bytes(self) -> int:
-        """Nothing travels."""
+        """No bytes are sent."""
         return 0
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """The same chunk from everybody."""
+        """Return the same chunk for every rank."""
         self._do("all_gather", meanwhile)
         return chunk.expand(self.world_size, -1)
 
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
     ) -> None:
-        """Leave `out` as it is."""
+        """Leave `out` unchanged."""
         del out, tensor
         self._do("all_gather", meanwhile)
 
     def broadcast(self, tensor: Tensor, src: int) -> None:
-        """Leave the tensor as it is."""
+        """Leave the tensor unchanged."""
         del tensor, src
         self._do("broadcast")
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
-        """Leave `out` as it is."""
+        """Leave `out` unchanged."""
         del out, parts, src
         self._do("scatter")
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Leave `out` as it is."""
+        """Leave `out` unchanged."""
         self.scatter(out, parts, src)
         return _nothing
 
     def all_reduce(
         self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
     ) -> None:
-        """Leave the tensor as it is."""
+        """Leave the tensor unchanged."""
         del tensor, op
         self._do("all_reduce", meanwhile)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The same object from everybody."""
+        """Return the same object for every rank."""
         self._do("all_gather_object")
         return [obj] * self.world_size
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        """Leave the objects as they are."""
+        """Leave the objects unchanged."""
         del objects, src
         self._do("broadcast_object_list")
 
     def barrier(self) -> None:
-        """Wait for nobody."""
+        """Return at once."""
         self._do("wait_for_everyone")
 
     def _do(self, kind: str, meanwhile: Callable[[], None] | None = None) -> None:
@@ -91,11 +91,11 @@ class AloneCollectives:
 
 
 def operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
-    """The operations on nested data, as `accel_ops.collect` and `accel_ops.pad` have them.
+    """Return replacements of the operations of `accel_ops.collect` and `accel_ops.pad`.
 
     Args:
-        recorder: Who is told.
-        world_size: How many ranks there would be.
+        recorder: The recorder of collectives.
+        world_size: World size of the checked run.
     """
 
     def gather(tensor: Any, *, same_shapes: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""`accel check`: try a script as some of many ranks, and tell what would go wrong."""
+"""`accel check`: run a script as selected ranks of a job, and report problems."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Findings:
     """What was found.
 
     Args:
-        records: What each rank did.
-        estimates: The memory of each rank, where that is known.
-        problems: A sentence for each thing that is wrong.
+        records: The records of the ranks.
+        estimates: The memory of each rank, if known.
+        problems: One sentence per problem.
     """
 
     records: tuple[Record, ...]
@@ -44,13 +44,13 @@ class Findings:
 
 
 def run(options: Namespace) -> int:
-    """Try a script, and show what was found.
+    """Check a script, and show the findings.
 
     Args:
-        options: What `accel_cli.commands.arguments.check` reads.
+        options: The arguments, parsed by `accel_cli.commands.arguments.check`.
 
     Returns:
-        0 if nothing is wrong, 1 otherwise.
+        0 if there is no problem, 1 otherwise.
 
     Raises:
         SettingsError: The script, the config or an argument cannot be used.
@@ -81,13 +81,13 @@ def run(options: Namespace) -> int:
 
 
 def find_problems(records: Sequence[Record], merged: Merged, world: int, memory: int | None) -> Findings:
-    """Draw conclusions.
+    """Find the problems in the records of ranks.
 
     Args:
-        records: What each rank did.
-        merged: The settings, and where they come from.
-        world: How many ranks there would be.
-        memory: Bytes of a device; None if nobody said.
+        records: The records of the ranks.
+        merged: The settings with their sources.
+        world: World size of the checked run.
+        memory: Bytes of a device; None if unknown.
     """
     estimates = {
         record.rank: estimate_of(record, world)
@@ -132,7 +132,7 @@ def _ranks(options: Namespace) -> tuple[int, ...]:
 
 
 def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that plays a rank: that of a worker, on the CPU.
+    """Return the environment of a process that runs as a rank: that of a worker, on the CPU.
 
     Args:
         merged: The settings.
@@ -145,11 +145,11 @@ def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dic
 
 
 def estimate_of(record: Record, world: int) -> Estimate:
-    """Say what a rank takes: what was counted, or where its strategy did not run, an estimate.
+    """Return the memory of a rank: as tracked, or an estimate if its strategy's code did not run.
 
     Args:
-        record: What it did, with models.
-        world: How many ranks there would be.
+        record: The rank's record, with models.
+        world: World size of the checked run.
     """
     if record.parts:
         shown = {"working": record.parts["working"]} if record.offloaded else record.parts
@@ -163,7 +163,7 @@ def estimate_of(record: Record, world: int) -> Estimate:
 
 
 def _title(record: Record) -> str:
-    """What divides the work: the strategy, and the axes that have several ranks."""
+    """Return the title of the strategy, with the axes of several ranks."""
     axes = " x ".join(f"{name} {size}" for name, size in record.axes.items() if size > 1)
     return f"{record.strategy}: {axes}" if axes else record.strategy
 
@@ -239,10 +239,10 @@ _BY_FORM: Mapping[str, str] = {
 
 
 def checkpoints(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Sum up what is saved: by file and line of the script, in which form, and how much.
+    """Summarise the checkpoints: by file and line of the script, with form and size.
 
     Args:
-        records: What the ranks did that were tried.
+        records: The records of the ranks.
     """
     found: dict[str, dict[str, Any]] = {}
     for record in records:

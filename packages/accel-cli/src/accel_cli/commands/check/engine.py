@@ -1,4 +1,4 @@
-"""What takes the place of DeepSpeed's engine: it completes the configuration, and casts the model."""
+"""Fake of DeepSpeed's engine: it fills the configuration, and casts the model."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeEngine:
-    """Refuses what the engine would refuse, and makes of a model what it would make, undivided.
+    """Fake of DeepSpeed's engine with its checks and its casts, without sharding.
 
     Args:
-        plugin: Says how the engine is made.
-        world_size: Among how many ranks.
-        accumulation: Micro-batches of a step.
-        split_batches: Whether a batch of a loader is divided among the ranks.
-        on_buckets: Is told the buckets, once they are known.
+        plugin: The active plugin.
+        world_size: World size of the checked run.
+        accumulation: Micro-batches per optimizer step.
+        split_batches: Whether a batch of a loader is split across ranks.
+        on_buckets: Called with the buckets once they are known.
     """
 
     plugin: DeepSpeedPlugin
@@ -52,14 +52,14 @@ class FakeEngine:
     on_buckets: Callable[[Buckets], None]
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what no engine can be made of, and a configuration that contradicts it."""
+        """Check that an engine can be built, and that the configuration does not contradict."""
         check_materialised(bundle)
         check_request(self.plugin.hf_ds_config, bundle, trains=False)
         if bundle.models:
             self._configuration(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Give models their precision, and let something real stand where the configuration is to decide."""
+        """Cast models to their precision, and replace placeholders by real objects."""
         if not bundle.models or evaluation:
             return bundle
         self.on_buckets(buckets_of(self._configuration(bundle)))
@@ -88,10 +88,10 @@ class FakeEngine:
 
 
 def buckets_of(configuration: dict[str, Any]) -> Buckets:
-    """What a configuration sets aside; what it does not say has its default.
+    """Return the buckets that a configuration allocates, with DeepSpeed's defaults.
 
     Args:
-        configuration: Complete.
+        configuration: The filled configuration.
 
     Example:
         >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce

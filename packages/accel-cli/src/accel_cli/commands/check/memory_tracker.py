@@ -1,4 +1,4 @@
-"""Counts what a rank holds while the real code of its strategy runs on tensors without values."""
+"""Track the memory of a rank while its strategy's code runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -33,19 +33,18 @@ _DEVICE = torch.ops.prim.device.default
 
 
 class Meter(TorchDispatchMode):
-    """Notes which storages are alive, and the moments at which a rank held most.
+    """Tracks the live storages of a rank, and the moments of its peaks.
 
-    Sharded parameters, gradients and states count with the part that the rank holds. As in
-    `torch.distributed._tools.mem_tracker`, which knows one device only: operations on DTensors are
-    seen as those on the parts that they become, and sizes follow `UntypedStorage.resize_`, by which FSDP
-    frees what it has gathered.
+    Sharded parameters, gradients and states count with the rank's shard. As in
+    `torch.distributed._tools.mem_tracker`, which supports one device only, operations on DTensors are seen as
+    those on their shards, and sizes follow `UntypedStorage.resize_`, by which FSDP frees gathered parameters.
 
     Args:
-        fakes: What makes tensors without values. DTensor may have its own beside it, which holds nothing.
+        fakes: The mode of fake tensors. DTensor may have another one, which allocates nothing.
 
     Attributes:
-        is_paused: Whether what comes into being takes no memory of the rank.
-        host: Most bytes of what was in main memory at a time: what was moved there, and all that comes of it.
+        is_paused: Whether new tensors take no memory of the rank.
+        host: Peak of host bytes: of tensors that were moved there, and of all computed from them.
     """
 
     def __init__(self, fakes: FakeTensorMode) -> None:
@@ -75,10 +74,10 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].device  # four of five questions are this one
+            return args[0].device  # four of five calls are this one
         if DTensor in types:
-            return NotImplemented  # it comes again with the parts
-        # Without values, waiting would make another tensor.
+            return NotImplemented  # it is dispatched again with the shards
+        # On fake tensors, waiting would create another tensor.
         result = args[0] if func is _WAIT else func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fakes and not self.is_paused:
             kind = self._kind
@@ -91,12 +90,12 @@ class Meter(TorchDispatchMode):
         return result
 
     def has_on_host(self, leaf: object) -> bool:
-        """Whether something is a tensor that was moved to main memory, or was computed from one there."""
+        """Return whether a value is a tensor that was moved to the host, or computed from one there."""
         return isinstance(leaf, Tensor) and self._alive.get(storage_key(leaf), ("",))[0] == "host"
 
     @contextlib.contextmanager
     def moving(self, *, to_host: bool) -> Generator[None]:
-        """Within it, what comes into being is in main memory, or not."""
+        """Place new tensors on the host within the block, or on the device."""
         before, self._kind = self._kind, "host" if to_host else "back"
         try:
             yield
@@ -104,7 +103,7 @@ class Meter(TorchDispatchMode):
             self._kind = before
 
     def add(self, model: nn.Module) -> None:
-        """Count a model that is prepared, and its gradients from now on."""
+        """Track a prepared model, and its gradients from now on."""
         self._models.append(model)
         self._mark([*model.parameters(), *model.buffers()], "parameters")
         for parameter in model.parameters():
@@ -113,13 +112,13 @@ class Meter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Generator[None]:
-        """Within it, an optimizer changes the weights; what it keeps is its state."""
+        """Attribute new tensors that stay to the optimizer's state within the block."""
         self._is_stepping = True
         try:
             yield
         finally:
             self._mark(_tensors_in(optimizer.state.values()), "optimizer")
-            for model in self._models:  # FSDP may have put them elsewhere when it first ran
+            for model in self._models:  # FSDP may have replaced them in its first forward pass
                 self._mark(model.parameters(), "parameters")
             self._state = self._bytes["optimizer"]
             self._update_peak()
@@ -127,10 +126,9 @@ class Meter(TorchDispatchMode):
 
     @property
     def parts(self) -> dict[str, int]:
-        """What the rank holds when it holds most, in bytes, by kind.
+        """Bytes at the rank's peak, by kind.
 
-        The state of an optimizer is there in every pass but the first, also where no step was seen: then it
-        is that of Adam.
+        The optimizer's state counts in every pass but the first; if no step was tracked, that of Adam.
         """
         state = self._state or ADAM * sum(
             local_part(one).numel()

@@ -1,4 +1,4 @@
-"""Lets an optimizer change what a rank has of divided tensors, which takes a fraction of the time."""
+"""Run an optimizer on local shards instead of DTensors, which takes a fraction of the time."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ ELEMENTWISE = frozenset(
 
 @contextlib.contextmanager
 def on_parts(optimizer: Optimizer) -> Generator[None]:
-    """Within it, the parameters of an optimizer are the parts that this rank has.
+    """Replace the parameters of an optimizer by this rank's local shards within the block.
 
-    `DTensor` looks for how each result is to be divided: for many tensors at once that takes most of a step.
-    Afterwards everything is as if the optimizer had changed the divided tensors.
+    `DTensor` propagates the sharding of each result, which takes most of a step of many tensors. Afterwards
+    the state is as if the optimizer had updated the DTensors.
 
     Args:
-        optimizer: Any; one that is not of `ELEMENTWISE` stays as it is.
+        optimizer: Any optimizer; one that is not of `ELEMENTWISE` is unchanged.
     """
     if type(optimizer) not in ELEMENTWISE:
         yield
@@ -80,7 +80,7 @@ def _local(value: Any) -> Any:
 
 
 def _like(value: Any, full: Any) -> Any:
-    """The divided tensor of which something is this rank's part, if it is as long as that of a parameter."""
+    """Return the DTensor of a local tensor, if its shape is that of a parameter's shard."""
     if not isinstance(value, Tensor) or value.shape != local_part(full).shape:
         return value
     meta = TensorMeta(full.shape, full.stride(), value.dtype)

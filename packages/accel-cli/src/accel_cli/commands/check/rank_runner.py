@@ -1,4 +1,4 @@
-"""Starts what plays the ranks, and reads what it has written down."""
+"""Start the processes that run as ranks, and read their records."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ as libraries of other systems do not outlive that."""
 
 
 def play(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int) -> list[Record]:
-    """Run the script as some ranks, each in a process of its own.
+    """Run the script as selected ranks, each in its own process.
 
     Args:
-        orders: What each is told; where they write is set here.
-        variables: The environment of their processes, but for their places.
+        orders: The order of each rank; their output files are set by this function.
+        variables: The environment of the processes, without the variables of the rank.
         timeout: Seconds for each.
     """
     at_once = os.cpu_count() or 1
@@ -43,7 +43,7 @@ def play(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int)
 
 
 def _run(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int, at_once: int) -> str:
-    """Run one process for all these ranks; return what is to be told of a rank that has written nothing."""
+    """Run one process for all ranks; return the reason for ranks without a record."""
     path = Path(orders[0].output).with_suffix(".orders")
     texts = [order.to_text() for order in orders]
     path.write_text(json.dumps({"orders": texts, "timeout": timeout, "at_once": at_once}), encoding="utf-8")
@@ -71,7 +71,7 @@ def _record(order: Order, saying: str) -> Record:
 
 
 def too_long(timeout: int) -> str:
-    """Why a rank has stopped that was not waited for any longer."""
+    """Return the reason of a rank that was stopped at the timeout."""
     return (
         f"it has not ended after {timeout} s (--timeout); values are made up, so that a loop that waits for"
         " one may never end"
@@ -79,11 +79,11 @@ def too_long(timeout: int) -> str:
 
 
 def ended(code: int, output: str) -> str:
-    """Why a rank has stopped whose process has ended without a record.
+    """Return the reason of a rank whose process has exited without a record.
 
     Args:
         code: Its exit code.
-        output: What it has written to its standard error.
+        output: Its standard error.
     """
     lines = output.strip().splitlines() or ["nothing was said"]
     return f"it ended with exit code {code}: {lines[-1]}"

@@ -1,4 +1,4 @@
-"""What `accel check` runs for each rank: the user's script, with tensors that have no values."""
+"""Run the user's script as one rank of `accel check`, on fake tensors."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _PAUSE = 0.05
 
 
 def main(order: Order) -> None:
-    """Play a rank, and write down what it did.
+    """Run as a rank, and write its record.
 
     Args:
-        order: What to do.
+        order: The rank's order.
     """
     dist.init_process_group("fake", rank=order.rank, world_size=order.world, store=FakeStore())
     recorder = CollectiveRecorder()
@@ -62,7 +62,7 @@ def main(order: Order) -> None:
 
 
 def _run(recorder: CollectiveRecorder, order: Order) -> str:
-    """Run the script; say why it ended before its end, if it did."""
+    """Run the script; return the reason if it stopped early."""
     sys.argv = [order.script, *order.arguments]
     sys.path.insert(0, str(Path(order.script).resolve().parent))
     try:
@@ -99,12 +99,12 @@ def _sizes(recorder: CollectiveRecorder) -> Sizes | None:
 
 
 def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
-    """Let a process of its own play each rank; all of them begin with what this one has imported.
+    """Fork one process for each rank, with the modules that this one has imported.
 
     Args:
-        orders: What they are told.
+        orders: The orders of the ranks.
         timeout: Seconds for each.
-        at_once: How many run at a time.
+        at_once: Number of processes that run at a time.
     """
     waiting, running = [*reversed(orders)], dict[int, tuple[Order, float]]()
     while waiting or running:
@@ -127,12 +127,12 @@ def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
 
 
 def import_often_needed(script: Path) -> None:
-    """Import what is slow, and the same for all ranks.
+    """Import slow modules that all ranks need.
 
     Args:
-        script: Its text tells what it needs.
+        script: The script, whose text names its modules.
     """
-    import_module("torch._dynamo")  # what makes tensors without values asks it for little
+    import_module("torch._dynamo")  # fake tensors need little of it
     if "transformers" in script.read_text("utf-8", "replace"):
         with contextlib.suppress(ImportError):
             import_module("transformers.modeling_utils")

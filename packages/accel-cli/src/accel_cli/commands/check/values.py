@@ -1,4 +1,4 @@
-"""Answers to questions for values that tensors do not have: numbers are one, masks select everything."""
+"""Values of fake tensors: numbers are one, masks select everything."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _STILL = frozenset(
 
 
 class MadeUpValues(TorchDispatchMode):
-    """Answers every question for the values of tensors that have none.
+    """Mode that returns values for fake tensors.
 
     Args:
-        saw: Is told the names of collectives that a script calls itself.
+        saw: Called with the names of collectives that a script calls itself.
     """
 
     def __init__(self, saw: Callable[[str], None]) -> None:
@@ -52,7 +52,7 @@ class MadeUpValues(TorchDispatchMode):
         if answer is not None and is_without_values(args[0]):
             return answer(*args, **(kwargs or {}))
         if DTensor in types:
-            return NotImplemented  # it comes again with this rank's part
+            return NotImplemented  # it is dispatched again with this rank's shard
         if func.namespace in _COMMUNICATION:
             name = func.__name__.partition(".")[0].strip("_")
             if name not in _LOCAL:
@@ -66,7 +66,7 @@ class MadeUpValues(TorchDispatchMode):
 
 
 def made_up(tensor: Any) -> bool | int | float:
-    """A value for a tensor that has none: one; where it tells what has gone wrong, no.
+    """Return a value for a fake tensor: one; False where it indicates an error.
 
     Example:
         >>> made_up(torch.zeros(1)), made_up(torch.zeros(1, dtype=torch.bool))
@@ -79,14 +79,14 @@ def made_up(tensor: Any) -> bool | int | float:
 
 
 def is_without_values(tensor: Any) -> bool:
-    """Whether a tensor has no values."""
+    """Return whether a tensor is fake."""
     return isinstance(tensor, FakeTensor)
 
 
 def _is_no(func: Any, args: tuple[Any, ...]) -> bool:
     if func in _NEVER:
         return is_without_values(args[0])
-    if func is _ATEN.ne.Tensor:  # how it is asked whether something is a number
+    if func is _ATEN.ne.Tensor:  # how a value is tested for being a number
         return args[0] is args[1]
     if func not in _STILL:
         return False
@@ -95,7 +95,7 @@ def _is_no(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _without_masks(indices: Any) -> list[Any]:
-    """Masks as the places that they select."""
+    """Replace masks by the indices that they select."""
     found: list[Any] = []
     for index in indices:
         if (

@@ -1,1 +1,1 @@
-"""`accel test`: does this machine train correctly with a config, and how fast does data move?"""
+"""`accel test`: check that this host trains correctly with a config, and measure transfers."""

@@ -1,4 +1,4 @@
-"""What to do about what a test found."""
+"""Advice about the findings of a test."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _SLOW_REDUCE = 2e9  # bytes per second on one machine; below what GPUs reach thr
 
 
 def advice(outcomes: Sequence[Outcome], reports: Sequence[Report], *, cores: int) -> list[str]:
-    """Say what to do.
+    """Return advice, one sentence per problem.
 
     Args:
         outcomes: The checks on all processes together.
-        reports: What each process found.
-        cores: The machine's CPU cores.
+        reports: The reports of the ranks.
+        cores: CPU cores of this host.
 
     Example:
         >>> advice([Outcome(name="data loader", state="failed")], [], cores=2)

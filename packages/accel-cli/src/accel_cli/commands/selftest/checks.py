@@ -1,4 +1,4 @@
-"""The checks, on all processes together: they communicate first and compare last, to stay in step."""
+"""The checks, on all ranks: they communicate first and compare last, to stay in step."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _FEATURES, _HIDDEN = 8, 48
 
 
 class DiffersError(AssertionError):
-    """A check found something else than it should have; all processes are still in step."""
+    """A check found a difference; all ranks are still in step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What checks work with.
+    """Context of the checks.
 
     Args:
-        accelerator: As the config makes it.
-        precision: The mixed precision that the config asks for.
+        accelerator: The `Accelerator` of the config.
+        precision: The config's mixed precision.
         folder: A folder that all processes share; each check may write there.
     """
 
@@ -45,13 +45,13 @@ class Session:
 
     @property
     def world_size(self) -> int:
-        """How many processes there are."""
+        """World size."""
         return self.accelerator.num_processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What a few steps came to.
+    """Result of a few steps.
 
     Args:
         losses: Of each backward pass, over all processes.
@@ -65,7 +65,7 @@ class Trained:
 
 
 def processes(session: Session) -> str:
-    """Every process is there once, with a device of its own."""
+    """Check that every rank exists once, with its own device."""
     accelerator = session.accelerator
     device = accelerator.device
     index = torch.tensor([accelerator.process_index], device=device)
@@ -79,7 +79,7 @@ def processes(session: Session) -> str:
 
 
 def collectives(session: Session) -> str:
-    """Gather, reduce, broadcast and pad give what arithmetic says, for nested and uneven data too."""
+    """Check gather, reduce, broadcast and pad against arithmetic, also with nested and uneven data."""
     rank, size, device = session.accelerator.process_index, session.world_size, session.accelerator.device
     mine: dict[str, Any] = {
         "a": torch.full((2,), float(rank), device=device),
@@ -107,7 +107,7 @@ def collectives(session: Session) -> str:
 
 
 def data_loader(session: Session) -> str:
-    """An epoch has every sample once, also where the last batches are uneven and the order is random."""
+    """Check that an epoch has every sample once, also with uneven last batches and shuffling."""
     accelerator = session.accelerator
     count = _ROWS * session.world_size * 3 + 1
     seen: list[list[int]] = []
@@ -122,7 +122,7 @@ def data_loader(session: Session) -> str:
 
 
 def training(session: Session) -> str:
-    """A few steps give the losses and the weights that plain PyTorch gives on one process."""
+    """Check losses and weights of a few steps against plain PyTorch on one process."""
     if _needs_transformers(session):
         return ""
     found = _train(session, precision="no")
@@ -135,7 +135,7 @@ def training(session: Session) -> str:
 
 
 def mixed_precision(session: Session) -> str:
-    """The config's precision trains, to about the same losses."""
+    """Check that training in the config's precision gives about the same losses."""
     if session.precision == "no" or _needs_transformers(session):
         return ""
     found = _train(session, precision=session.precision)
@@ -147,7 +147,7 @@ def mixed_precision(session: Session) -> str:
 
 
 def checkpoint(session: Session) -> str:
-    """A state that was saved and loaded goes on as it would have gone on."""
+    """Check that training resumes from a checkpoint as if it had not stopped."""
     if _needs_transformers(session):
         return ""
     accelerator = session.accelerator
@@ -185,7 +185,7 @@ class _Block(nn.Module):
 
 
 class _Net(nn.Module):
-    """Blocks, so that sharding has something to divide.
+    """A network of blocks, for sharding.
 
     Args:
         names: What the classes of its blocks are called: a config that names blocks of another model to be
@@ -221,7 +221,7 @@ def _needs_transformers(session: Session) -> bool:
 
 
 def _clipping(accelerator: Accelerator) -> float | None:
-    """The norm to which DeepSpeed clips gradients, whatever the loop says."""
+    """Return the norm to which DeepSpeed clips gradients, independent of the loop."""
     plugin = accelerator.deepspeed_plugin
     if plugin is None:
         return None
@@ -261,7 +261,7 @@ def _train(session: Session, *, precision: str) -> Trained:
     AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for such uses
     accelerator = Accelerator(mixed_precision=precision)
     model, optimizer, loader = _prepared(session, accelerator)
-    batch_size = loader.total_batch_size  # processes that share a model's layers share batches
+    batch_size = loader.total_batch_size  # tensor-parallel ranks share batches
     losses = _epoch(accelerator, model, optimizer, loader)
     weights = accelerator.get_state_dict(model)
     accelerator.free_memory()
@@ -269,7 +269,7 @@ def _train(session: Session, *, precision: str) -> Trained:
 
 
 def _train_plainly(session: Session, batch_size: int) -> Trained:
-    """The same with plain PyTorch on this process alone, on the CPU."""
+    """Train likewise with plain PyTorch in this process, on the CPU."""
     accelerator = session.accelerator
     model, every = _net(accelerator), accelerator.gradient_accumulation_steps
     clipping = _clipping(accelerator)

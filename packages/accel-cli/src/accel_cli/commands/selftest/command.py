@@ -1,4 +1,4 @@
-"""`accel test`: launch the checks as a script would be launched, wait, and tell what they found."""
+"""`accel test`: launch the checks like a script, wait, and report the results."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ WORKER = "accel_cli.commands.selftest.worker"
 
 
 def run(options: Namespace) -> int:
-    """Run the checks and show what they found.
+    """Run the checks and show the results.
 
     Args:
-        options: What `accel_cli.commands.arguments.selftest` reads.
+        options: The arguments, parsed by `accel_cli.commands.arguments.selftest`.
 
     Returns:
         0 if all passed, 1 if one failed, 2 if nothing could be started.
@@ -58,7 +58,7 @@ def run(options: Namespace) -> int:
 
 
 def launch_line(options: Namespace, folder: Path) -> list[str]:
-    """Say the command line that runs the checks: `accel launch`, with the same flags.
+    """Return the command line that runs the checks: `accel launch`, with the same flags.
 
     Args:
         options: The flags.
@@ -82,7 +82,7 @@ def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
         limit: Seconds.
 
     Returns:
-        Its exit code, and what it wrote, of both streams.
+        The exit code, and the output of both streams.
     """
     with tempfile.TemporaryFile() as output:
         with subprocess.Popen(
@@ -101,7 +101,7 @@ def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """Read what the processes wrote, by rank.
+    """Read the reports of the processes, by rank.
 
     Args:
         folder: Where they did.

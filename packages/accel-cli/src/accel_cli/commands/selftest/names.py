@@ -1,4 +1,4 @@
-"""What the checks are called, in their order; known without torch."""
+"""Names of the checks, in their order; imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a test found, brought together: which checks passed, and which did not."""
+"""Combine the reports of all ranks of a test: which checks passed, and which failed."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How a check went, on one process or on all.
+    """Outcome of a check, on one rank or on all.
 
     Args:
         name: The check.
-        state: `"passed"`, `"failed"`, `"skipped"`, or `"running"` while nobody knows.
+        state: `"passed"`, `"failed"`, `"skipped"`, or `"running"`.
         detail: What was found.
         seconds: How long it took.
     """
@@ -30,12 +30,12 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one process found.
+    """Report of one rank.
 
     Args:
-        rank: Which process it was.
-        world_size: Of how many.
-        facts: Its device and surroundings.
+        rank: The rank.
+        world_size: World size.
+        facts: Its device and host.
         outcomes: Its checks so far, in order.
         speeds: Bytes per second, by what was moved.
     """
@@ -48,7 +48,7 @@ class Report:
 
 
 def combine(reports: Sequence[Report], names: Sequence[str]) -> tuple[Outcome, ...]:
-    """Say how each check went on all processes together.
+    """Combine the outcomes of each check over all ranks.
 
     Args:
         reports: What those processes found that could still write it down.

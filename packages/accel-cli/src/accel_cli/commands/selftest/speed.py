@@ -1,4 +1,4 @@
-"""How fast data moves: between processes, and between a process and its device."""
+"""Measure transfer speeds: between ranks, and between host and device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _COPIED = 256 << 20
 
 
 def speeds() -> dict[str, float]:
-    """Measure on all processes at once.
+    """Measure on all ranks at once.
 
     Returns:
         Bytes per second. That of all-reduce is the bus bandwidth, 2 (n-1)/n times the bytes of the tensor
@@ -50,7 +50,7 @@ def speeds() -> dict[str, float]:
 
 
 def _median(action: Callable[[], object], device: torch.device) -> float:
-    """Seconds that an action takes; the first time does not count."""
+    """Return the median seconds of an action, without the first run."""
     times: list[float] = []
     for _ in range(_ROUNDS + 1):
         synchronize(device)

@@ -1,4 +1,4 @@
-"""What every process of `accel test` runs: the checks in turn, and a report that grows with them."""
+"""Run the checks of `accel test` one after the other, and update this rank's report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def main(folder: Path) -> int:
     """Run all checks.
 
     Args:
-        folder: Where to write `rank<rank>.json`; all processes of a machine share it.
+        folder: Folder of `rank<rank>.json`; all ranks of a node share it.
 
     Returns:
         0 if all passed.
@@ -61,7 +61,7 @@ def main(folder: Path) -> int:
 
 
 def _outcome(name: str, session: Session) -> tuple[Outcome, bool]:
-    """How a check goes, and whether this process is where the others expect it."""
+    """Run a check; return its outcome and whether this rank is in step with the others."""
     start = time.perf_counter()
     try:
         detail, state, in_step = CHECKS[name](session), PASSED, True
@@ -83,7 +83,7 @@ def _with(report: Report, outcome: Outcome) -> Report:
 
 
 def _accelerators() -> str:
-    """The accelerators of this machine, whether they are used or not; empty if there are none."""
+    """Return the accelerators of this host, used or not; empty if there are none."""
     if not torch.accelerator.is_available():
         return ""
     return f"{torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
