@@ -203,6 +203,7 @@ def fork_store() -> tuple[int, str]:
     seen, told = os.pipe()
     pid = os.fork()
     if not pid:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         os.write(told, str(store.port).encode())
         signal.pause()
@@ -214,6 +215,7 @@ def fork_store() -> tuple[int, str]:
 
 def become_rank(rank: int, port: str, output: Path) -> None:
     """Take over the environment of a rank, and write into a file of its own."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port, TORCHELASTIC_USE_AGENT_STORE="True",
@@ -246,7 +248,7 @@ def storm(options: argparse.Namespace, folder: Path, figures: Figures) -> bool:
             for pid in {*job.pids} - {*job.codes}:
                 if (status := os.waitpid(pid, os.WNOHANG))[0]:
                     job.codes[pid] = os.waitstatus_to_exitcode(status[1])
-            late = min(deadline, job.started + options.job_limit) < time.monotonic()
+            late = job.started + options.job_limit < time.monotonic()
             if late or len(job.codes) == RANKS:
                 job.end(figures, late=late and len(job.codes) < RANKS)
                 running.remove(job)
@@ -269,7 +271,7 @@ def launched(options: argparse.Namespace, launcher: str, who: str, kind: str, fi
             )
             for _ in range(min(options.at_once, options.launched - figures.jobs))
         ]
-        until = min(deadline, time.monotonic() + options.job_limit)
+        until = time.monotonic() + options.job_limit
         for process in running:
             late = False
             try:
@@ -343,7 +345,9 @@ def main() -> None:
     parser.add_argument("--who", nargs="+", default=[*WHO], choices=[*WHO])
     parser.add_argument("--kind", nargs="+", default=["ddp", "fsdp2", "tp"], choices=["ddp", "fsdp2", "tp"])
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
-    parser.add_argument("--limit", type=float, default=600.0, help="seconds for the jobs of a kind")
+    parser.add_argument(
+        "--limit", type=float, default=600.0, help="seconds in which jobs of a kind are started"
+    )
     parser.add_argument("--job-limit", type=float, default=120.0, help="seconds after which a job is killed")
     parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy each")
     parser.add_argument("--slow-threads", action="store_true")
@@ -363,6 +367,7 @@ def run_storms(options: argparse.Namespace) -> tuple[str, str] | None:
     """
     parent, folder, load = os.getpid(), Path(tempfile.mkdtemp()), [*hogs(options.load)]
     totals: dict[str, Figures] = {}
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         return storms(options, folder, totals)
     finally:
