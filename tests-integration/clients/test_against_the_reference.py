@@ -58,7 +58,6 @@ TWO_RANKS = (
     "trainer:iterable",
     "trainer:fsdp2",
     "adapters:lora",
-    "diffusion:training",
 )
 ON_ONE_SIDE = {"trainer:fsdp2": ("files",)}
 """What is not compared: on the CPU the reference shards nothing, and has no files of FSDP."""
