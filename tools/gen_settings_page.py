@@ -51,14 +51,14 @@ def entry(option: Option) -> str:
     default = value_at(Settings(), option.path)
     ways = [
         *(f"flag `{flag}`" for flag in option.flags),
-        *(f"flag `{flag}` (for `{const}`)" for flag, const in option.more_flags),
+        *(f"flag `{flag}` (for `{const}`)" for flag, const in option.flag_aliases),
         *([f"variable `{option.variable}`"] if option.variable else []),
         *([f"file key `{option.key}`"] if option.key else []),
     ]
     choices = f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
     said = "none" if default in (None, ()) else f"`{default}`"
-    handed = f" `accel launch` hands over `{option.launched}`." if option.launched else ""
-    asked = "" if option.unasked is None else f" Not asked by `accel config`: {lower(option.unasked)}"
+    handed = f" `accel launch` hands over `{option.launch_default}`." if option.launch_default else ""
+    asked = "" if option.skip_reason is None else f" Not asked by `accel config`: {lower(option.skip_reason)}"
     text = f"- `{option.path}`: {option.help}{choices} Default: {said}.{handed}{asked}"
     return f"{text}\n  {'; '.join(ways)}.\n"
 

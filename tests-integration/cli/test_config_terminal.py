@@ -182,11 +182,11 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(environ, tmp_path):
     terminal.send(ENTER)
     terminal.expect_exact("On what do the processes compute?")
     terminal.send(DOWN * 2 + ENTER)
-    terminal.expect_exact("How many machines take part?")
+    terminal.expect_exact("How many nodes (machines)?")
     terminal.send(CLEAR + "none" + ENTER)
     terminal.expect_exact("expected a whole number of at least 1")
     terminal.send(CLEAR + "1" + ENTER)
-    terminal.expect_exact("How many processes, on all machines together?")
+    terminal.expect_exact("How many processes on all nodes? (world size)")
     terminal.close()
 
 

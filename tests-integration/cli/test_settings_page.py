@@ -15,10 +15,10 @@ ENTRIES = {entry.partition("`:")[0]: entry for entry in PAGE.read_text().split("
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.path)
 def test_the_page_of_settings_has_every_way_to_give_one(option):
     entry = ENTRIES[option.path]
-    ways = [*option.flags, *(flag for flag, _ in option.more_flags), option.variable, option.key]
+    ways = [*option.flags, *(flag for flag, _ in option.flag_aliases), option.variable, option.key]
     assert [way for way in ways if way and f"`{way}`" not in entry] == []
     assert option.help in entry
-    assert (option.unasked is not None) == ("Not asked by `accel config`" in entry)
+    assert (option.skip_reason is not None) == ("Not asked by `accel config`" in entry)
 
 
 def test_the_page_of_settings_has_nothing_else():

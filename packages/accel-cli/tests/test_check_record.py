@@ -8,7 +8,7 @@ from accel_cli.commands.check.command import find_problems, worker_environ_of_ch
 from accel_cli.commands.check.trace import Event, File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Moment, Sizes
 from accel_cli.main import main
-from accel_state.settings import Given, Layer, combine
+from accel_state.settings import Layer, SourcedValue, combine
 
 GATHER = Event(kind="gather", where="train.py:3")
 SAVE = Event(kind="save_state", where="train.py:9")
@@ -75,7 +75,11 @@ def test_a_rank_that_needs_too_much_is_named():
 
 def test_another_number_of_processes_in_the_config_is_told():
     merged = combine(
-        {"launch.num_processes": Given(value=4, layer=Layer.FILE, origin="key num_processes of c.yaml")}
+        {
+            "launch.num_processes": SourcedValue(
+                value=4, layer=Layer.FILE, origin="key num_processes of c.yaml"
+            )
+        }
     )
     assert find_problems([Record(rank=0)], merged, 8, None).problems == (
         "key num_processes of c.yaml is 4, but --world is 8.",
@@ -84,7 +88,7 @@ def test_another_number_of_processes_in_the_config_is_told():
 
 def test_a_player_is_on_the_cpu_and_knows_its_place():
     order = Order(script="a.py", arguments=(), rank=9, world=16, local_world=8, batches=2, output="o")
-    merged = combine({"precision.mixed_precision": Given(value="bf16", layer=Layer.FILE, origin="")})
+    merged = combine({"precision.mixed_precision": SourcedValue(value="bf16", layer=Layer.FILE, origin="")})
     environ = {**worker_environ_of_check(merged, {"HOME": "/root"}), **order.environment}
     wanted = {
         "HOME": "/root", "RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8",

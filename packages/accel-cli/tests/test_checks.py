@@ -10,14 +10,14 @@ from accel_cli.launch.args import FLAGS, help_text, read_arguments
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_state.errors import AccelError, SettingsError
-from accel_state.settings import OPTIONS, combine, from_environ, parse_environ, parse_file, weigh
+from accel_state.settings import OPTIONS, combine, from_environ, merge_sources, parse_environ, parse_file
 from accel_state.settings.file import to_content
 from accel_state.settings.options import BY_KEY, BY_VARIABLE
 
 
 def plan(*line, environ=None, file=None, gpus=4):
     read = read_arguments([*line, "train.py"])
-    merged = weigh(read.given, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
+    merged = merge_sources(read.given, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8))
 
 
@@ -107,9 +107,9 @@ def test_every_setting_is_in_the_parser_the_file_the_environment_the_questions_a
     assert {*option.flags} <= {*FLAGS}
     assert option.key is None or BY_KEY[option.key] is option
     assert option.variable is None or BY_VARIABLE[option.variable] is option
-    assert option.question or option.unasked
+    assert option.question or option.skip_reason
     text = help_text()
-    for flag in (*option.flags, *(name for name, _ in option.more_flags)):
+    for flag in (*option.flags, *(name for name, _ in option.flag_aliases)):
         assert f"{flag}" in text
     if option.flags:
         assert option.variable is None or f"[{option.variable}" in text
@@ -133,7 +133,7 @@ def read_back(content, key):
 
 def some_value(option):
     """A value that a file could have, other than the default."""
-    if option.shape == "table":
+    if option.kind == "table":
         return {"a": 1}
     for text in [*option.choices[::-1], "true", "7", "0.5", "false,true,false", "word"]:
         with contextlib.suppress(ValueError):

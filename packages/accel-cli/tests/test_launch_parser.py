@@ -19,7 +19,7 @@ WORDS = {"word": "1", "list": "a=1", "table": '{"a": 1}'}
 
 
 def value_for(option):
-    return option.choices[-1] if option.choices else WORDS[option.shape]
+    return option.choices[-1] if option.choices else WORDS[option.kind]
 
 
 def lines():

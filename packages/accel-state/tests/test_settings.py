@@ -14,11 +14,11 @@ from accel_state.settings.engines import DeepSpeedSettings, Fp8Settings, FsdpSet
 from accel_state.settings.environ import from_environ, parse_environ, to_environ, worker_environ
 from accel_state.settings.file import default_config_file, parse_file, to_content
 from accel_state.settings.legacy import translate
-from accel_state.settings.merge import Given, Layer, combine
+from accel_state.settings.merge import Layer, SourcedValue, combine
 from accel_state.settings.model import (
-    BY_CONTENT,
     ENGINES,
-    SWITCHED,
+    IMPLICIT_SECTIONS,
+    OPTIONAL_SECTIONS,
     DynamoSettings,
     LaunchSettings,
     PrecisionSettings,
@@ -36,14 +36,14 @@ texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)
 def readable(option):
     """Values that a row reads: of each choice, or of each of these words that it accepts."""
     found = []
-    for word in ['{"a": 1}'] if option.shape == "table" else option.choices or WORDS:
+    for word in ['{"a": 1}'] if option.kind == "table" else option.choices or WORDS:
         with contextlib.suppress(ValueError):
             found.append(option.parse(word))
     plain = st.sampled_from([value for value in found if value is not None])
     return plain | texts if option.parse is str else plain
 
 
-READABLE = {option.path: readable(option) for option in OPTIONS if option.path not in SWITCHED}
+READABLE = {option.path: readable(option) for option in OPTIONS if option.path not in OPTIONAL_SECTIONS}
 
 
 @st.composite
@@ -51,8 +51,8 @@ def settings_of(draw, rows):
     """Settings as somebody may have given them in these rows, with one engine at most."""
     paths = [path for path in READABLE if path in rows and path != "launch.distributed_type"]
     given = {
-        path: Given(
-            value=(value,) if BY_PATH[path].shape == "list" else value,
+        path: SourcedValue(
+            value=(value,) if BY_PATH[path].kind == "list" else value,
             layer=Layer.ARGUMENT,
             origin="argument",
         )
@@ -60,7 +60,7 @@ def settings_of(draw, rows):
         for value in [draw(READABLE[path])]
     }
     for switch in draw(st.sets(st.sampled_from([draw(st.sampled_from(ENGINES)), "parallelism"]))):
-        given[switch] = Given(value=True, layer=Layer.ARGUMENT, origin="argument")
+        given[switch] = SourcedValue(value=True, layer=Layer.ARGUMENT, origin="argument")
     return combine(given).settings
 
 
@@ -90,20 +90,20 @@ def test_a_worker_keeps_every_other_variable(settings):
 
 
 RECORDS = {field.name: getattr(Settings(), field.name) for field in fields(Settings)} | {
-    name: kind() for name, kind in {**SWITCHED, **BY_CONTENT}.items()
+    name: kind() for name, kind in {**OPTIONAL_SECTIONS, **IMPLICIT_SECTIONS}.items()
 }
 
 
 def test_every_field_has_exactly_one_row_and_every_row_a_field():
     known = [path for name, section in RECORDS.items() for path in paths(section, f"{name}.")]
-    assert sorted(option.path for option in OPTIONS) == sorted([*known, *SWITCHED])
+    assert sorted(option.path for option in OPTIONS) == sorted([*known, *OPTIONAL_SECTIONS])
 
 
 def test_every_row_can_be_set_somewhere_and_no_name_is_used_twice():
     for names in (
         [o.variable for o in OPTIONS],
-        [key for o in OPTIONS for key in (o.key, *o.more_keys)],
-        [f for o in OPTIONS for f in (*o.flags, *(name for name, _ in o.more_flags))],
+        [key for o in OPTIONS for key in (o.key, *o.key_aliases)],
+        [f for o in OPTIONS for f in (*o.flags, *(name for name, _ in o.flag_aliases))],
     ):
         used = [name for name in names if name is not None]
         assert len(used) == len(set(used))
@@ -117,7 +117,7 @@ def test_every_worker_setting_can_be_handed_over():
 
 
 def test_every_row_is_asked_or_says_why_not():
-    assert [option.path for option in OPTIONS if bool(option.question) == bool(option.unasked)] == []
+    assert [option.path for option in OPTIONS if bool(option.question) == bool(option.skip_reason)] == []
 
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.path)
@@ -129,8 +129,8 @@ def test_a_question_depends_on_settings_that_exist_and_come_before_it(option):
         asked.append(path)
         return value_at(Settings(), path)
 
-    if option.when is not None:
-        option.when(answers)
+    if option.ask_if is not None:
+        option.ask_if(answers)
     assert set(asked) <= {*(other.path for other in OPTIONS)}
     assert [path for path in asked if path not in before] == LATE.get(option.path, [])
 
@@ -140,7 +140,9 @@ LATE = {}
 
 
 def test_what_a_launcher_hands_over_can_be_read():
-    assert {option.path: option.parse(option.launched) for option in OPTIONS if option.launched} == {
+    assert {
+        option.path: option.parse(option.launch_default) for option in OPTIONS if option.launch_default
+    } == {
         "fsdp.fsdp_version": 1,
         "fsdp.min_num_params": 100_000_000,
         "fsdp.use_orig_params": True,
@@ -198,9 +200,11 @@ def test_of_two_engines_the_stronger_source_decides():
     assert combine(file).settings.fsdp == FsdpSettings(fsdp_version=2)
     both = combine(file, parse_environ({"ACCELERATE_USE_DEEPSPEED": "true"})).settings
     assert (both.fsdp, both.deepspeed) == (None, DeepSpeedSettings())
-    plain = {"launch.distributed_type": Given(value="MULTI_GPU", layer=Layer.ARGUMENT, origin="--multi_gpu")}
+    plain = {
+        "launch.distributed_type": SourcedValue(value="MULTI_GPU", layer=Layer.ARGUMENT, origin="--multi_gpu")
+    }
     assert combine(file, plain).settings.fsdp is None
-    off = {"fsdp": Given(value=False, layer=Layer.ARGUMENT, origin="--no_use_fsdp")}
+    off = {"fsdp": SourcedValue(value=False, layer=Layer.ARGUMENT, origin="--no_use_fsdp")}
     assert combine(file, off).settings.fsdp is None
 
 
@@ -223,7 +227,7 @@ def test_argument_beats_environment_beats_file_beats_default_in_whatever_order_t
     path = "training.gradient_accumulation_steps"
     speaking = speaking - {Layer.DEFAULT}
     sources = [
-        {path: Given(value=int(y) + 2, layer=y, origin=y.name)} if y in speaking else {} for y in order
+        {path: SourcedValue(value=int(y) + 2, layer=y, origin=y.name)} if y in speaking else {} for y in order
     ]
     merged = combine(*sources)
     winner = min(speaking, default=Layer.DEFAULT)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accel_state.errors import SettingsError
 from accel_state.regular_file import CONFIG_LIMIT, parse_json, read_regular
-from accel_state.settings import Given, default_config_file, parse_file
+from accel_state.settings import SourcedValue, default_config_file, parse_file
 from accel_state.settings.legacy import translate
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ class ConfigFile:
 
     path: Path | None = None
     content: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    given: dict[str, Given] = field(default_factory=dict[str, Given])
+    given: dict[str, SourcedValue] = field(default_factory=dict[str, SourcedValue])
     notes: tuple[str, ...] = ()
 
 
-def settings_from_config(named: str | None, environ: Mapping[str, str]) -> dict[str, Given]:
+def settings_from_config(named: str | None, environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Read the settings of the config file that applies, as `read_config` does.
 
     Args:

@@ -142,7 +142,7 @@ def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, 
     merged = combine(parse_environ(environ), settings_from_config(config_file, environ))
     return {
         path: f"{redact(path, str(given.value))} ({given.origin})"
-        for path, given in sorted(merged.given.items())
+        for path, given in sorted(merged.sourced.items())
     }
 
 

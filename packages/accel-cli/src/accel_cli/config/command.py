@@ -103,7 +103,7 @@ def summary(settings: Settings) -> list[Table]:
     Args:
         settings: The settings of the answers.
     """
-    given = combine(parse_file(to_content(settings), "")).given
+    given = combine(parse_file(to_content(settings), "")).sourced
     rows = [
         (option.key or "", as_text(given[option.path].value))
         for option in OPTIONS

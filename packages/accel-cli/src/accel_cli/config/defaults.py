@@ -68,7 +68,7 @@ def suggestion(option: Option, found: HostInfo, answers: Answers) -> str:
     """
     if option.path in _SUGGESTIONS:
         return _SUGGESTIONS[option.path](found, answers)
-    value = option.launched or value_at(Settings(), option.path)
+    value = option.launch_default or value_at(Settings(), option.path)
     return "" if value is None else as_text(value)
 
 

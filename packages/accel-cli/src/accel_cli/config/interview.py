@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal, Protocol
 
 from accel_cli.config.defaults import CHOICE_TITLES, choices, suggestion
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, Layer, Option, Settings, combine
+from accel_state.settings import OPTIONS, Layer, Option, Settings, SourcedValue, combine
 from accel_state.settings.merge import parse
 from accel_state.settings.model import value_at
-from accel_state.settings.parsing import flag, words
+from accel_state.settings.parsing import boolean, comma_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,14 +57,14 @@ def interview(ask: Prompter, found: HostInfo) -> Settings:
     Returns:
         The settings of the answers.
     """
-    given: dict[str, Given] = {}
+    given: dict[str, SourcedValue] = {}
     for option in OPTIONS:
         settings = combine(given).settings
 
         def answers(path: str, settings: Settings = settings) -> object:
             return value_at(settings, path)
 
-        if option.question is None or not (option.when is None or option.when(answers)):
+        if option.question is None or not (option.ask_if is None or option.ask_if(answers)):
             continue
         answer = read_answer(option, ask(question_about(option, found, answers)))
         if answer is not None:
@@ -85,22 +85,22 @@ def question_about(option: Option, found: HostInfo, answers: Callable[[str], obj
     return Question(
         path=option.path,
         message=option.question or "",
-        kind="choice" if offered else "yes or no" if option.parse is flag else "text",
+        kind="choice" if offered else "yes or no" if option.parse is boolean else "text",
         choices=tuple((choice, titles.get(choice, choice)) for choice in offered),
-        default=suggestion(option, found, answers) or ("false" if option.parse is flag else ""),
+        default=suggestion(option, found, answers) or ("false" if option.parse is boolean else ""),
         find_problem=lambda text: _problem(option, text),
     )
 
 
-def read_answer(option: Option, text: str) -> Given | None:
+def read_answer(option: Option, text: str) -> SourcedValue | None:
     """Parse an answer; None if it is empty.
 
     Raises:
         SettingsError: The answer is not valid.
     """
-    if option.shape == "list":
-        found = words(text)
-        return Given(value=found, layer=Layer.ARGUMENT, origin="answer") if found else None
+    if option.kind == "list":
+        found = comma_list(text)
+        return SourcedValue(value=found, layer=Layer.ARGUMENT, origin="answer") if found else None
     return parse(option, text.strip(), Layer.ARGUMENT, "answer")
 
 

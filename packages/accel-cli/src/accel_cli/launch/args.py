@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, Layer, Option, Problems
-from accel_state.settings.file import USUAL_PLACE, joined
+from accel_state.settings import OPTIONS, ErrorCollector, Layer, Option, SourcedValue
+from accel_state.settings.file import DEFAULT_PATH_HELP, concat
 from accel_state.settings.merge import parse
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Arguments:
         script_arguments: What follows it, untouched.
     """
 
-    given: Mapping[str, Given]
+    given: Mapping[str, SourcedValue]
     config_file: str | None = None
     explain: bool = False
     script: str | None
@@ -55,7 +55,7 @@ def _flags() -> dict[str, _Flag]:
         if option.const == "true" and (option.key or not option.name):
             flags |= {f"--no_{name[2:]}": _Flag(option=option, const="false") for name in option.flags}
         flags |= {name: _Flag(option=option, const=option.const) for name in option.flags}
-        flags |= {name: _Flag(option=option, const=const) for name, const in option.more_flags}
+        flags |= {name: _Flag(option=option, const=const) for name, const in option.flag_aliases}
     return flags
 
 
@@ -79,10 +79,10 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         >>> read.given["launch.num_processes"].value, read.script, read.script_arguments
         (2, 'train.py', ('--num-processes', '3'))
     """
-    given: dict[str, Given] = {}
+    given: dict[str, SourcedValue] = {}
     others: dict[str, str] = {}
     rest = list(arguments)
-    problems = Problems()
+    problems = ErrorCollector()
     while rest and rest[0].startswith("-") and rest[0] != "-":
         word = rest.pop(0)
         if word == "--":
@@ -97,7 +97,7 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
                 f"argument {name} is unknown{hint} Flags of the script come after the script."
             )
             if not near:
-                problems.tell()
+                problems.raise_if_any()
             elif FLAGS[near[0]].const is None and text is None:
                 del rest[:1]
             continue
@@ -107,10 +107,10 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
             if flag.option is None:
                 others[key] = text
             elif (value := parse(flag.option, text, Layer.ARGUMENT, f"argument {name}")) is not None:
-                given[flag.option.path] = joined(given.get(flag.option.path), value)
+                given[flag.option.path] = concat(given.get(flag.option.path), value)
     if not rest and not problems.found:
         raise SettingsError(f"no script to run.\n{USAGE}")
-    problems.tell()
+    problems.raise_if_any()
     return Arguments(
         given=given,
         config_file=others.get(_CONFIG_FILE),
@@ -147,7 +147,7 @@ def help_text() -> str:
     """What `accel launch --help` tells."""
     sections: dict[str, list[str]] = {
         "the command": [
-            _entry(f"{_CONFIG_FILE} FILE", f"Settings in YAML or JSON; by default {USUAL_PLACE}."),
+            _entry(f"{_CONFIG_FILE} FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),
             _entry(_EXPLAIN, "Tell where each setting comes from and what would be run, and run nothing."),
         ]
     }
@@ -169,7 +169,7 @@ HELP = textwrap.wrap(
 
 
 def _spelled(option: Option) -> str:
-    names = ", ".join((*option.flags, *(name for name, _ in option.more_flags)))
+    names = ", ".join((*option.flags, *(name for name, _ in option.flag_aliases)))
     if option.const is not None:
         return names
     few = 0 < len(option.choices) < 5
@@ -180,8 +180,8 @@ def _details(option: Option) -> str:
     choices = (
         f" One of {', '.join(option.choices)}." if len(option.choices) > 4 and option.const is None else ""
     )
-    default = f" With --use_{option.section}: {option.launched}." if option.launched else ""
-    return f"{option.help}{choices}{default} {option.places}".rstrip()
+    default = f" With --use_{option.section}: {option.launch_default}." if option.launch_default else ""
+    return f"{option.help}{choices}{default} {option.sources_help}".rstrip()
 
 
 def _entry(names: str, text: str) -> str:

@@ -227,7 +227,7 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
             continue
         names = [
             given.origin
-            for path, given in facts.merged.given.items()
+            for path, given in facts.merged.sourced.items()
             if path.startswith(f"{section}.") and given.layer is Layer.ARGUMENT
         ]
         if names:
@@ -285,7 +285,7 @@ def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
 def _precision_has_no_recipe(facts: Facts) -> Iterator[str]:
     given = [
         one.origin
-        for path, one in facts.merged.given.items()
+        for path, one in facts.merged.sourced.items()
         if path.startswith("fp8.") and one.layer is Layer.ARGUMENT
     ]
     if given and facts.settings.precision.mixed_precision != "fp8":

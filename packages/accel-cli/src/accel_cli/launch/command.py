@@ -20,7 +20,7 @@ from accel_cli.launch.slurm import parse_slurm
 from accel_cli.output import show
 from accel_cli.text_file import text_lines
 from accel_state.environ import read
-from accel_state.settings import Given, Problems, parse_environ, weigh
+from accel_state.settings import ErrorCollector, SourcedValue, merge_sources, parse_environ
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -68,13 +68,13 @@ def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     """
     assert line.script is not None  # noqa: S101 - for ourselves
     environ = read()
-    problems, outside, file = Problems(), dict[str, Given](), ConfigFile()
+    problems, outside, file = ErrorCollector(), dict[str, SourcedValue](), ConfigFile()
     with problems:
         outside = parse_environ(environ)
     with problems:
         file = read_config(line.config_file, environ)
-    problems.tell()
-    merged = weigh(line.given, outside, parse_slurm(environ), file.given)
+    problems.raise_if_any()
+    merged = merge_sources(line.given, outside, parse_slurm(environ), file.given)
     machine = probe_host(merged.settings, environ)
     return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
 

@@ -16,9 +16,17 @@ from accel_cli.launch.launchers import LAUNCHERS
 from accel_cli.launch.plan import LaunchPlan, make_plan
 from accel_state.environ import read
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, Layer, Problems, parse_environ, parse_file, weigh
+from accel_state.settings import (
+    OPTIONS,
+    ErrorCollector,
+    Layer,
+    SourcedValue,
+    merge_sources,
+    parse_environ,
+    parse_file,
+)
 from accel_state.settings.environ import as_text
-from accel_state.settings.file import joined
+from accel_state.settings.file import concat
 from accel_state.settings.merge import parse
 
 if TYPE_CHECKING:
@@ -151,7 +159,7 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: 
 
 
 def plan_of(
-    args: Namespace, said: Mapping[str, Any] | None = None, file: Mapping[str, Given] | None = None
+    args: Namespace, said: Mapping[str, Any] | None = None, file: Mapping[str, SourcedValue] | None = None
 ) -> LaunchPlan:
     """What to run by the flags of a namespace.
 
@@ -169,12 +177,12 @@ def plan_of(
         )
     environ = read()
     given = parse_namespace({**vars(args), **(said or {})})
-    merged = weigh(given, parse_environ(environ), file or {})
+    merged = merge_sources(given, parse_environ(environ), file or {})
     words = tuple(map(str, getattr(args, "training_script_args", None) or ()))
     return make_plan(merged, str(args.training_script), words, environ, probe_host(merged.settings, environ))
 
 
-def parse_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
+def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
     """Read flags that somebody else has parsed.
 
     Args:
@@ -183,8 +191,8 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
     Raises:
         SettingsError: Values cannot be used; the message names all.
     """
-    found: dict[str, Given] = {}
-    problems = Problems()
+    found: dict[str, SourcedValue] = {}
+    problems = ErrorCollector()
     for name, flag in FLAGS.items():
         attribute = attribute_of(name)
         value = flags.get(attribute)
@@ -195,8 +203,8 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, Given]:
             with problems:
                 given = parse(flag.option, as_text(text), Layer.ARGUMENT, f"args.{attribute}")
                 if given is not None:
-                    found[flag.option.path] = joined(found.get(flag.option.path), given)
-    problems.tell()
+                    found[flag.option.path] = concat(found.get(flag.option.path), given)
+    problems.raise_if_any()
     return found
 
 

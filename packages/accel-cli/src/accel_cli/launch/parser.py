@@ -21,7 +21,7 @@ from accel_cli.launch.namespace import attribute_of, parse_namespace
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.settings import default_config_file
-from accel_state.settings.file import USUAL_PLACE
+from accel_state.settings.file import DEFAULT_PATH_HELP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -54,7 +54,9 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     else:
         parser = subparsers.add_parser("launch", **options)
         parser.set_defaults(func=launch_command)
-    parser.add_argument("--config_file", "--config-file", help=f"the config file; by default {USUAL_PLACE}")
+    parser.add_argument(
+        "--config_file", "--config-file", help=f"the config file; by default {DEFAULT_PATH_HELP}"
+    )
     for flag, row in FLAGS.items():
         if row.option is None or not flag.startswith("--"):
             continue
@@ -64,7 +66,7 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
         if row.const is not None:
             about["action"] = "store_true"
         else:
-            about |= {"type": _reader(row.option), "action": _ACTIONS[row.option.shape]}
+            about |= {"type": _reader(row.option), "action": _ACTIONS[row.option.kind]}
         parser.add_argument(*_spellings(flag, row.option), **about)
     parser.add_argument("training_script", help="the script, module or program to run")
     parser.add_argument("training_script_args", nargs="...", help="what it is given")

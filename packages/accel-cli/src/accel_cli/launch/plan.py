@@ -10,7 +10,7 @@ from accel_cli.launch.checks import Facts, problems, processes_wanted, uses_cpu
 from accel_cli.launch.launchers import choose_launcher
 from accel_cli.launch.machine import VISIBLE_DEVICES
 from accel_state.errors import SettingsError
-from accel_state.settings import OPTIONS, Given, LaunchSettings, Layer, weigh, worker_environ
+from accel_state.settings import OPTIONS, LaunchSettings, Layer, SourcedValue, merge_sources, worker_environ
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -53,12 +53,12 @@ class LaunchPlan:
         return (self.launch.num_processes or 1) // self.launch.num_machines
 
 
-PASSED_THROUGH: Mapping[str, Given] = {
-    option.path: Given(
-        value=option.parse(option.launched), layer=Layer.DEFAULT, origin="default of accel launch"
+PASSED_THROUGH: Mapping[str, SourcedValue] = {
+    option.path: SourcedValue(
+        value=option.parse(option.launch_default), layer=Layer.DEFAULT, origin="default of accel launch"
     )
     for option in OPTIONS
-    if option.launched is not None
+    if option.launch_default is not None
 }
 """What workers are told where nobody says anything, and their own default is another."""
 
@@ -86,7 +86,7 @@ def make_plan(
     """
     by_size = merged.source_of("fsdp.auto_wrap_policy").value == "SIZE_BASED_WRAP"
     handed_over = {path: one for path, one in PASSED_THROUGH.items() if by_size or path != _OF_SIZES}
-    conflicts, merged = merged.conflicts, weigh(merged.given, handed_over)
+    conflicts, merged = merged.conflicts, merge_sources(merged.sourced, handed_over)
     facts = Facts(merged=merged, machine=machine, environ=environ)
     if found := (*conflicts, *problems(facts)):
         raise SettingsError(*found)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_state.settings import Given, Layer
+from accel_state.settings import Layer, SourcedValue
 from accel_state.topology import detect, rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-def parse_slurm(environ: Mapping[str, str]) -> dict[str, Given]:
+def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Read the place of this machine, where `srun` has started one task on each.
 
     Where it has started several, each task is a process of training itself, and there is nothing to say.
@@ -39,6 +39,6 @@ def parse_slurm(environ: Mapping[str, str]) -> dict[str, Given]:
         "launch.main_process_port": (rendezvous_.port, "MASTER_PORT or SLURM_JOB_ID"),
     }
     return {
-        path: Given(value=value, layer=Layer.ENVIRONMENT, origin=f"variable {name}")
+        path: SourcedValue(value=value, layer=Layer.ENVIRONMENT, origin=f"variable {name}")
         for path, (value, name) in values.items()
     }

@@ -1,4 +1,4 @@
-"""Typed settings: what a run was asked to do, wherever that was said. Torch-free."""
+"""Typed settings of a run, from arguments, environment variables and config files. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from accel_state.settings.environ import parse_environ as parse_environ
     from accel_state.settings.environ import to_environ as to_environ
     from accel_state.settings.environ import worker_environ as worker_environ
-    from accel_state.settings.error_collector import Problems as Problems
+    from accel_state.settings.error_collector import ErrorCollector as ErrorCollector
     from accel_state.settings.file import default_config_file as default_config_file
     from accel_state.settings.file import parse_file as parse_file
     from accel_state.settings.file import to_content as to_content
-    from accel_state.settings.merge import Given as Given
     from accel_state.settings.merge import Layer as Layer
     from accel_state.settings.merge import Merged as Merged
+    from accel_state.settings.merge import SourcedValue as SourcedValue
     from accel_state.settings.merge import combine as combine
-    from accel_state.settings.merge import weigh as weigh
+    from accel_state.settings.merge import merge_sources as merge_sources
     from accel_state.settings.model import DynamoSettings as DynamoSettings
     from accel_state.settings.model import LaunchSettings as LaunchSettings
     from accel_state.settings.model import PrecisionSettings as PrecisionSettings
@@ -42,9 +42,9 @@ __all__ = [
     "OPTIONS",
     "DeepSpeedSettings",
     "DynamoSettings",
+    "ErrorCollector",
     "Fp8Settings",
     "FsdpSettings",
-    "Given",
     "HostSettings",
     "LaunchSettings",
     "Layer",
@@ -54,20 +54,20 @@ __all__ = [
     "Option",
     "ParallelismSettings",
     "PrecisionSettings",
-    "Problems",
     "ProcessSettings",
     "SageMakerSettings",
     "Settings",
+    "SourcedValue",
     "TpuSettings",
     "TrainingSettings",
     "combine",
     "default_config_file",
     "from_environ",
+    "merge_sources",
     "parse_environ",
     "parse_file",
     "to_content",
     "to_environ",
-    "weigh",
     "worker_environ",
 ]
 
@@ -81,7 +81,7 @@ _MODULES = {
     ),
     "environ": ("from_environ", "parse_environ", "to_environ", "worker_environ"),
     "file": ("default_config_file", "parse_file", "to_content"),
-    "merge": ("Given", "Layer", "Merged", "combine", "weigh"),
+    "merge": ("SourcedValue", "Layer", "Merged", "combine", "merge_sources"),
     "model": (
         "DynamoSettings",
         "LaunchSettings",
@@ -93,7 +93,7 @@ _MODULES = {
     "option": ("Option",),
     "options": ("OPTIONS",),
     "remote": ("HostSettings", "MpiSettings", "SageMakerSettings", "TpuSettings"),
-    "error_collector": ("Problems",),
+    "error_collector": ("ErrorCollector",),
 }
 
 __getattr__, __dir__ = attach(

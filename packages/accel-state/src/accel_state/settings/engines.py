@@ -1,4 +1,4 @@
-"""What was said about the engines of training. `None` everywhere means that nobody said anything."""
+"""Settings of the training engines. `None` means that a setting has no source."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ class FsdpSettings:
             ranks they are resharded; version 1: the name of a `ShardingStrategy`.
         backward_prefetch: Version 1: `"BACKWARD_PRE"`, `"BACKWARD_POST"` or `"NO_PREFETCH"`.
         auto_wrap_policy: `"TRANSFORMER_BASED_WRAP"`, `"SIZE_BASED_WRAP"` or `"NO_WRAP"`.
-        cpu_offload: Whether parameters and gradients stay on the CPU.
+        cpu_offload: Whether parameters and gradients are offloaded to the CPU.
         state_dict_type: `"FULL_STATE_DICT"`, `"SHARDED_STATE_DICT"` or `"LOCAL_STATE_DICT"`.
-        use_orig_params: Version 1: whether parameters stay visible one by one.
-        sync_module_states: Version 1: whether all ranks take over the values of rank 0.
-        forward_prefetch: Whether the next parameters are gathered during the forward pass.
-        activation_checkpointing: Whether blocks keep only their inputs for the backward pass.
-        activation_checkpointing_offload: Whether what is kept goes to the CPU.
-        cpu_ram_efficient_loading: Whether only rank 0 has the values of the model before `prepare`.
-        transformer_cls_names_to_wrap: The names of the classes that are sharded on their own.
-        min_num_params: How many parameters a module has at least that is sharded on its own.
+        use_orig_params: Version 1: whether the original parameters stay visible, rather than flat ones.
+        sync_module_states: Version 1: whether rank 0 broadcasts its parameters and buffers.
+        forward_prefetch: Whether the next all-gather is prefetched in the forward pass.
+        activation_checkpointing: Whether activations are recomputed in the backward pass.
+        activation_checkpointing_offload: Whether checkpointed activations are offloaded to the CPU.
+        cpu_ram_efficient_loading: Whether only rank 0 loads weights; the other ranks have meta models.
+        transformer_cls_names_to_wrap: Class names of the transformer wrap policy.
+        min_num_params: Smallest number of parameters of a module for the size wrap policy.
     """
 
     fsdp_version: int | None = None
@@ -53,14 +53,14 @@ class DeepSpeedSettings:
 
     Args:
         hf_ds_config: The path of a DeepSpeed configuration in JSON.
-        zero_stage: What ZeRO divides among the ranks, 0 to 3.
+        zero_stage: ZeRO stage, 0 to 3.
         gradient_clipping: The norm that gradients are clipped to.
         offload_optimizer_device: `"none"`, `"cpu"` or `"nvme"`.
         offload_param_device: `"none"`, `"cpu"` or `"nvme"`.
         offload_optimizer_nvme_path: The folder for `"nvme"`.
         offload_param_nvme_path: The folder for `"nvme"`.
-        zero3_init_flag: Whether models are divided while they are made.
-        zero3_save_16bit_model: Whether weights are brought together to be saved.
+        zero3_init_flag: Whether models are sharded while they are constructed (`deepspeed.zero.Init`).
+        zero3_save_16bit_model: Whether sharded weights are gathered to save a full state dict.
         transformer_moe_cls_names: Classes of mixture-of-experts layers, with commas between.
     """
 
@@ -81,16 +81,16 @@ class ParallelismSettings:
     """The sizes of the axes of parallelism; the fields of `ParallelismConfig` and of its handlers.
 
     Args:
-        dp_replicate_size: How many groups of processes hold a whole copy of the model.
-        dp_shard_size: Among how many processes the model is sharded.
-        tp_size: Among how many processes each layer is divided.
-        cp_size: Among how many processes each sequence is divided (context parallel).
-        cp_backend: What does that: `"torch"`.
+        dp_replicate_size: Number of replicas of the model (replicated data-parallel size).
+        dp_shard_size: Number of ranks that shard the model (sharded data-parallel size).
+        tp_size: Tensor-parallel size.
+        cp_size: Context-parallel size.
+        cp_backend: Implementation of context parallelism: `"torch"`.
         cp_comm_strategy: `"allgather"` or `"alltoall"`.
-        sp_size: Among how many processes each sequence is divided (sequence parallel).
-        sp_backend: What does that: `"deepspeed"`.
-        sp_seq_length: How long sequences are.
-        sp_seq_length_is_variable: Whether their lengths differ.
+        sp_size: Sequence-parallel size.
+        sp_backend: Implementation of sequence parallelism: `"deepspeed"`.
+        sp_seq_length: Sequence length in tokens.
+        sp_seq_length_is_variable: Whether sequence lengths vary between batches.
         sp_attn_implementation: `"sdpa"`, `"flash_attention_2"` or `"flash_attention_3"`.
     """
 
@@ -112,8 +112,8 @@ class MegatronSettings:
     """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set from outside.
 
     Args:
-        tp_degree: Among how many processes each layer is divided.
-        pp_degree: Into how many stages the model is divided.
+        tp_degree: Tensor-parallel size.
+        pp_degree: Pipeline-parallel size.
         use_custom_fsdp: Whether Megatron's own FSDP shards parameters.
         overlap_cpu_optimizer_d2h_h2d: Whether an offloaded optimizer copies while it computes.
         no_load_optim: Whether checkpoints are read without the optimizer.
@@ -124,21 +124,21 @@ class MegatronSettings:
         decoder_last_pipeline_num_layers: How many layers the last stage has.
         recompute_granularity: `"full"` or `"selective"`.
         recompute_method: `"uniform"` or `"block"`.
-        recompute_num_layers: Layers per recomputed piece.
+        recompute_num_layers: Layers per recompute unit.
         attention_backend: What computes attention.
-        expert_model_parallel_size: Among how many processes experts are divided.
-        context_parallel_size: Among how many processes each sequence is divided.
-        attention_dropout: The share of attention weights that is dropped.
-        hidden_dropout: The share of hidden values that is dropped.
+        expert_model_parallel_size: Expert-parallel size.
+        context_parallel_size: Context-parallel size.
+        attention_dropout: Dropout probability of attention weights.
+        hidden_dropout: Dropout probability of hidden states.
         attention_softmax_in_fp32: Whether the softmax of attention computes in float32.
-        expert_tensor_parallel_size: Among how many processes each expert is divided.
+        expert_tensor_parallel_size: Tensor-parallel size of experts.
         calculate_per_token_loss: Whether the loss is averaged over tokens.
         use_rotary_position_embeddings: Whether positions are rotary.
         num_micro_batches: Micro-batches per step.
         gradient_clipping: The norm that gradients are clipped to; 0 for none.
-        sequence_parallelism: Whether what tensor parallelism leaves is divided by sequence.
-        recompute_activations: Whether selected activations are computed again in the backward pass.
-        use_distributed_optimizer: Whether optimizer state is divided among data-parallel processes.
+        sequence_parallelism: Whether activations are sharded along the sequence dim (sequence parallelism).
+        recompute_activations: Whether selected activations are recomputed in the backward pass.
+        use_distributed_optimizer: Whether optimizer state is sharded across data-parallel ranks.
     """
 
     tp_degree: int | None = None

@@ -1,11 +1,11 @@
-"""Settings in environment variables: how a worker learns them, and how a launcher hands them over."""
+"""Read and write settings as environment variables, which launchers pass to workers."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_state.settings.error_collector import Problems
-from accel_state.settings.merge import Given, Layer, combine, parse
+from accel_state.settings.error_collector import ErrorCollector
+from accel_state.settings.merge import Layer, SourcedValue, combine, parse
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.options import BY_PATH, BY_VARIABLE
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-IN_PARTS: Mapping[str, tuple[str, ...]] = {
+SPLIT_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "fp8.override_linear_precision": (
         "ACCELERATE_FP8_OVERRIDE_FPROP",
         "ACCELERATE_FP8_OVERRIDE_DGRAD",
         "ACCELERATE_FP8_OVERRIDE_WGRAD",
     )
 }
-"""Settings that other launchers hand over in several variables; those that are not set are false."""
+"""Settings that other launchers pass in several variables; a variable that is not set is false."""
 
 
-def parse_environ(environ: Mapping[str, str]) -> dict[str, Given]:
+def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Read every documented variable that is set.
 
     Args:
@@ -35,19 +35,19 @@ def parse_environ(environ: Mapping[str, str]) -> dict[str, Given]:
     Raises:
         SettingsError: Variables cannot be read; the message names all.
     """
-    found: dict[str, Given | None] = {}
-    problems = Problems()
+    found: dict[str, SourcedValue | None] = {}
+    problems = ErrorCollector()
     for name, option in BY_VARIABLE.items():
         if name in environ:
             with problems:
                 found[option.path] = parse(option, environ[name], Layer.ENVIRONMENT, f"variable {name}")
-    for path, names in IN_PARTS.items():
+    for path, names in SPLIT_VARIABLES.items():
         if found.get(path) is None and any(environ.get(name) for name in names):
             text = ",".join(environ.get(name) or "false" for name in names)
             with problems:
                 found[path] = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variables {', '.join(names)}")
-    problems.tell()
-    return {path: given for path, given in found.items() if given is not None}
+    problems.raise_if_any()
+    return {path: value for path, value in found.items() if value is not None}
 
 
 def from_environ(environ: Mapping[str, str]) -> Settings:
@@ -71,7 +71,7 @@ def from_environ(environ: Mapping[str, str]) -> Settings:
 def to_environ(settings: Settings) -> dict[str, str]:
     """Write what differs from the defaults as variables; `from_environ` reads the same settings back.
 
-    What only the command reads stays behind: workers learn their place from their launcher.
+    Settings that only the command reads are left out: workers learn their topology from their launcher.
 
     Example:
         >>> from accel_state.settings.model import PrecisionSettings
@@ -87,22 +87,22 @@ def to_environ(settings: Settings) -> dict[str, str]:
 
 
 def worker_environ(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker: that of its launcher, with the variables of settings written anew.
+    """Make the environment of a worker: that of its launcher, with the variables of settings replaced.
 
     Args:
-        settings: What the worker shall read.
+        settings: The settings of the worker.
         environ: The environment of the launcher.
 
     Example:
         >>> worker_environ(Settings(), {"HOME": "/root", "ACCELERATE_USE_CPU": "1"})
         {'HOME': '/root'}
     """
-    ours = {*BY_VARIABLE, *(name for names in IN_PARTS.values() for name in names)}
+    ours = {*BY_VARIABLE, *(name for names in SPLIT_VARIABLES.values() for name in names)}
     return {name: value for name, value in environ.items() if name not in ours} | to_environ(settings)
 
 
 def as_text(value: object) -> str:
-    """A value as a row's `parse` reads it.
+    """Format a value as text that the `parse` of its row reads.
 
     Example:
         >>> as_text(True), as_text((False, True)), as_text(("A", "B"))

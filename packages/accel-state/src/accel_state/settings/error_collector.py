@@ -1,4 +1,4 @@
-"""What is wrong with settings, brought together, so that all of it is told at once."""
+"""Collect the errors of settings, so that one exception reports all of them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 
-class Problems:
-    """A context, to be entered again and again, in which what is wrong is noted rather than raised.
+class ErrorCollector:
+    """A reusable context manager that collects `SettingsError`s instead of raising them.
 
     Attributes:
-        found: A sentence for each thing that is wrong.
+        found: A sentence for each error.
 
     Example:
-        >>> problems = Problems()
+        >>> problems = ErrorCollector()
         >>> for text in ("1", "a", "b"):
         ...     with problems:
         ...         if not text.isdecimal():
@@ -39,11 +39,11 @@ class Problems:
             self.found += error.problems
         return isinstance(error, SettingsError)
 
-    def tell(self) -> None:
-        """Raise what was noted, if there is anything.
+    def raise_if_any(self) -> None:
+        """Raise one SettingsError with all collected errors, if any.
 
         Raises:
-            SettingsError: Something is wrong; all of it.
+            SettingsError: Errors were collected.
         """
         if self.found:
             raise SettingsError(*self.found)

@@ -1,4 +1,4 @@
-"""Settings in a config file: its keys, and where it is looked for. Reading its text is the command's part."""
+"""Find config files and convert their tables to settings and back. The command reads their text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
-from accel_state.settings.error_collector import Problems
+from accel_state.settings.error_collector import ErrorCollector
 from accel_state.settings.legacy import translate
-from accel_state.settings.merge import Given, Layer, parse
+from accel_state.settings.merge import Layer, SourcedValue, parse
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.options import BY_KEY, OPTIONS
 from accel_state.settings.rows.launch import ENGINE_TYPES
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from accel_state.settings.option import Option
 
 FILE_NAMES = ("default_config.yaml", "default_config.json")
-"""What the default config file may be called, in the order in which it is looked for."""
+"""The names of the default config file, in the order of the search."""
 
-USUAL_PLACE = f"accelerate/{FILE_NAMES[0]} below $HF_HOME or ~/.cache/huggingface"
-"""Where that is, for help."""
+DEFAULT_PATH_HELP = f"accelerate/{FILE_NAMES[0]} below $HF_HOME or ~/.cache/huggingface"
+"""The path of the default config file, for help."""
 
 ALWAYS_WRITTEN = (
     "launch.compute_environment",
@@ -33,7 +33,7 @@ ALWAYS_WRITTEN = (
     "process.debug",
     "precision.mixed_precision",
 )
-"""What a file says even where it is the default, since other readers of such files expect it."""
+"""The settings that a file always has, defaults included: other readers of such files expect them."""
 
 _MANY = 20
 """More unknown keys than this are no misspellings."""
@@ -69,7 +69,7 @@ def default_config_folder(environ: Mapping[str, str]) -> Path:
     return Path(home).expanduser() / "accelerate"
 
 
-def parse_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
+def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValue]:
     """Read the settings of a config file.
 
     Args:
@@ -86,8 +86,8 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
         >>> parse_file({"num_machines": 2}, "c.yaml")["launch.num_machines"].value
         2
     """
-    found: dict[str, Given] = {}
-    problems = Problems()
+    found: dict[str, SourcedValue] = {}
+    problems = ErrorCollector()
     entries = _flat(translate(content).content, source)
     unknown = [key for key, _ in entries if key not in BY_KEY]
     if len(unknown) > _MANY:
@@ -97,13 +97,13 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, Given]:
         )
     for key, value in entries:
         with problems:
-            for given in _read(key, value, f"key {key} of {source}"):
+            for sourced in _read(key, value, f"key {key} of {source}"):
                 path = BY_KEY[key].path
-                found[path] = joined(found.get(path), given)
-    problems.tell()
+                found[path] = concat(found.get(path), sourced)
+    problems.raise_if_any()
     if any(path.startswith("parallelism.") for path in found):
         origin = f"key parallelism_config of {source}"
-        found["parallelism"] = Given(value=True, layer=Layer.FILE, origin=origin)
+        found["parallelism"] = SourcedValue(value=True, layer=Layer.FILE, origin=origin)
     return found
 
 
@@ -138,11 +138,11 @@ def to_content(settings: Settings) -> dict[str, Any]:
     return content
 
 
-def joined(before: Given | None, after: Given) -> Given:
-    """The later of two values of one source; of lists, both."""
+def concat(before: SourcedValue | None, after: SourcedValue) -> SourcedValue:
+    """Concatenate two lists of one source; of other values, return the later one."""
     if before is None or not (isinstance(before.value, tuple) and isinstance(after.value, tuple)):
         return after
-    return Given(value=before.value + after.value, layer=after.layer, origin=after.origin)
+    return SourcedValue(value=before.value + after.value, layer=after.layer, origin=after.origin)
 
 
 def _flat(content: Mapping[str, Any], source: str) -> list[tuple[str, Any]]:
@@ -158,24 +158,24 @@ def _flat(content: Mapping[str, Any], source: str) -> list[tuple[str, Any]]:
     return [(key, value) for key, value in entries if key not in _TABLES]
 
 
-def _read(key: str, value: object, origin: str) -> list[Given]:
+def _read(key: str, value: object, origin: str) -> list[SourcedValue]:
     """The value of a key; several of a list, none of an empty one."""
     if key not in BY_KEY:
         raise SettingsError(f"{origin} is unknown{_nearest(key)}")
     option = BY_KEY[key]
     read = [parse(option, text, Layer.FILE, origin) for text in _texts(option, value, origin)]
-    return [given for given in read if given is not None]
+    return [value for value in read if value is not None]
 
 
 def _texts(option: Option, value: object, origin: str) -> list[str]:
     """The texts that an option's `parse` reads; several only for lists."""
     if isinstance(value, Mapping):
-        if option.shape != "table":
+        if option.kind != "table":
             raise SettingsError(f"{origin} is {value!r}: expected a single value")
         return [json.dumps(value, default=str)]
     if isinstance(value, (list, tuple)):
         texts = [_text(one) for one in value]
-        return texts if option.shape == "list" else [",".join(texts)]
+        return texts if option.kind == "list" else [",".join(texts)]
     return [_text(value)]
 
 
@@ -187,7 +187,7 @@ def _text(value: object) -> str:
 
 
 def _written(option: Option, value: Any) -> Any:
-    if option.shape == "list":
+    if option.kind == "list":
         return list(value)
     if isinstance(value, tuple):
         return ",".join(_text(one) for one in value)

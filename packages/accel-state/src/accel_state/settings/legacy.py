@@ -1,4 +1,4 @@
-"""Config files of older formats: what their keys are called now."""
+"""Translate config files of legacy formats."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Translation:
 
 
 def translate(content: Mapping[str, Any]) -> Translation:
-    """Bring the table of a config file into the present format. What is of that format stays as it is.
+    """Translate the table of a config file to the present format; entries in that format stay.
 
     Args:
         content: The file's top-level table; not changed.

@@ -1,4 +1,4 @@
-"""Argument before environment before file before default, and a memory of who said what."""
+"""Merge settings by precedence (argument, environment, file, default) and keep their provenance."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
-from accel_state.settings.model import BY_CONTENT, ENGINES, SWITCHED, Settings
+from accel_state.settings.model import ENGINES, IMPLICIT_SECTIONS, OPTIONAL_SECTIONS, Settings
 from accel_state.settings.rows.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Layer(IntEnum):
-    """Where settings come from; the lower number wins."""
+    """The kind of source that a value comes from; the lower number wins."""
 
     ARGUMENT = 0
     ENVIRONMENT = 1
@@ -26,13 +26,13 @@ class Layer(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Given:
-    """A value and who gave it.
+class SourcedValue:
+    """A parsed value with its source.
 
     Args:
         value: The parsed value.
-        layer: Where it comes from.
-        origin: The same in words, for messages, such as `"argument --num_processes"`.
+        layer: The kind of source.
+        origin: The source as messages name it, such as `"argument --num_processes"`.
     """
 
     value: object
@@ -46,38 +46,38 @@ TITLES = {
     "fsdp": "FSDP",
     "parallelism": "tensor, context or sequence parallelism",
 }
-"""What the sections with a switch are called."""
+"""The names of the optional sections in messages."""
 
-DEFAULT = Given(value=None, layer=Layer.DEFAULT, origin="default")
+DEFAULT = SourcedValue(value=None, layer=Layer.DEFAULT, origin="default")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """Settings, and for every path that somebody gave, who it was.
+    """Merged settings with their provenance.
 
     Args:
-        settings: The outcome.
-        given: Path to the winning value.
-        conflicts: A sentence for each decision that sources made differently which are equally strong.
+        settings: The merged settings.
+        sourced: Path to the winning value, for every path that has a source.
+        conflicts: A sentence for each conflict between sources of equal precedence.
     """
 
     settings: Settings
-    given: Mapping[str, Given]
+    sourced: Mapping[str, SourcedValue]
     conflicts: tuple[str, ...] = ()
 
-    def source_of(self, path: str) -> Given:
-        """Who decided about `path`; `DEFAULT` if nobody did."""
-        return self.given.get(path, DEFAULT)
+    def source_of(self, path: str) -> SourcedValue:
+        """Return the source of the value at `path`; `DEFAULT` if it has none."""
+        return self.sourced.get(path, DEFAULT)
 
 
-def parse(option: Option, text: str, layer: Layer, origin: str) -> Given | None:
-    """Read the text that somebody gave for an option.
+def parse(option: Option, text: str, layer: Layer, origin: str) -> SourcedValue | None:
+    """Parse the text of an option.
 
     Args:
         option: A row of `OPTIONS`.
-        text: What was written. Empty means not given, as in a shell's `NAME= command`.
-        layer: Where it comes from.
-        origin: The same in words.
+        text: The text. An empty one means not given, as in a shell's `NAME= command`.
+        layer: The kind of source.
+        origin: The source as messages name it.
 
     Returns:
         The value and its origin, or None if the text stands for "not given".
@@ -98,67 +98,67 @@ def parse(option: Option, text: str, layer: Layer, origin: str) -> Given | None:
         raise SettingsError(f"{origin} is {text!r}: {error}") from None
     if value is None:
         return None
-    return Given(value=(value,) if option.shape == "list" else value, layer=layer, origin=origin)
+    return SourcedValue(value=(value,) if option.kind == "list" else value, layer=layer, origin=origin)
 
 
-def combine(*sources: Mapping[str, Given]) -> Merged:
-    """Let the strongest source of each setting win.
+def combine(*sources: Mapping[str, SourcedValue]) -> Merged:
+    """Merge sources by precedence and raise if they conflict.
 
     Args:
         *sources: Path to value, in any order; a lower `Layer` wins.
 
     Raises:
-        SettingsError: Two engines are asked for by sources that are equally strong.
+        SettingsError: Sources of equal precedence select different engines.
 
     Example:
-        >>> asked = {"fsdp": Given(value=True, layer=Layer.ARGUMENT, origin="argument --use_fsdp")}
+        >>> asked = {"fsdp": SourcedValue(value=True, layer=Layer.ARGUMENT, origin="argument --use_fsdp")}
         >>> combine(asked).settings.fsdp is None
         False
     """
-    merged = weigh(*sources)
+    merged = merge_sources(*sources)
     if merged.conflicts:
         raise SettingsError(*merged.conflicts)
     return merged
 
 
-def weigh(*sources: Mapping[str, Given]) -> Merged:
-    """Let the strongest source of each setting win, and note where none is stronger.
+def merge_sources(*sources: Mapping[str, SourcedValue]) -> Merged:
+    """Merge sources by precedence and collect their conflicts.
 
     Args:
         *sources: Path to value, in any order; a lower `Layer` wins.
 
     Example:
-        >>> low = {"launch.num_machines": Given(value=2, layer=Layer.FILE, origin="key num_machines")}
-        >>> high = {"launch.num_machines": Given(value=4, layer=Layer.ARGUMENT, origin="--num_machines")}
-        >>> weigh(low, high).settings.launch.num_machines
+        >>> low = {"launch.num_machines": SourcedValue(value=2, layer=Layer.FILE, origin="file")}
+        >>> high = {"launch.num_machines": SourcedValue(value=4, layer=Layer.ARGUMENT, origin="flag")}
+        >>> merge_sources(low, high).settings.launch.num_machines
         4
     """
-    given: dict[str, Given] = {}
+    sourced: dict[str, SourcedValue] = {}
     for source in sources:
         for path, value in source.items():
-            if value.layer <= given.get(path, DEFAULT).layer:
-                given[path] = value
-    switches, conflicts = _switches(given)
-    given |= switches
+            if value.layer <= sourced.get(path, DEFAULT).layer:
+                sourced[path] = value
+    switches, conflicts = _switches(sourced)
+    sourced |= switches
     sections: dict[str, dict[str, Any]] = {}
-    for path, value in given.items():
+    for path, value in sourced.items():
         section, _, name = path.partition(".")
         if name:
             sections.setdefault(section, {})[name] = value.value
     made: dict[str, Any] = {}
-    for name, kind in SWITCHED.items():
+    for name, kind in OPTIONAL_SECTIONS.items():
         values = sections.pop(name, {})
-        made[name] = kind(**values) if given.get(name, DEFAULT).value else None
-    made |= {name: kind(**sections.pop(name)) for name, kind in BY_CONTENT.items() if name in sections}
+        made[name] = kind(**values) if sourced.get(name, DEFAULT).value else None
+    made |= {name: kind(**sections.pop(name)) for name, kind in IMPLICIT_SECTIONS.items() if name in sections}
     defaults = Settings()
     made |= {section: replace(getattr(defaults, section), **values) for section, values in sections.items()}
-    return Merged(settings=replace(defaults, **made), given=given, conflicts=conflicts)
+    return Merged(settings=replace(defaults, **made), sourced=sourced, conflicts=conflicts)
 
 
-def _switches(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """Which engine is on, of several that are asked for: that of the strongest source. And its equals."""
-    kind = given.get("launch.distributed_type", DEFAULT)
-    asked = {name: given[name] for name in ENGINES if name in given}
+def _switches(sourced: Mapping[str, SourcedValue]) -> tuple[dict[str, SourcedValue], tuple[str, ...]]:
+    """Select the engine of the source with the highest precedence; name conflicts at that precedence."""
+    kind = sourced.get("launch.distributed_type", DEFAULT)
+    asked = {name: sourced[name] for name in ENGINES if name in sourced}
     by_kind = ENGINE_TYPES.get(str(kind.value))
     if by_kind is not None and kind.layer <= asked.get(by_kind, DEFAULT).layer:
         asked[by_kind] = replace(kind, value=True)

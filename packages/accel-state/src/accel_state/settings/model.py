@@ -198,7 +198,9 @@ class Settings:
     sagemaker: SageMakerSettings = field(default_factory=SageMakerSettings)
 
 
-SWITCHED: Mapping[str, type[FsdpSettings | DeepSpeedSettings | MegatronSettings | ParallelismSettings]] = {
+OPTIONAL_SECTIONS: Mapping[
+    str, type[FsdpSettings | DeepSpeedSettings | MegatronSettings | ParallelismSettings]
+] = {
     "fsdp": FsdpSettings,
     "deepspeed": DeepSpeedSettings,
     "megatron": MegatronSettings,
@@ -209,8 +211,8 @@ SWITCHED: Mapping[str, type[FsdpSettings | DeepSpeedSettings | MegatronSettings 
 ENGINES = ("deepspeed", "megatron", "fsdp")
 """The sections of which there can be one only."""
 
-BY_CONTENT: Mapping[str, type[Fp8Settings]] = {"fp8": Fp8Settings}
-"""The sections that are there when something in them is said."""
+IMPLICIT_SECTIONS: Mapping[str, type[Fp8Settings]] = {"fp8": Fp8Settings}
+"""The sections that exist if any of their settings has a source."""
 
 
 def value_at(settings: Settings, path: str) -> object:

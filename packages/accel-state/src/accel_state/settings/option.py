@@ -1,4 +1,4 @@
-"""What one row of the table of settings says."""
+"""A row of the settings table."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Answers: TypeAlias = "Callable[[str], Any]"
-"""Tells the value that a path has so far."""
+"""Looks up the answer given so far for a settings path."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One knob.
+    """One setting.
 
     Args:
-        path: Where it is in `Settings`, as `"section.field"`; a section alone for its switch.
+        path: Its path in `Settings`, as `"section.field"`; a section alone for its switch.
         help: One sentence for the command's help and the reference page.
         topic: The heading under which help and reference show it.
         parse: Text to value; raises `ValueError` that says what was expected. None means "not given".
         choices: The texts that are allowed, as they are written; the empty tuple allows what `parse` does.
-        variable: The environment variable; None for what concerns only the command.
+        variable: The environment variable; None for settings that only the command reads.
         flags: Command line flags, spelled with underscores.
-        const: What a flag without a value stands for; None if the flag takes a value.
-        more_flags: Further flags without a value, each with what it stands for.
-        shape: What it is in a file; a list becomes a tuple, and its flag may be repeated.
+        const: The value of a flag without an argument; None if the flag takes one.
+        flag_aliases: Further flags without an argument, each with its value.
+        kind: Its type in a file; a list becomes a tuple, and its flag may be repeated.
         key: The key of a config file; a dot leads into a nested table.
-        more_keys: Further spellings of the key that are read, and not written.
-        launched: What `accel launch` hands over where nobody says anything; None hands over nothing.
-        question: What the interactive configuration asks; None if it does not.
-        when: Whether to ask, by the answers so far.
-        unasked: Why it is not asked.
+        key_aliases: Further spellings of the key that are read, and not written.
+        launch_default: The value that `accel launch` passes to workers by default; None passes none.
+        question: The question of `accel config`; None if it asks none.
+        ask_if: Decides by the previous answers whether to ask.
+        skip_reason: Why `accel config` does not ask.
     """
 
     path: str
@@ -43,27 +43,27 @@ class Option:
     variable: str | None = None
     flags: tuple[str, ...] = ()
     const: str | None = None
-    more_flags: tuple[tuple[str, str], ...] = ()
-    shape: Literal["word", "list", "table"] = "word"
+    flag_aliases: tuple[tuple[str, str], ...] = ()
+    kind: Literal["word", "list", "table"] = "word"
     key: str | None = None
-    more_keys: tuple[str, ...] = ()
-    launched: str | None = None
+    key_aliases: tuple[str, ...] = ()
+    launch_default: str | None = None
     question: str | None = None
-    when: Callable[[Answers], bool] | None = None
-    unasked: str | None = None
+    ask_if: Callable[[Answers], bool] | None = None
+    skip_reason: str | None = None
 
     @property
     def section(self) -> str:
-        """The section of `Settings` that holds it."""
+        """The section of `Settings` that the path begins with."""
         return self.path.partition(".")[0]
 
     @property
     def name(self) -> str:
-        """Its name in that section; empty for the switch of a section."""
+        """The field of the section; empty for the switch of a section."""
         return self.path.partition(".")[2]
 
     @property
-    def places(self) -> str:
-        """Where else it can be said, for help: `"[VARIABLE; key table.key]"`; empty if nowhere."""
-        found = [place for place in (self.variable, self.key and f"key {self.key}") if place]
+    def sources_help(self) -> str:
+        """The variable and the key, for help: `"[VARIABLE; key table.key]"`; empty if there are none."""
+        found = [source for source in (self.variable, self.key and f"key {self.key}") if source]
         return f"[{'; '.join(found)}]" if found else ""

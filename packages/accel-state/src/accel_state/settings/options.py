@@ -1,4 +1,4 @@
-"""The table of settings: one row per knob, from which every reader and writer of settings is derived."""
+"""The settings table: one row per setting, from which all readers and writers are derived."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ OPTIONS: tuple[Option, ...] = (
     *TPU,
     *SAGEMAKER,
 )
-"""Every knob, in the order of the help text and of the questions."""
+"""Every setting, in the order of the help text and of the questions."""
 
 BY_PATH: Mapping[str, Option] = {option.path: option for option in OPTIONS}
-"""The knobs by where they are in `Settings`."""
+"""The settings by their path in `Settings`."""
 
 BY_VARIABLE: Mapping[str, Option] = {option.variable: option for option in OPTIONS if option.variable}
-"""The knobs that have an environment variable, by its name."""
+"""The settings that have an environment variable, by its name."""
 
 BY_KEY: Mapping[str, Option] = {
-    key: option for option in OPTIONS if option.key for key in (option.key, *option.more_keys)
+    key: option for option in OPTIONS if option.key for key in (option.key, *option.key_aliases)
 }
-"""The knobs that a config file can hold, by their key, in every spelling that is read."""
+"""The settings of config files by their key, in every spelling that is read."""

@@ -1,4 +1,4 @@
-"""Readers of values: each takes a text, and says by a `ValueError` what it expected instead."""
+"""Parsers of values: each takes a text and raises a `ValueError` that names what it expects."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 
-def flag(text: str) -> bool:
-    """Read a truth value.
+def boolean(text: str) -> bool:
+    """Parse a boolean.
 
     Example:
-        >>> flag("Yes")
+        >>> boolean("Yes")
         True
     """
     try:
@@ -26,11 +26,11 @@ def flag(text: str) -> bool:
         raise ValueError("expected 'true' or 'false' (or yes/no, on/off, 1/0)") from None
 
 
-def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
-    """Make the reader of a whole number.
+def integer(low: int, high: float = math.inf) -> Callable[[str], int]:
+    """Make a parser of integers.
 
     Example:
-        >>> whole(1)("8")
+        >>> integer(1)("8")
         8
     """
 
@@ -48,7 +48,7 @@ def whole(low: int, high: float = math.inf) -> Callable[[str], int]:
 
 
 def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], float]:
-    """Make the reader of a finite number.
+    """Make a parser of finite numbers.
 
     Example:
         >>> number(0, 1)("0.5")
@@ -131,11 +131,11 @@ def precision(*choices: str) -> Callable[[str], str]:
     return parse
 
 
-def maybe(parse: Callable[[str], Any], *nothing: str) -> Callable[[str], Any]:
-    """Make a reader for which some words mean "not given".
+def optional(parse: Callable[[str], Any], *nothing: str) -> Callable[[str], Any]:
+    """Make a parser that returns None for some words.
 
     Example:
-        >>> maybe(whole(1), "-1")("-1") is None
+        >>> optional(integer(1), "-1")("-1") is None
         True
     """
 
@@ -145,21 +145,21 @@ def maybe(parse: Callable[[str], Any], *nothing: str) -> Callable[[str], Any]:
     return read
 
 
-def words(text: str) -> tuple[str, ...]:
-    """Read words with commas between.
+def comma_list(text: str) -> tuple[str, ...]:
+    """Parse a comma-separated list.
 
     Example:
-        >>> words("BertLayer, GPT2Block")
+        >>> comma_list("BertLayer, GPT2Block")
         ('BertLayer', 'GPT2Block')
     """
     return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
-def flags(count: int) -> Callable[[str], tuple[bool, ...]]:
-    """Make the reader of some truth values with commas between, in brackets or not.
+def booleans(count: int) -> Callable[[str], tuple[bool, ...]]:
+    """Make a parser of a comma-separated list of booleans, in brackets or not.
 
     Example:
-        >>> flags(3)("(False, true, no)")
+        >>> booleans(3)("(False, true, no)")
         (False, True, False)
     """
 
@@ -167,16 +167,16 @@ def flags(count: int) -> Callable[[str], tuple[bool, ...]]:
         parts = [part.strip() for part in text.strip("()[] ").split(",")]
         if len(parts) != count:
             raise ValueError(f"expected {count} of 'true' or 'false', with commas between")
-        return tuple(flag(part) for part in parts)
+        return tuple(boolean(part) for part in parts)
 
     return parse
 
 
-def table(text: str) -> dict[str, Any]:
-    """Read a JSON object.
+def json_object(text: str) -> dict[str, Any]:
+    """Parse a JSON object.
 
     Example:
-        >>> table('{"volume_size": 100}')
+        >>> json_object('{"volume_size": 100}')
         {'volume_size': 100}
     """
     try:

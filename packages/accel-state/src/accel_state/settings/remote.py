@@ -1,4 +1,4 @@
-"""What was said about places to run that are not this machine. Only the command reads this."""
+"""Settings of jobs on other hosts: MPI, hostfiles, TPU pods, SageMaker. Only the command reads them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class MpiSettings:
     """Starting processes with `mpirun`.
 
     Args:
-        hostfile: The file that lists the machines.
+        hostfile: The file that lists the hosts.
     """
 
     hostfile: str | None = None
@@ -26,10 +26,10 @@ class HostSettings:
 
     Args:
         hostfile: The file that lists the machines, as `"worker-1 slots=8"`.
-        launcher: What reaches them: `"pdsh"`, `"standard"`, `"openmpi"`, `"mvapich"`, `"mpich"`, `"slurm"`
-            or `"nossh"`.
-        inclusion: Which machines and slots take part, as `"worker-1@worker-2:0,2"`.
-        exclusion: Which do not, as `"worker-1:0"`.
+        launcher: The program that starts workers on them: `"pdsh"`, `"standard"`, `"openmpi"`, `"mvapich"`,
+            `"mpich"`, `"slurm"` or `"nossh"`.
+        inclusion: The hosts and slots to use, as `"worker-1@worker-2:0,2"`.
+        exclusion: The hosts and slots to leave out, as `"worker-1:0"`.
     """
 
     hostfile: str | None = None
@@ -72,20 +72,20 @@ class SageMakerSettings:
     """Training as a job of Amazon SageMaker.
 
     Args:
-        ec2_instance_type: What machines it runs on.
-        iam_role_name: As whom.
+        ec2_instance_type: The instance type.
+        iam_role_name: The IAM role of the job.
         image_uri: The container, if not the usual one.
         profile: The profile of the AWS configuration.
-        region: Where.
-        base_job_name: What its jobs are called.
-        pytorch_version: Of the usual container.
-        transformers_version: Of the usual container.
-        py_version: Of the usual container.
+        region: The AWS region.
+        base_job_name: The prefix of job names.
+        pytorch_version: PyTorch version of the default container.
+        transformers_version: Transformers version of the default container.
+        py_version: Python version of the default container.
         sagemaker_inputs_file: A file of tab-separated input channels and data locations.
         sagemaker_metrics_file: A file of tab-separated metric names and regular expressions.
         additional_args: More arguments of the estimator.
-        aws_access_key_id: In place of a profile.
-        aws_secret_access_key: In place of a profile.
+        aws_access_key_id: Access key, instead of a profile.
+        aws_secret_access_key: Secret key, instead of a profile.
     """
 
     ec2_instance_type: str | None = None

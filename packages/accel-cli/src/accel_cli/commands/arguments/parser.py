@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from accel_state.errors import SettingsError
-from accel_state.settings.file import USUAL_PLACE
+from accel_state.settings.file import DEFAULT_PATH_HELP
 from accel_state.settings.options import BY_PATH
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def add_config_file(parser: _ActionsContainer, use: str) -> None:
         use: Verb of the help text: what the command does with the file.
     """
     parser.add_argument(
-        "--config_file", metavar="FILE", help=f"the config file to {use}; by default {USUAL_PLACE}"
+        "--config_file", metavar="FILE", help=f"the config file to {use}; by default {DEFAULT_PATH_HELP}"
     )
 
 
@@ -142,4 +142,4 @@ def setting(path: str, text: str) -> str:
         >>> setting("process.use_cpu", "use the CPU")
         'use the CPU [ACCELERATE_USE_CPU; key use_cpu]'
     """
-    return f"{text} {BY_PATH[path].places}"
+    return f"{text} {BY_PATH[path].sources_help}"

@@ -172,7 +172,7 @@ def _print_findings(found: Findings, merged: Merged, options: Namespace, memory:
     if not options.quiet:
         given = [
             f"  {path}: {redact(path, str(one.value))} ({one.origin})"
-            for path, one in sorted(merged.given.items())
+            for path, one in sorted(merged.sourced.items())
         ]
         show("settings that differ from the defaults:", *(given or ["  none"]), "")
         show(_ranks_table(found, memory))
@@ -274,7 +274,7 @@ def _as_json(found: Findings, merged: Merged) -> str:
     facts: dict[str, Any] = {
         "settings": {
             path: {"value": redact(path, str(one.value)), "origin": one.origin}
-            for path, one in sorted(merged.given.items())
+            for path, one in sorted(merged.sourced.items())
         },
         "ranks": {
             record.rank: {

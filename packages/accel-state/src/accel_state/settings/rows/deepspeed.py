@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import flag, maybe, number, one_of, whole
-from accel_state.settings.rows.launch import here, several_machines
+from accel_state.settings.parsing import boolean, integer, number, one_of, optional
+from accel_state.settings.rows.launch import is_local, several_machines
 
 _DEVICES = ("none", "cpu", "nvme")
 _LAUNCHERS = ("pdsh", "standard", "openmpi", "mvapich", "mpich", "slurm", "nossh")
@@ -36,7 +36,7 @@ def _row(field: str, help: str, *, long: str | None = None, **more: Any) -> Opti
     name = long or field
     rest: dict[str, Any] = {
         "variable": f"ACCELERATE_{'' if long else 'DEEPSPEED_'}{name.upper()}",
-        "when": _on,
+        "ask_if": _on,
         **more,
     }
     return Option(
@@ -71,12 +71,12 @@ DEEPSPEED = (
         path="deepspeed",
         help="Train with DeepSpeed.",
         topic="DeepSpeed",
-        parse=flag,
+        parse=boolean,
         variable="ACCELERATE_USE_DEEPSPEED",
         flags=("--use_deepspeed",),
         const="true",
         question="Train with DeepSpeed?",
-        when=lambda answers: here(answers) and answers("launch.distributed_type") not in {"NO", "XLA"},
+        ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") not in {"NO", "XLA"},
     ),
     _row(
         "hf_ds_config",
@@ -86,97 +86,99 @@ DEEPSPEED = (
     ),
     _row(
         "zero_stage",
-        "What ZeRO divides: 1 optimizer state, 2 also gradients, 3 also parameters, 0 nothing.",
-        parse=whole(0, 3),
+        "ZeRO stage: 0 shards nothing, 1 optimizer state, 2 also gradients, 3 also parameters.",
+        parse=integer(0, 3),
         choices=("0", "1", "2", "3"),
-        question="What does ZeRO divide? (1 optimizer state, 2 also gradients, 3 also parameters, 0 nothing)",
-        when=_without_file,
+        question="Which ZeRO stage? (0: none, 1: optimizer state, 2: also gradients, 3: also parameters)",
+        ask_if=_without_file,
     ),
     _row(
         "offload_optimizer_device",
-        "Where optimizer state lives.",
+        "Device to which optimizer state is offloaded; none: it stays on the GPU.",
         parse=one_of(*_DEVICES),
         choices=_DEVICES,
-        question="Where does optimizer state live? (none: on the GPU)",
-        when=_is_zero,
+        question="To which device is optimizer state offloaded? (none: it stays on the GPU)",
+        ask_if=_is_zero,
     ),
     _row(
         "offload_param_device",
-        "Where parameters live, with stage 3.",
+        "Device to which parameters are offloaded, with stage 3; none: they stay on the GPU.",
         parse=one_of(*_DEVICES),
         choices=_DEVICES,
-        question="Where do parameters live? (none: on the GPU)",
-        when=lambda answers: _is_zero(answers) and answers("deepspeed.zero_stage") == 3,
+        question="To which device are parameters offloaded? (none: they stay on the GPU)",
+        ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.zero_stage") == 3,
     ),
     _row(
         "offload_optimizer_nvme_path",
         "The folder for optimizer state on nvme.",
-        parse=maybe(str, "none"),
+        parse=optional(str, "none"),
         question="In which folder?",
-        when=lambda answers: _is_zero(answers) and answers("deepspeed.offload_optimizer_device") == "nvme",
+        ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_optimizer_device") == "nvme",
     ),
     _row(
         "offload_param_nvme_path",
         "The folder for parameters on nvme.",
-        parse=maybe(str, "none"),
-        question="In which folder do parameters live?",
-        when=lambda answers: _is_zero(answers) and answers("deepspeed.offload_param_device") == "nvme",
+        parse=optional(str, "none"),
+        question="In which folder are offloaded parameters?",
+        ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.offload_param_device") == "nvme",
     ),
     _row(
         "gradient_clipping",
         "The norm that gradients are clipped to at every step.",
         long="gradient_clipping",
-        parse=maybe(number(0), "none", "auto"),
+        parse=optional(number(0), "none", "auto"),
         question="To which norm are gradients clipped? (empty: as the script does)",
-        when=_without_file,
+        ask_if=_without_file,
     ),
     _row(
         "zero3_init_flag",
-        "Divide models while they are made, with stage 3.",
+        "Shard models while they are constructed, with stage 3 (deepspeed.zero.Init).",
         variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        parse=flag,
-        question="Divide models while they are made?",
-        when=_stage_three,
+        parse=boolean,
+        question="Shard models while they are constructed? (deepspeed.zero.Init)",
+        ask_if=_stage_three,
     ),
     _row(
         "zero3_save_16bit_model",
-        "Bring weights together when they are saved, with stage 3.",
-        parse=flag,
-        question="Bring weights together when they are saved?",
-        when=lambda answers: _without_file(answers) and _stage_three(answers),
+        "Gather sharded weights into a full state dict when a model is saved, with stage 3.",
+        parse=boolean,
+        question="Gather sharded weights into a full state dict when a model is saved?",
+        ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
     ),
     _row(
         "transformer_moe_cls_names",
-        "Classes of mixture-of-experts layers, with commas between.",
+        "Classes of mixture-of-experts layers, separated by commas.",
         long="deepspeed_moe_layer_cls_names",
-        question="Classes of mixture-of-experts layers, with commas between? (empty: none)",
-        when=lambda answers: _without_file(answers) and _stage_three(answers),
+        question="Classes of mixture-of-experts layers, separated by commas? (empty: none)",
+        ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
     ),
     _hosts(
         "launcher",
-        "What starts processes on other machines.",
+        "Program that starts workers on the other nodes.",
         parse=one_of(*_LAUNCHERS),
         choices=_LAUNCHERS,
         question="What starts processes on the other machines? (standard: you do, with this command)",
-        when=_among_machines,
+        ask_if=_among_machines,
     ),
     _hosts(
         "hostfile",
         "The file that lists the machines, as worker-1 slots=8.",
         question="The path of the file that lists the machines?",
-        when=lambda answers: _among_machines(answers) and answers("hosts.launcher") not in {None, "standard"},
+        ask_if=lambda answers: (
+            _among_machines(answers) and answers("hosts.launcher") not in {None, "standard"}
+        ),
     ),
     _hosts(
         "inclusion",
         "The machines and slots that take part, as worker-1@worker-2:0,2.",
         question="Which machines and slots take part, as worker-1@worker-2:0,2? (empty: all)",
-        when=lambda answers: _among_machines(answers) and bool(answers("hosts.hostfile")),
+        ask_if=lambda answers: _among_machines(answers) and bool(answers("hosts.hostfile")),
     ),
     _hosts(
         "exclusion",
         "The machines and slots that do not, as worker-1:0.",
         question="Which do not, as worker-1:0? (empty: none)",
-        when=lambda answers: (
+        ask_if=lambda answers: (
             _among_machines(answers) and bool(answers("hosts.hostfile")) and not answers("hosts.inclusion")
         ),
     ),

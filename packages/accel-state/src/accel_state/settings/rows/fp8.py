@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import flag, flags, one_of, whole
+from accel_state.settings.parsing import boolean, booleans, integer, one_of
 
 _BACKENDS = ("AO", "TE", "MSAMP")
 _FORMATS = ("HYBRID", "E4M3", "E5M2")
@@ -23,7 +23,7 @@ def _with(*backends: str) -> Any:
 
 def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
     name = field.removeprefix("fp8_")
-    rest: dict[str, Any] = {"more_keys": (f"fp8_config.fp8_{field}",) if field == name else (), **more}
+    rest: dict[str, Any] = {"key_aliases": (f"fp8_config.fp8_{field}",) if field == name else (), **more}
     return Option(
         path=f"fp8.{field}",
         help=help,
@@ -42,29 +42,29 @@ FP8 = (
         parse=one_of(*_BACKENDS),
         choices=_BACKENDS,
         question="What multiplies matrices in eight bits? (AO: torchao, TE: transformer-engine)",
-        when=_on,
+        ask_if=_on,
     ),
     _row(
         "use_autocast_during_eval",
         "TE: use FP8 in evaluation, too.",
-        parse=flag,
+        parse=boolean,
         const="true",
         question="Use FP8 in evaluation, too?",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "margin",
         "TE: margin of the scaling factors.",
-        parse=whole(0),
+        parse=integer(0),
         question="Which margin do scaling factors have?",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "interval",
         "TE: steps between two computations of the scaling factors.",
-        parse=whole(1),
+        parse=integer(1),
         question="How many steps between two computations of the scaling factors?",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "fp8_format",
@@ -72,39 +72,39 @@ FP8 = (
         parse=one_of(*_FORMATS),
         choices=_FORMATS,
         question="In which format? (HYBRID: E4M3 forward and E5M2 backward)",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "amax_history_len",
         "TE: steps that are looked back on for the scaling factors.",
-        parse=whole(1),
-        more_keys=("fp8_config.fp8_amax_history_len", "fp8_config.amax_history_length"),
+        parse=integer(1),
+        key_aliases=("fp8_config.fp8_amax_history_len", "fp8_config.amax_history_length"),
         question="How many steps are looked back on for the scaling factors?",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "amax_compute_algo",
         "TE: which of them counts.",
         parse=one_of(*_ALGORITHMS),
         choices=_ALGORITHMS,
-        more_keys=("fp8_config.fp8_amax_compute_algo", "fp8_config.amax_compute_algorithm"),
+        key_aliases=("fp8_config.fp8_amax_compute_algo", "fp8_config.amax_compute_algorithm"),
         question="Which of them counts?",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "override_linear_precision",
         "TE: whether fprop, dgrad and wgrad compute in higher precision, as false,false,true; in the"
         " environment also as ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD.",
-        parse=flags(3),
+        parse=booleans(3),
         question="Do fprop, dgrad and wgrad compute in higher precision, as false,false,true?",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "use_mxfp8_block_scaling",
         "TE: give every block of 32 values a scale of its own.",
-        parse=flag,
+        parse=boolean,
         question="Give every block of 32 values a scale of its own?",
-        when=_with("TE"),
+        ask_if=_with("TE"),
     ),
     _row(
         "opt_level",
@@ -112,21 +112,21 @@ FP8 = (
         parse=one_of(*_LEVELS),
         choices=_LEVELS,
         question="What is in eight bits? (O2: optimizer state as well)",
-        when=_with("MSAMP"),
+        ask_if=_with("MSAMP"),
     ),
     _row(
         "enable_fsdp_float8_all_gather",
         "AO: let FSDP gather parameters in eight bits.",
-        parse=flag,
+        parse=boolean,
         question="Let FSDP gather parameters in eight bits?",
-        when=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
+        ask_if=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
     ),
     _row(
         "pad_inner_dim",
         "AO: pad the inner dim of matrices to a multiple of 16.",
-        parse=flag,
+        parse=boolean,
         question="Pad the inner dim of matrices to a multiple of 16?",
-        when=_with("AO"),
+        ask_if=_with("AO"),
     ),
 )
 """Rows of `Fp8Settings`."""

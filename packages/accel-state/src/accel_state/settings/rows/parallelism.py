@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import flag, one_of, whole
-from accel_state.settings.rows.launch import here
+from accel_state.settings.parsing import boolean, integer, one_of
+from accel_state.settings.rows.launch import is_local
 
 _TOPIC = "tensor, context and sequence parallelism"
 _COMMUNICATION = ("allgather", "alltoall")
@@ -35,7 +35,7 @@ def _with_torch(answers: Answers) -> bool:
 
 def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
     name = f"parallelism_config_{field}"
-    rest: dict[str, Any] = {"when": _on, **more}
+    rest: dict[str, Any] = {"ask_if": _on, **more}
     return Option(
         path=f"parallelism.{field}",
         help=help,
@@ -43,7 +43,7 @@ def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the f
         variable=name.upper(),
         flags=(f"--{name}",),
         key=f"parallelism_config.{name}",
-        more_keys=(f"parallelism_config.{field}",),
+        key_aliases=(f"parallelism_config.{field}",),
         **rest,
     )
 
@@ -51,97 +51,97 @@ def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the f
 PARALLELISM = (
     Option(
         path="parallelism",
-        help="Divide the processes among axes of parallelism.",
+        help="Use tensor, context or sequence parallelism, with the sizes of the axes below.",
         topic=_TOPIC,
-        parse=flag,
+        parse=boolean,
         variable="ACCELERATE_USE_PARALLELISM_CONFIG",
         flags=("--use_parallelism_config",),
         const="true",
-        question="Divide layers or sequences among processes, too (tensor, context, sequence parallel)?",
-        when=lambda answers: (
-            here(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)
+        question="Use tensor, context or sequence parallelism?",
+        ask_if=lambda answers: (
+            is_local(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)
         ),
     ),
     _row(
         "dp_replicate_size",
-        "How many groups of processes hold a whole copy of the model.",
-        parse=whole(1),
-        question="How many groups of processes hold a whole copy of the model?",
-        when=_with_torch,
+        "Replicated data-parallel size: number of replicas of the model.",
+        parse=integer(1),
+        question="How many replicas of the model? (replicated data-parallel size)",
+        ask_if=_with_torch,
     ),
     _row(
         "dp_shard_size",
-        "Among how many processes the model is sharded.",
-        parse=whole(1),
-        question="Among how many processes is the model sharded?",
-        when=_with_torch,
+        "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
+        parse=integer(1),
+        question="How many ranks shard each replica? (sharded data-parallel size)",
+        ask_if=_with_torch,
     ),
     _row(
         "tp_size",
-        "Among how many processes each layer is divided.",
-        parse=whole(1),
-        question="Among how many processes is each layer divided?",
-        when=_with_torch,
+        "Tensor-parallel size.",
+        parse=integer(1),
+        question="Tensor-parallel size?",
+        ask_if=_with_torch,
     ),
     _row(
         "cp_size",
-        "Among how many processes each sequence is divided, by PyTorch.",
-        parse=whole(1),
-        question="Among how many processes is each sequence divided?",
-        when=_with_torch,
+        "Context-parallel size (PyTorch).",
+        parse=integer(1),
+        question="Context-parallel size?",
+        ask_if=_with_torch,
     ),
     _row(
         "cp_backend",
-        "What does that.",
+        "Implementation of context parallelism.",
         parse=one_of("torch"),
         choices=("torch",),
-        unasked="There is one.",
-        when=None,
+        skip_reason="There is one.",
+        ask_if=None,
     ),
     _row(
         "cp_comm_strategy",
-        "How keys and values are exchanged.",
+        "Collective that exchanges keys and values.",
         parse=one_of(*_COMMUNICATION),
         choices=_COMMUNICATION,
-        question="How are keys and values exchanged?",
-        when=_context,
+        question="Which collective exchanges keys and values?",
+        ask_if=_context,
     ),
     _row(
         "sp_size",
-        "Among how many processes each sequence is divided, by DeepSpeed.",
-        parse=whole(1),
-        question="Among how many processes is each sequence divided?",
-        when=_with_deepspeed,
+        "Sequence-parallel size (DeepSpeed).",
+        parse=integer(1),
+        question="Sequence-parallel size?",
+        ask_if=_with_deepspeed,
     ),
     _row(
         "sp_backend",
-        "What does that.",
+        "Implementation of sequence parallelism.",
         parse=one_of("deepspeed"),
         choices=("deepspeed",),
-        unasked="There is one.",
-        when=None,
+        skip_reason="There is one.",
+        ask_if=None,
     ),
     _row(
         "sp_seq_length_is_variable",
-        "Whether the lengths of sequences differ.",
-        parse=flag,
-        question="Do the lengths of sequences differ?",
-        when=_sequence,
+        "Whether sequence lengths vary between batches.",
+        parse=boolean,
+        question="Do sequence lengths vary between batches?",
+        ask_if=_sequence,
     ),
     _row(
         "sp_seq_length",
-        "How long sequences are.",
-        parse=whole(1),
-        question="How long are sequences? (empty: learn it from the first batch)",
-        when=_sequence,
+        "Sequence length in tokens.",
+        parse=integer(1),
+        question="Sequence length in tokens? (empty: taken from the first batch)",
+        ask_if=_sequence,
     ),
     _row(
         "sp_attn_implementation",
-        "What computes attention.",
+        "Attention implementation.",
         parse=one_of(*_ATTENTION),
         choices=_ATTENTION,
-        question="What computes attention?",
-        when=_sequence,
+        question="Which attention implementation?",
+        ask_if=_sequence,
     ),
 )
 """Rows of `ParallelismSettings`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import flag, maybe, table
+from accel_state.settings.parsing import boolean, json_object, optional
 
 _SAGEMAKER = "Amazon SageMaker"
 
@@ -31,7 +31,7 @@ def _usual_container(answers: Answers) -> bool:
 
 
 def _sagemaker(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
-    rest: dict[str, Any] = {"when": _cloud if "question" in more else None, **more}
+    rest: dict[str, Any] = {"ask_if": _cloud if "question" in more else None, **more}
     return Option(
         path=f"sagemaker.{field}",
         help=help,
@@ -49,7 +49,7 @@ MPI = (
         flags=("--mpirun_hostfile",),
         key="mpirun_config.mpirun_hostfile",
         question="The path of a file that lists the machines, to start with mpirun? (empty: without)",
-        when=_mpi,
+        ask_if=_mpi,
     ),
 )
 """Rows of `MpiSettings`."""
@@ -62,30 +62,30 @@ TPU = (
         flags=("--main_training_function",),
         key="main_training_function",
         question="Which function of the script does each process run?",
-        when=_tpu,
+        ask_if=_tpu,
     ),
     Option(
         path="tpu.downcast_bf16",
         help="Let both float and double mean bfloat16.",
         topic="TPU",
-        parse=flag,
+        parse=boolean,
         flags=("--downcast_bf16",),
         const="true",
         key="downcast_bf16",
         question="Let both float and double mean bfloat16?",
-        when=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
+        ask_if=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
     ),
     Option(
         path="tpu.use_cluster",
         help="Run on all machines of a pod.",
         topic="TPU",
-        parse=flag,
+        parse=boolean,
         flags=("--tpu_cluster",),
         const="true",
-        more_flags=(("--no_tpu_cluster", "false"),),
+        flag_aliases=(("--no_tpu_cluster", "false"),),
         key="tpu_use_cluster",
         question="Run on all machines of a pod?",
-        when=_tpu,
+        ask_if=_tpu,
     ),
     Option(
         path="tpu.name",
@@ -93,7 +93,7 @@ TPU = (
         topic="TPU",
         key="tpu_name",
         question="What is the TPU called?",
-        when=_pod,
+        ask_if=_pod,
     ),
     Option(
         path="tpu.zone",
@@ -101,38 +101,38 @@ TPU = (
         topic="TPU",
         key="tpu_zone",
         question="In which zone is it?",
-        when=_pod,
+        ask_if=_pod,
     ),
     Option(
         path="tpu.use_sudo",
         help="Run as root on the machines of a pod.",
         topic="TPU",
-        parse=flag,
+        parse=boolean,
         flags=("--tpu_use_sudo",),
         const="true",
         key="tpu_use_sudo",
         question="Run as root there?",
-        when=_pod,
+        ask_if=_pod,
     ),
     Option(
         path="tpu.vm",
         help="Names of single machines; may be repeated.",
         topic="TPU",
         flags=("--vm",),
-        shape="list",
+        kind="list",
         key="tpu_vm",
         question="Names of single machines, with commas between? (empty: all of the pod)",
-        when=_pod,
+        ask_if=_pod,
     ),
     Option(
         path="tpu.env",
         help="A variable for the machines of a pod, as NAME=value; may be repeated.",
         topic="TPU",
         flags=("--env",),
-        shape="list",
+        kind="list",
         key="tpu_env",
         question="Variables for them, as NAME=value with commas between? (empty: none)",
-        when=_pod,
+        ask_if=_pod,
     ),
     Option(
         path="tpu.command_file",
@@ -140,16 +140,16 @@ TPU = (
         topic="TPU",
         key="command_file",
         question="A file with commands that they run first? (empty: none)",
-        when=_pod,
+        ask_if=_pod,
     ),
     Option(
         path="tpu.commands",
         help="Commands that the machines of a pod run first.",
         topic="TPU",
-        shape="list",
+        kind="list",
         key="commands",
         question="Commands that they run first, with commas between? (empty: none)",
-        when=lambda answers: _pod(answers) and not answers("tpu.command_file"),
+        ask_if=lambda answers: _pod(answers) and not answers("tpu.command_file"),
     ),
 )
 """Rows of `TpuSettings`."""
@@ -184,19 +184,19 @@ SAGEMAKER = (
         "pytorch_version",
         "The version of PyTorch in the usual container.",
         question="Which version of PyTorch?",
-        when=_usual_container,
+        ask_if=_usual_container,
     ),
     _sagemaker(
         "transformers_version",
         "The version of transformers in the usual container.",
         question="Which version of transformers?",
-        when=_usual_container,
+        ask_if=_usual_container,
     ),
     _sagemaker(
         "py_version",
         "The version of Python in the usual container, as py310.",
         question="Which version of Python, as py310?",
-        when=_usual_container,
+        ask_if=_usual_container,
     ),
     _sagemaker(
         "base_job_name",
@@ -216,23 +216,23 @@ SAGEMAKER = (
     _sagemaker(
         "additional_args",
         "More arguments of the SageMaker estimator.",
-        parse=maybe(table, "{}"),
-        shape="table",
-        unasked="It is a table; write it into the file.",
+        parse=optional(json_object, "{}"),
+        kind="table",
+        skip_reason="It is a table; write it into the file.",
     ),
     Option(
         path="sagemaker.aws_access_key_id",
         help="An access key, in place of a profile.",
         topic=_SAGEMAKER,
         flags=("--aws_access_key_id",),
-        unasked="It is a secret, which belongs into no file.",
+        skip_reason="It is a secret, which belongs into no file.",
     ),
     Option(
         path="sagemaker.aws_secret_access_key",
         help="The secret of that key.",
         topic=_SAGEMAKER,
         flags=("--aws_secret_access_key",),
-        unasked="It is a secret, which belongs into no file.",
+        skip_reason="It is a secret, which belongs into no file.",
     ),
 )
 """Rows of `SageMakerSettings`."""

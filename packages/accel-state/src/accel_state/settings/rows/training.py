@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_state.labels import DynamoBackend, PrecisionType
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import flag, maybe, offered, one_of, precision, whole
+from accel_state.settings.parsing import boolean, integer, offered, one_of, optional, precision
 
 _PRECISIONS = tuple(member.value for member in PrecisionType)
 _BACKENDS = tuple(member.value for member in DynamoBackend)
@@ -32,23 +32,23 @@ TRAINING = (
         path="training.gradient_accumulation_steps",
         help="Micro-batches per optimizer step; auto leaves it to the script.",
         topic="training",
-        parse=maybe(whole(1), "auto"),
+        parse=optional(integer(1), "auto"),
         variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         flags=("--gradient_accumulation_steps",),
         key="gradient_accumulation_steps",
-        more_keys=("deepspeed_config.gradient_accumulation_steps",),
+        key_aliases=("deepspeed_config.gradient_accumulation_steps",),
         question="How many micro-batches per optimizer step?",
-        when=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
+        ask_if=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
     ),
     Option(
         path="training.strategy",
         help="The strategy that trains, by its name; auto chooses the first that applies.",
         topic="training",
-        parse=maybe(str, "auto", ""),
+        parse=optional(str, "auto", ""),
         variable="ACCELERATE_STRATEGY",
         flags=("--strategy",),
         key="strategy",
-        unasked="The questions about DeepSpeed, FSDP and parallelism choose it.",
+        skip_reason="The questions about DeepSpeed, FSDP and parallelism choose it.",
     ),
 )
 """Rows of `PrecisionSettings` and `TrainingSettings`."""
@@ -75,43 +75,43 @@ DYNAMO = (
         flags=("--dynamo_mode",),
         key="dynamo_config.dynamo_mode",
         question="In which mode?",
-        when=_compiles,
+        ask_if=_compiles,
     ),
     Option(
         path="dynamo.use_fullgraph",
         help="Fail rather than break the model into several graphs.",
         topic=_COMPILATION,
-        parse=flag,
+        parse=boolean,
         variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
         flags=("--dynamo_use_fullgraph",),
         const="true",
         key="dynamo_config.dynamo_use_fullgraph",
         question="Fail rather than break the model into several graphs?",
-        when=_compiles,
+        ask_if=_compiles,
     ),
     Option(
         path="dynamo.use_dynamic",
         help="Trace with dynamic shapes.",
         topic=_COMPILATION,
-        parse=flag,
+        parse=boolean,
         variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
         flags=("--dynamo_use_dynamic",),
         const="true",
         key="dynamo_config.dynamo_use_dynamic",
         question="Trace with dynamic shapes?",
-        when=_compiles,
+        ask_if=_compiles,
     ),
     Option(
         path="dynamo.use_regional_compilation",
         help="Compile each repeated block once instead of the whole model.",
         topic=_COMPILATION,
-        parse=flag,
+        parse=boolean,
         variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
         flags=("--dynamo_use_regional_compilation",),
         const="true",
         key="dynamo_config.dynamo_use_regional_compilation",
         question="Compile each repeated block once instead of the whole model?",
-        when=_compiles,
+        ask_if=_compiles,
     ),
 )
 """Rows of `DynamoSettings`."""
