@@ -62,7 +62,7 @@ def load_and_quantize_model(
     of their weights on the device.
 
     Args:
-        model: A loaded model, or a skeleton on the meta device, which needs `weights_location`.
+        model: A loaded model, or a meta model, which needs `weights_location`.
         bnb_quantization_config: What to quantise, and how.
         weights_location: A weight file, an index file, a folder with one of them, or the id of a model on
             the hub.
@@ -72,7 +72,7 @@ def load_and_quantize_model(
         max_memory: What each device may take when a map is made.
         offload_folder: Where weights for the disk are written.
         offload_state_dict: Nothing to do here: weights are never in memory together. `True` is accepted for a
-            skeleton, and refused for a loaded model, whose weights are in memory already.
+            meta model, and refused for a loaded model, whose weights are in memory already.
 
     Returns:
         The model, changed in place.
@@ -120,12 +120,10 @@ def _refuse(
 ) -> None:
     empty = any(parameter.is_meta for parameter in model.parameters())
     if empty and weights_location is None:
-        raise SettingsError(
-            "the model is a skeleton on the meta device: pass weights_location, its checkpoint"
-        )
+        raise SettingsError("the model is on the meta device: pass weights_location, its checkpoint")
     if offload_state_dict and not empty:
         raise SettingsError(
-            "offload_state_dict=True is for a skeleton; this model's weights are in memory already"
+            "offload_state_dict=True is for a meta model; this model's weights are in memory already"
         )
 
 

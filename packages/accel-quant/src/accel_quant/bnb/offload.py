@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @functools.cache
 def register_slots() -> None:
-    """Tell offloading hooks how quantised parameters are taken apart."""
+    """Register with offloading hooks how quantised parameters are flattened."""
     bnb = bitsandbytes()
     slot_of.register(bnb.nn.Int8Params, _int8_slot)
     slot_of.register(bnb.nn.Params4bit, _4bit_slot)
