@@ -194,7 +194,7 @@ def test_what_cannot_work_is_said(net, tmp_path, caplog, monkeypatch):
         load_and_quantize_model(skeleton(), settings("nf4"))
     with pytest.raises(SettingsError, match="device_map is 'somehow'"):
         load_and_quantize_model(copy.deepcopy(net), settings("nf4"), device_map="somehow")
-    with pytest.raises(SettingsError, match="offload_state_dict=True is for a skeleton"):
+    with pytest.raises(SettingsError, match="offload_state_dict=True is for a meta model"):
         load_and_quantize_model(copy.deepcopy(net), settings("nf4"), offload_state_dict=True)
     state = net.state_dict()
     del state["layers.1.0.weight"]
