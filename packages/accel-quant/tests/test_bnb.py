@@ -190,7 +190,7 @@ def test_a_map_counts_quantised_weights_at_their_size(tmp_path):
 
 
 def test_what_cannot_work_is_said(net, tmp_path, caplog, monkeypatch):
-    with pytest.raises(SettingsError, match="skeleton on the meta device: pass weights_location"):
+    with pytest.raises(SettingsError, match="on the meta device: pass weights_location"):
         load_and_quantize_model(skeleton(), settings("nf4"))
     with pytest.raises(SettingsError, match="device_map is 'somehow'"):
         load_and_quantize_model(copy.deepcopy(net), settings("nf4"), device_map="somehow")
