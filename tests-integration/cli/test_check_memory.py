@@ -258,4 +258,4 @@ def test_a_model_of_a_library_is_loaded_from_a_folder_and_saved(tmp_path, monkey
 def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(check):
     config = {"zero_optimization": {"stage": 2}, "train_batch_size": 7}
     (problem,) = check(8, "3", f"deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config})")["problems"]
-    assert "train_batch_size is 7 in the configuration, and 16" in problem
+    assert "train_batch_size is 7 in the configuration, but 16" in problem

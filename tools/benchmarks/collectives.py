@@ -9,7 +9,8 @@ turn is a loop of calls between two barriers; its time is that of the slower ran
 calls. Printed are medians over the turns, and medians of the ratios of neighbouring turns.
 
 Ours refuses on every rank what does not fit together, so the source of a broadcast has to hear from the
-others before it returns; raw's broadcast therefore is followed by an all-gather of eight bytes.
+others before it returns; raw's broadcast therefore is followed by an all-gather of eight bytes. The line
+`sent only` compares with a raw broadcast that waits for no one; it is shown, and no claim.
 
 Claims: trees of 120 small tensors 20 times as fast as the reference, of 256 50 times, both within 1.5 of
 raw; one tensor of 16 MB as fast as the reference and within 1.1 of raw.
@@ -33,7 +34,7 @@ from ranks import WORLD, Ranks, join
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-OPERATIONS = ("gather", "broadcast", "reduce")
+OPERATIONS = ("gather", "broadcast", "sent only", "reduce")
 SHAPES = ((16,), (16, 8), (4, 4, 2))
 TARGETS = {"120 small": (20.0, 1.5), "256 small": (50.0, 1.5), "16 MB": (1.0, 1.1)}
 CALLS = {
@@ -73,6 +74,7 @@ def raw_calls(data: Any) -> dict[str, Callable[[], object]]:
     return {
         "gather": lambda: dist.all_gather_into_tensor(flat.new_empty(WORLD * flat.numel()), flat),
         "broadcast": broadcast,
+        "sent only": lambda: dist.broadcast(flat, src=0),
         "reduce": lambda: dist.all_reduce(flat.clone()),
     }
 
@@ -83,6 +85,7 @@ def library_calls(library: str, data: Any) -> dict[str, Callable[[], object]]:
     return {
         "gather": lambda: operations.gather(data),
         "broadcast": lambda: operations.broadcast(data),
+        "sent only": lambda: operations.broadcast(data),
         "reduce": lambda: operations.reduce(data, "mean"),
     }
 
@@ -159,7 +162,7 @@ def main() -> None:
                 f"{found['of raw']:>9.2f} {found['speedup']:>15.1f}",
                 flush=True,
             )
-            if found["of raw"] > of_raw or found["speedup"] < faster:
+            if operation != "sent only" and (found["of raw"] > of_raw or found["speedup"] < faster):
                 missed.append(name)
     for pair in {id(pair): pair for pair in ranks.values()}.values():
         pair.close()
