@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import pickle
@@ -277,6 +278,7 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
         function: What to run.
         *args: What it is called with.
     """
+    gc.freeze()  # to collect a process group of the parent is a crash: its threads were not copied
     AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage] - the documented way
     GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
     environ.publish({"FORK_LAUNCHED": "1"})
