@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -87,11 +87,10 @@ class Registry(Generic[Row]):
         """
         found = self.available()
         if name not in found:
-            near = get_close_matches(name, found, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = did_you_mean(name, found, "")
             raise SettingsError(
                 f"{f'{source}: ' if source else ''}There is no {self.noun} {name!r}: registered are "
-                f"{', '.join(map(repr, found))}{hint}"
+                f"{', '.join(map(repr, found))}{f'; {hint}' if hint else '.'}"
             )
         return found[name]
 

@@ -90,7 +90,7 @@ def notebook_launcher(
     count = _device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
     variables = {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
-    rendezvous_ = nullcontext(0) if rdzv_endpoint else _rendezvous(use_port, num_nodes, node_rank)
+    listener = nullcontext(0) if rdzv_endpoint else _rendezvous(use_port, num_nodes, node_rank)
     plain = rdzv_backend == "static" and not (rdzv_endpoint or max_restarts or log_line_prefix_template)
     if plain and count == num_nodes == 1:
         with environ.patch_environment(**variables):
@@ -98,7 +98,7 @@ def notebook_launcher(
     if kind.type != "cpu":
         refuse_initialised_devices()
     shown = log_line_prefix_template is not None
-    with rendezvous_ as port, environ.patch_environment(**variables):
+    with listener as port, environ.patch_environment(**variables):
         machines = Machines(
             num_nodes=num_nodes,
             node_rank=node_rank,

@@ -74,9 +74,9 @@ def _end_only_this_job(runners: Any) -> None:
 
     def get_cmd(self: Any, environment: Any, active_resources: Any) -> tuple[Any, list[str], Any]:
         command, kill, environ = theirs(self, environment, active_resources)
-        rendezvous_ = f"--master_addr={self.args.master_addr} --master_port={self.args.master_port} "
+        master_flags = f"--master_addr={self.args.master_addr} --master_port={self.args.master_port} "
         # In brackets, so that the shell that runs this does not fit the pattern.
-        return command, [*kill[:-1], shlex.quote(f"[d]eepspeed.launcher.launch .*{rendezvous_}")], environ
+        return command, [*kill[:-1], shlex.quote(f"[d]eepspeed.launcher.launch .*{master_flags}")], environ
 
     runners.PDSHRunner.get_cmd = get_cmd
 

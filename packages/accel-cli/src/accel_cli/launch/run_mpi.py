@@ -110,11 +110,11 @@ def job(plan: LaunchPlan) -> Job:
         )
     require_script(plan)
     hostfile = plan.merged.settings.mpi.hostfile or ""
-    rendezvous_ = {
+    master_variables = {
         "MASTER_ADDR": plan.launch.main_process_ip or first_machine(hostfile),
         "MASTER_PORT": str(choose_port(plan.launch)),
     }
-    environ = {**plan.environ, **rendezvous_}
+    environ = {**plan.environ, **master_variables}
     line = [found, *arguments(plan, make_of(plan.machine.mpirun), environ)]
     return Job(command=tuple(line), environ=environ)
 

@@ -31,12 +31,12 @@ def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     topology = detect(environ)
     if topology.launcher != "Slurm" or topology.world_size == 1 or topology.local_world_size != 1:
         return {}
-    rendezvous_ = rendezvous(environ, topology)
+    master = rendezvous(environ, topology)
     values = {
         "launch.num_machines": (topology.world_size, "SLURM_NTASKS"),
         "launch.machine_rank": (topology.rank, "SLURM_PROCID"),
-        "launch.main_process_ip": (rendezvous_.address, "MASTER_ADDR or SLURM_STEP_NODELIST"),
-        "launch.main_process_port": (rendezvous_.port, "MASTER_PORT or SLURM_JOB_ID"),
+        "launch.main_process_ip": (master.address, "MASTER_ADDR or SLURM_STEP_NODELIST"),
+        "launch.main_process_port": (master.port, "MASTER_PORT or SLURM_JOB_ID"),
     }
     return {
         path: SourcedValue(value=value, layer=Layer.ENVIRONMENT, origin=f"variable {name}")
