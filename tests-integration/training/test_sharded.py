@@ -408,7 +408,7 @@ def test_bad_input_is_one_error_on_every_rank():
         accelerator.prepare(nn.Linear(2, 2 + accelerator.process_index))
     if accelerator.process_index == 1:
         odd = nn.Linear(2, 2, device="meta")
-        text = "is on the meta device, without values, on rank 1"
+        text = "is on the meta device on rank 1"
     else:
         odd, text = nn.Linear(2, 2), "rank 1: Linear: the parameter 'weight' is on the meta device"
     with pytest.raises(SettingsError, match=text):

@@ -86,7 +86,7 @@ def test_placing_equals_laying_out_the_other_ranks_leaves(found: list[Leaf], dat
     rows = [data.draw(st.integers(0, 3)) if leaf.shape else 1 for leaf in found]
     buckets = plan.lay_out(found)
     in_order = [rows[index] for bucket in buckets for index in bucket.members]
-    assert plan.place(buckets, in_order) == plan.lay_out(with_rows(found, rows))
+    assert plan.at_rows(buckets, in_order) == plan.lay_out(with_rows(found, rows))
 
 
 @given(leaves, st.integers(1, 3), st.data())

@@ -216,7 +216,7 @@ def test_mapped_tensors_equal_what_safetensors_reads(tmp_path):
         assert found.dtype == value.dtype
         assert same(found, value)
     file.read_ahead(file.entries)
-    file.forget(file.entries)
+    file.evict(file.entries)
     assert same(file.tensor("f32"), ALL_TYPES["f32"])
 
 

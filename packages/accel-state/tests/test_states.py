@@ -275,7 +275,7 @@ def test_the_first_of_several_deepspeed_plugins_is_active_until_another_is_selec
     again = AcceleratorState(deepspeed_plugin=state.deepspeed_plugins, _from_accelerator=True)
     assert again.deepspeed_plugin is judge, "what was selected stays so for the next Accelerator"
     assert state.get_deepspeed_plugin("train") is train
-    with pytest.raises(SettingsError, match=r"'zero3'; given were: 'train', 'judge'"):
+    with pytest.raises(SettingsError, match=r"'zero3'; those of this run: 'train', 'judge'"):
         state.select_deepspeed_plugin("zero3")
 
 

@@ -76,7 +76,7 @@ def test_a_name_must_be_free(memory_class, name):
 
 
 def test_only_trackers_are_registered():
-    with pytest.raises(SettingsError, match="give a subclass of GeneralTracker"):
+    with pytest.raises(SettingsError, match="pass a subclass of GeneralTracker"):
         register_tracker_class(dict)
 
 

@@ -1,4 +1,4 @@
-"""Models larger than memory: skeletons, device maps, mapped checkpoints, offload."""
+"""Models larger than memory: meta models, device maps, mapped checkpoints, offload."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def assign(
     steps: Sequence[Step],
     assignment: Assignment,
     index: Index,
-    look: Callable[[], None],
+    sample: Callable[[], None],
 ) -> dict[str, int]:
     """Bring one file's tensors to where they go.
 
@@ -144,7 +144,7 @@ def assign(
         steps: Its tensors' ways.
         assignment: What was asked.
         index: Gets the entries of tensors on the disk.
-        look: Called as memory grows.
+        sample: Called as memory grows.
 
     Returns:
         Bytes by how they came.
@@ -167,7 +167,7 @@ def assign(
             value = _spilled(value.to(step.dtype), step.name, spilled.name)
         _put(model, step, value, assignment)
         if step.how != "map":
-            look()
+            sample()
     if spilled is not None:
         spilled.cleanup()  # what is mapped stays readable
     return strategies
@@ -192,7 +192,7 @@ def _step(
     dtype = stored
     if stored.is_floating_point:
         dtype = assignment.dtype or target.dtype
-        if any(kept in name.split(".") or kept in name for kept in assignment.keep_in_fp32):
+        if any(part in name.split(".") or part in name for part in assignment.keep_in_fp32):
             dtype = torch.float32
     elif type(target) in (torch.nn.Parameter, torch.Tensor):
         dtype = target.dtype
@@ -267,7 +267,7 @@ def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
     device = like.device_mesh.device_type
     if assignment.shards:
         return DTensor.from_local(value.to(device), like.device_mesh, like.placements)
-    # Every rank has the whole tensor: no communication.
+    # Every rank has the full tensor: no communication.
     return distribute_tensor(value.to(device), like.device_mesh, like.placements, src_data_rank=None)
 
 

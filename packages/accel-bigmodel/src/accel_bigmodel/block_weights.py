@@ -149,7 +149,7 @@ class MappedBlocks:
             pending.result()
         del self._resident[block]
         for file, names in self._files(block):
-            file.forget(names)
+            file.evict(names)
 
     def _files(self, block: str) -> list[tuple[SafetensorsFile, list[str]]]:
         found: dict[int, tuple[SafetensorsFile, list[str]]] = {}

@@ -135,8 +135,8 @@ def dispatch_model(
     )
     if weights is not None:
         entries = [name for name, is_offloaded in offload.items() if is_offloaded]
-        preload_whole = frozenset(preload_module_classes or ())
-        make_blocks(model, entries, weights, main, preload_whole=preload_whole, memory_limit=memory_limit)
+        preload_classes = frozenset(preload_module_classes or ())
+        make_blocks(model, entries, weights, main, preload_classes=preload_classes, memory_limit=memory_limit)
     _retie(model, tied, device_map)
     _hook_encoder(model)
     _guard_moves(model, offloaded=any(offload.values()))
@@ -244,7 +244,7 @@ def _offloaded(
         offload_buffers=offload_buffers,
         preload_module_classes=preload,
     )
-    make_blocks(model, [""], weights, torch.device(device), preload_whole=frozenset(preload or ()))
+    make_blocks(model, [""], weights, torch.device(device), preload_classes=frozenset(preload or ()))
     hook_replaced_modules(model)
     return model
 
@@ -352,7 +352,7 @@ def _retie(model: nn.Module, tied: Sequence[Sequence[str]], device_map: Mapping[
 
 
 def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:
-    """Refuse to move a model whose weights are away; its hooks would bring them to the old devices anyway."""
+    """Refuse to move a model with offloaded weights; its hooks would move them to the old devices again."""
     if not offloaded:
         return
     for name in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu"):

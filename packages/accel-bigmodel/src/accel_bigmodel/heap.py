@@ -1,4 +1,4 @@
-"""Give freed memory back to the system, which glibc keeps when large and small blocks were freed in turns."""
+"""Return freed memory to the system; glibc keeps it when large and small blocks were freed alternately."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def load_checkpoint_in_model(
     `offload_folder/index.json`. Tied weights stay tied, whichever of their names the checkpoint has.
 
     Args:
-        model: The model, usually a skeleton on the meta device.
+        model: The model, usually a meta model.
         checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
         device_map: Module or tensor name to device. Without one, tensors go where the model's are (the CPU
             for those on the meta device).
@@ -70,7 +70,7 @@ def load_checkpoint_in_model(
         offload_8bit_bnb: Refused: `accel_quant.load_and_quantize_model` loads quantised models, and keeps
             their 8-bit weights with their statistics wherever the device map sends them.
         strict: Refuse a checkpoint that lacks a tensor or has one too many; by default these are logged.
-        full_state_dict: Whether the checkpoint holds whole tensors; otherwise each rank's own shards.
+        full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
         broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
 
     Raises:
@@ -127,7 +127,7 @@ def load_checkpoint_and_dispatch(
     """Load a checkpoint into a model and let it run across its devices.
 
     Args:
-        model: The model, usually a skeleton on the meta device.
+        model: The model, usually a meta model.
         checkpoint: A weight file, an index file, a folder with one of them, or the id of a model on the hub.
         device_map: Module or tensor name to device; or `"auto"`, `"balanced"`, `"balanced_low_0"` or
             `"sequential"` to have one made. Without one the weights are loaded and nothing is dispatched.
@@ -143,7 +143,7 @@ def load_checkpoint_and_dispatch(
         preload_module_classes: Classes whose modules load everything below them at once.
         force_hooks: Attach hooks even where a single device needs none.
         strict: Refuse a checkpoint that lacks a tensor or has one too many.
-        full_state_dict: Whether the checkpoint holds whole tensors; otherwise each rank's own shards.
+        full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
         broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
         report: Measure, and leave a `LoadReport` in the model's `load_report`; it is logged too.
         memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into main memory
@@ -212,7 +212,7 @@ def _load(
     files: list[FileReport] = []
     for source, steps in plan:
         began = time.perf_counter()
-        strategies = assign(model, source, steps, assignment, index, meter.look)
+        strategies = assign(model, source, steps, assignment, index, meter.sample)
         taken = time.perf_counter() - began
         raw = raw_rate(source.path) if measure and not broadcast else None
         files.append(FileReport(path=source.path, strategies=strategies, seconds=taken, raw=raw))

@@ -56,8 +56,8 @@ def collect_weights(
     if not on_cpu and not on_disk:
         return None
     resident = _resident_tensors(model, buffers=offload_buffers)
-    given = extract_submodules_state_dict(resident, on_cpu) if state_dict is None else state_dict
-    held = {name: tensor for name, tensor in given.items() if not tensor.is_meta}
+    candidates = extract_submodules_state_dict(resident, on_cpu) if state_dict is None else state_dict
+    held = {name: tensor for name, tensor in candidates.items() if not tensor.is_meta}
     index: dict[str, Mapping[str, Any]] = _read_index(offload_dir)
     index.update(offload_index or {})
     _resolve_prefixes(tied, on_disk, held, index)

@@ -147,28 +147,28 @@ def make_blocks(
     weights: OffloadedWeightsLoader,
     device: torch.device,
     *,
-    preload_whole: frozenset[str] = frozenset(),
+    preload_classes: frozenset[str] = frozenset(),
     memory_limit: int | None = None,
 ) -> None:
     """Group the hooks of offloaded modules into blocks, and stream these.
 
     A block is the largest module below an entry that does not contain a list of modules, or one whose class
-    stays whole. Tensors of modules above blocks are given their values for good: they are few, and such a
-    module may use them at any time.
+    stays whole. Tensors of modules above blocks are materialised once and stay resident: they are few, and
+    such a module may use them at any time.
 
     Args:
         model: The model, whose modules have their hooks.
         entries: Names of the modules and tensors that are offloaded.
         weights: Where their weights are.
         device: Where they execute.
-        preload_whole: Names of classes whose modules are one block.
+        preload_classes: Names of classes whose modules are one block.
         memory_limit: Bytes of offloaded weights that may be in main memory.
     """
     roots: dict[str, nn.Module] = {}
     for entry in entries:
         module = _module_at(model, entry)
         if module is not None:
-            roots.update(_roots(module, entry, preload_whole))
+            roots.update(_roots(module, entry, preload_classes))
     # An entry that is a tensor: its module is a block if no other block lies below it.
     for entry in entries:
         owner = entry.rpartition(".")[0]
@@ -201,9 +201,9 @@ def make_blocks(
     )
 
 
-def _roots(module: nn.Module, name: str, preload_whole: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
+def _roots(module: nn.Module, name: str, preload_classes: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
     split = isinstance(module, _CONTAINERS) or (
-        type(module).__name__ not in preload_whole
+        type(module).__name__ not in preload_classes
         and any(isinstance(part, _CONTAINERS) and _has_tensors(part) for part in module.modules())
     )
     if not split:
@@ -212,7 +212,7 @@ def _roots(module: nn.Module, name: str, preload_whole: frozenset[str]) -> Itera
         return
     for leaf, child in child_table(module).items():
         if child is not None:
-            yield from _roots(child, f"{name}.{leaf}" if name else leaf, preload_whole)
+            yield from _roots(child, f"{name}.{leaf}" if name else leaf, preload_classes)
 
 
 def _has_tensors(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""Inference with the layers of a model divided among processes, each batch in chunks that follow closely."""
+"""Pipeline-parallel inference: the layers of a model in stages on several ranks, batches as micro-batches."""
 
 from __future__ import annotations
 
@@ -267,11 +267,11 @@ def _structure_of_output(model: nn.Module, args: tuple[Any, ...], kwargs: Mappin
 @contextmanager
 def _restored(model: nn.Module, split_points: Sequence[str]) -> Generator[None]:
     """Undo what marking split points changes in the modules."""
-    kept = {name: vars(model.get_submodule(name)).get("forward") for name in split_points}
+    forwards = {name: vars(model.get_submodule(name)).get("forward") for name in split_points}
     try:
         yield
     finally:
-        for name, forward in kept.items():
+        for name, forward in forwards.items():
             inside = vars(model.get_submodule(name))
             inside.pop("_orig_forward", None)
             inside.pop("forward", None)

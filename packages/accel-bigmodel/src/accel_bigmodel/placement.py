@@ -161,7 +161,7 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
         return tensor
     if like is None or type(like) in (nn.Parameter, torch.Tensor):
         wanted = like is not None and like.requires_grad
-        # Integers cannot require gradients, whatever the skeleton says.
+        # Integers cannot require gradients, whatever the meta model's parameter says.
         new = nn.Parameter(tensor, requires_grad=wanted and tensor.is_floating_point())
         if like is not None and vars(like):
             vars(new).update(vars(like))

@@ -79,14 +79,14 @@ class LoadReport:
 
 
 class MemoryMeter:
-    """How far the process's own memory grew since the meter was made; call `look` now and then."""
+    """How far the process's own memory grew since the meter was made; call `sample` now and then."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
         self._start = self._own()
         self.peak = 0
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Note the present growth."""
         self.peak = max(self.peak, self._own() - self._start)
 

@@ -16,7 +16,7 @@ from accel_state.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_PIECE = 16 << 20
+_READ_SIZE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def _read(identity: FileIdentity, target: Tensor, begin: int) -> bool:
         view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
         file.seek(begin)
         while done < count:
-            got = file.readinto(view[done : done + _PIECE])
+            got = file.readinto(view[done : done + _READ_SIZE])
             if not got:
                 raise CheckpointError(f"{str(identity.path)!r} ends at byte {begin + done}; fetch it again")
             done += got

@@ -248,21 +248,21 @@ def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device:
 
 def _members_in(owner: Plan, rows: Tensor, source: int) -> list[Tensor]:
     """Return the packed leaves in the chunk of a rank; they are cut once if `rows` is used again."""
-    kept: tuple[Tensor, list[Tensor]] | None = owner.extras.get(("rows", source))
-    if kept is None or kept[0] is not rows:
+    cached: tuple[Tensor, list[Tensor]] | None = owner.extras.get(("rows", source))
+    if cached is None or cached[0] is not rows:
         members = cut_all(owner.packed, sections(owner.packed, rows[source], HEADER_BYTES))
-        kept = rows, members
-        cache(owner, ("rows", source), kept, 0)
-    return kept[1]
+        cached = rows, members
+        cache(owner, ("rows", source), cached, 0)
+    return cached[1]
 
 
 def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device: torch.device) -> None:
     """Broadcast a large leaf without a copy, if it lies in memory as it has to."""
     leaf = leaf.detach()
-    carried = leaf.to(device).contiguous()
-    collectives.broadcast(carried, source)
-    if carried is not leaf and collectives.rank != source:
-        leaf.copy_(carried)
+    moved = leaf.to(device).contiguous()
+    collectives.broadcast(moved, source)
+    if moved is not leaf and collectives.rank != source:
+        leaf.copy_(moved)
 
 
 def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device) -> Any:

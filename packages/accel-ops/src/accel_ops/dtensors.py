@@ -1,4 +1,4 @@
-"""Tensors that are divided among processes, seen without importing what makes them."""
+"""Recognise `DTensor`s without importing `torch.distributed.tensor`."""
 
 from __future__ import annotations
 

@@ -181,7 +181,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
         ranks = [flat.plan.buckets] * world_size
         if not even:
             rows = heads[:, 4 : 4 + len(flat.leaves)].tolist()
-            ranks = [plan.place(flat.plan.buckets, counts) for counts in rows]
+            ranks = [plan.at_rows(flat.plan.buckets, counts) for counts in rows]
         cutter = _cutter(ranks, flat.plan.restore, header.start, everything, sizes)
         _keep(flat.plan, (sizes, capacity, device), cutter)
     _keep(flat.plan, ("likely", world_size, capacity, device), cutter)
@@ -302,9 +302,9 @@ def _send_chunks(
 def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Memory for the chunks of all ranks: that of the last gather, as `cached_buffer`."""
     size = world_size * capacity
-    kept: tuple[Tensor, Tensor] | None = owner.extras.get(("grid", device))
-    if kept is not None and len(kept[0]) == size:
-        return kept
+    cached: tuple[Tensor, Tensor] | None = owner.extras.get(("grid", device))
+    if cached is not None and len(cached[0]) == size:
+        return cached
     with torch.inference_mode(mode=False):
         everything = torch.empty(size, dtype=torch.uint8, device=device)
         made = everything, everything.view(torch.int64).view(world_size, -1)
@@ -332,7 +332,7 @@ def _cutter(
             order = torch.tensor(plan.index_of(segments, unit), dtype=torch.int32, device=everything.device)
     return Cutter(
         sizes=sizes,
-        joined=plan.place(ranks[0], totals, scalars=False),
+        joined=plan.at_rows(ranks[0], totals, scalars=False),
         restore=restore,
         segments=segments,
         nbytes=nbytes,
@@ -345,7 +345,7 @@ def _cutter(
 def _keep(flat_plan: Plan, key: Hashable, cutter: Cutter) -> None:
     """Remember a cutter, but not ever more of them where sizes change from call to call."""
     if len(flat_plan.extras) >= MAX_CUTTERS:
-        flat_plan.forget()
+        flat_plan.clear_cache()
     cache(flat_plan, key, cutter, 0 if cutter.order is None else cutter.order.nbytes)
 
 

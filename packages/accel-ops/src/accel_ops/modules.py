@@ -101,8 +101,8 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether any parameter of a model is a `DTensor`, that is, divided among processes or copied to them."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # nobody has made one without importing this
+    """Whether any parameter of a model is a `DTensor`, that is, sharded or replicated across ranks."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # who has made one has imported it
     return tensors is not None and any(isinstance(one, tensors.DTensor) for one in model.parameters())
 
 

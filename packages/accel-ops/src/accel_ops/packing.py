@@ -29,7 +29,7 @@ below_autograd: Callable[[], Any] = partial(torch._C._ExcludeDispatchKeyGuard, _
 copy_all: Callable[..., Any] = torch._foreach_copy_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
 
 MAX_PLANS = 256  # structures remembered
-MAX_KEPT = 1 << 18  # bytes of the largest buffer that is kept with a plan
+MAX_CACHED = 1 << 18  # bytes of the largest buffer that is kept with a plan
 MAX_CACHED_BYTES = 1 << 25  # kept with all plans together
 
 _TENSORS = {Tensor}
@@ -63,7 +63,7 @@ class Plan:
     extras: dict[Any, Any] = field(default_factory=dict[Any, Any])
     cached_bytes: int = 0
 
-    def forget(self) -> None:
+    def clear_cache(self) -> None:
         """Drop what was made with the plan; it is made again when it is needed."""
         self.extras.clear()
         self.cached_bytes = 0
@@ -71,7 +71,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flat:
-    """Nested data taken apart."""
+    """Flattened nested data: its leaves, and the plan that packs them."""
 
     data: Any
     spec: Any
@@ -218,7 +218,7 @@ def cached_buffer(
         return cached, False
     with torch.inference_mode(mode=False):  # else later calls outside of it could not write to the buffer
         made = make_buffer(buckets, device, start=start, capacity=capacity)
-    if capacity <= MAX_KEPT and device.type == "cpu":
+    if capacity <= MAX_CACHED and device.type == "cpu":
         cache(owner, slot, made, capacity)
     return made, True
 
@@ -237,7 +237,7 @@ def cache(owner: Plan, key: Hashable, value: Any, nbytes: int) -> None:
         if total <= MAX_CACHED_BYTES:
             break
         total -= known.cached_bytes
-        known.forget()
+        known.clear_cache()
     owner.extras[key] = value
     owner.cached_bytes += nbytes
 

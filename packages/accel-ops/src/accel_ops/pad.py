@@ -69,12 +69,12 @@ def pad_across_processes(
 
 
 def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int = 0) -> Any:
-    """Repeat the last row of every tensor until a batch can be divided evenly among processes.
+    """Repeat the last row of every tensor until the batch size is a multiple of the number of processes.
 
     Args:
         tensor: Tensors nested in containers.
-        batch_size: How many rows the batch has.
-        num_processes: Among how many it is to be divided.
+        batch_size: Number of rows of the batch.
+        num_processes: Number of processes that get equal shards of the batch.
         dim: The dimension of the batch. Tensors without it stay as they are.
 
     Returns:

@@ -113,7 +113,7 @@ def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tup
     return tuple(buckets)
 
 
-def place(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = True) -> tuple[Bucket, ...]:
+def at_rows(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = True) -> tuple[Bucket, ...]:
     """The same buckets with other sizes of dimension 0: those of another rank, or of all ranks together.
 
     Args:

@@ -88,14 +88,14 @@ class AcceleratorState:
         **kwargs: Any,
     ) -> None:
         self.__dict__ = self._shared_state
-        given = {
+        plugins_by_field = {
             "deepspeed_plugins": _by_name(deepspeed_plugin),
             "fsdp_plugin": fsdp_plugin,
             "torch_tp_plugin": torch_tp_plugin,
             "megatron_lm_plugin": megatron_lm_plugin,
             "parallelism_config": parallelism_config,
         }
-        plugins = {name: value for name, value in given.items() if value is not None}
+        plugins = {name: value for name, value in plugins_by_field.items() if value is not None}
         partial = PartialState(cpu, **kwargs)
         known = self.__dict__.get("_mixed_precision")
         if known is not None and mixed_precision is None and dynamo_plugin is None and not plugins:
@@ -110,7 +110,7 @@ class AcceleratorState:
             _refuse_changes(self.__dict__, plugins)
             return
         active = self.__dict__.get("deepspeed_plugins")
-        previous = {name: self.__dict__.get(name) for name in given} | plugins
+        previous = {name: self.__dict__.get(name) for name in plugins_by_field} | plugins
         self.__dict__.update(partial.__dict__)
         self.__dict__.update(
             _mixed_precision=wanted, dynamo_plugin=dynamo_plugin, device_mesh=None, **previous
@@ -222,8 +222,8 @@ class AcceleratorState:
     def _deepspeed_plugins_with(self, name: str) -> Mapping[str, Any]:
         plugins: Mapping[str, Any] = self.deepspeed_plugins or {}
         if name not in plugins:
-            given = ", ".join(map(repr, plugins)) or "none"
-            raise SettingsError(f"There is no DeepSpeed plugin {name!r}; given were: {given}.")
+            names = ", ".join(map(repr, plugins)) or "none"
+            raise SettingsError(f"There is no DeepSpeed plugin {name!r}; those of this run: {names}.")
         return plugins
 
     def wait_for_everyone(self) -> None:

@@ -346,5 +346,5 @@ def is_pippy_available() -> bool:
 
 
 def is_weights_only_available() -> bool:
-    """Tell whether `torch.load(weights_only=True)` can be told which classes to trust (2.4)."""
+    """Tell whether `torch.load(weights_only=True)` accepts a list of safe classes (torch 2.4)."""
     return is_torch_version(">=", "2.4.0")

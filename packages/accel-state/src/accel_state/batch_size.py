@@ -123,7 +123,7 @@ def find_executable_batch_size(
 def _check_call(
     function: Callable[..., Any], signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raise for the mistake that everybody makes once."""
+    """Refuse a call that passes the batch size, which `find_executable_batch_size` passes itself."""
     try:
         signature.bind(0, *args, **kwargs)
     except TypeError as error:

@@ -86,7 +86,7 @@ def explain(calls: Sequence[Call], *, rows_differ: bool = False) -> str:
         for row in rows
     )
     problem = "on data that does not fit together" if same_operation else "different operations"
-    return f"The processes call {problem}; all stop here instead of waiting for each other in vain.\n{table}"
+    return f"The processes call {problem}; all stop here, since their collectives cannot complete.\n{table}"
 
 
 def _text(leaf: Description) -> str:

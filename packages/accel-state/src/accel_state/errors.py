@@ -8,7 +8,7 @@ AccelError
 ├── UnsupportedError                (NotImplementedError)  the active strategy does not offer this
 ├── TrackerError                    (RuntimeError)         trackers were called at the wrong time
 └── DistributedOperationException   (RuntimeError)         the ranks do not agree on a collective
-    └── StalledCollectiveError      (TimeoutError)         the ranks waited for each other in vain
+    └── StalledCollectiveError      (TimeoutError)         a collective did not complete in time
 """
 
 from __future__ import annotations

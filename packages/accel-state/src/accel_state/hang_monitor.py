@@ -103,7 +103,7 @@ def transport_errors_explained(operation: str) -> Generator[None]:
         operation: What is done, for the message.
 
     Raises:
-        StalledCollectiveError: In place of the transport's error when ranks have waited in vain.
+        StalledCollectiveError: In place of the transport's error when a collective timed out.
         DistributedOperationException: In place of another error of the transport.
     """
     try:
@@ -294,7 +294,7 @@ class HangMonitor:
 
     def _close_store(self) -> None:
         self._store.set("closing", "")
-        # What the ranks were told about a stall must reach them on a busy machine too.
+        # A busy machine needs time until every rank has read the diagnosis of a stall.
         deadline = time.monotonic() + (1.5 * self.interval if self.diagnosis is None else SHUTDOWN_GRACE_S)
         while time.monotonic() < deadline:
             if self._store.add("exited", 0) >= self._store.add("started", 0):

@@ -143,7 +143,7 @@ class SageMakerDistributedType(str, Enum):  # noqa: UP042 - prints with the name
     MODEL_PARALLEL = "MODEL_PARALLEL"
 
 
-# Strategies that have a label of their own, whatever they run on; the others are told apart by device.
+# Strategies that have a label of their own on every device; the label of the others is that of the device.
 _STRATEGY_LABELS = {
     "fsdp": DistributedType.FSDP,
     "fsdp1": DistributedType.FSDP,

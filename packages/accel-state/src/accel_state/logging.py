@@ -81,7 +81,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
     Args:
         name: As of `logging.getLogger`, such as `__name__`.
         log_level: The lowest level that is logged, such as `"INFO"`. Without it the variable
-            `ACCELERATE_LOG_LEVEL`, and without that as `logging` was told.
+            `ACCELERATE_LOG_LEVEL`, and without that the level of `logging`'s own configuration.
 
     Raises:
         SettingsError: There is no such level.

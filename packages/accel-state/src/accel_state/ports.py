@@ -43,8 +43,8 @@ def reserved_port() -> int:
     """A free TCP port of this machine that the system gives nobody else while this process lives.
 
     That also holds for the program that this process becomes. On Linux a socket stays bound to it that never
-    listens: a server that sets SO_REUSEADDR, as torch's store does, can still listen there if it is told the
-    port. Elsewhere the port is only free at the moment.
+    listens: a server that sets SO_REUSEADDR, as torch's store does, can still listen on that
+    port. On other systems the port is only free at the moment.
 
     Example:
         >>> 0 < reserved_port() < 65536

@@ -137,7 +137,7 @@ _VERBS = {
 def _describe(status: RankStatus | None, *, silent: bool) -> tuple[str, str]:
     """A key of `_VERBS`, and what follows the verb."""
     if status is None:
-        return "be", "nowhere to be seen"
+        return "be", "without a status in the store"
     if status.exited:
         return "leave", f"after {status.collective} collectives"
     done = (

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class NotStartedError(AccelError, RuntimeError):
-    """Something needs to know this process's place before `PartialState()` or `Accelerator()` was made."""
+    """The topology of this process was needed before `PartialState()` or `Accelerator()` was made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +38,8 @@ class Runtime:
     """This process in its run.
 
     Args:
-        topology: Which process this is among how many.
-        device: Where it computes.
+        topology: Rank, world size and their local counterparts.
+        device: The device of this process.
         kind: The family of that device.
         collectives: How tensors travel between the processes.
         backend: The process-group backend that moves the device's tensors; `None` for a process alone.
@@ -86,7 +86,7 @@ GROUP_OPTIONS = frozenset(
 
 
 def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any) -> Runtime:
-    """Find this process's place and device, and join the process group if there are several processes.
+    """Detect topology and device of this process; with several processes, join the process group.
 
     A default process group that exists already is used as it is.
 
@@ -157,7 +157,7 @@ def current_or_single() -> Runtime:
 
 
 def current_topology() -> Topology:
-    """This process's place, also before a runtime was started: then as the launcher's variables tell it."""
+    """Return the topology of this process; before a runtime is started, from the launcher's variables."""
     if _current is not None:
         return _current.topology
     return _topology(process_environment.read(), {})
@@ -316,7 +316,7 @@ def _backend_of(device: torch.device) -> str:
 
 
 def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
-    """Divide the cores among the processes of a machine, where the launcher has not; torchrun has."""
+    """Limit threads to the cores of the node over its processes, unless the launcher has; torchrun does."""
     if runtime.topology.launcher in {"torchrun", "torch.distributed"} or "OMP_NUM_THREADS" in variables:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

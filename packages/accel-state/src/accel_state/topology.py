@@ -1,4 +1,4 @@
-"""Who am I among how many: process facts, read from whatever launcher started this process.
+"""Rank, world size and nodes of this process, read from the variables of the launcher that started it.
 
 Torch-free. Every launcher answers the same questions (rank, world size, local rank, local world size,
 where rank 0 listens) in variables of its own; `LAUNCHERS` is the table of their names.
@@ -22,7 +22,7 @@ DEFAULT_PORT = 29500
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """This process among all processes of the job. Made once, by `detect`.
+    """Rank of this process, world size and nodes of the job. Made once, by `detect`.
 
     Args:
         rank: Index of this process among all, from 0.
@@ -71,7 +71,7 @@ class Rendezvous:
     port: int
 
 
-def _nowhere(environ: Mapping[str, str]) -> str | None:
+def _no_rendezvous(environ: Mapping[str, str]) -> str | None:
     del environ
     return None
 
@@ -104,7 +104,7 @@ class LauncherEnvironment:
     local_world_size: str
     node: str | None = None
     applies: Callable[[Mapping[str, str]], bool] = _always
-    address: Callable[[Mapping[str, str]], str | None] = _nowhere
+    address: Callable[[Mapping[str, str]], str | None] = _no_rendezvous
     job: str | None = None
 
 
@@ -182,7 +182,7 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Find out this process's place.
+    """Detect rank, world size and nodes from the variables of the launcher.
 
     Args:
         environ: The process environment, or a copy of it.
@@ -300,7 +300,7 @@ def _local_world_size(environ: Mapping[str, str], row: LauncherEnvironment, worl
 
 @dataclass(slots=True)
 class CPUInformation:
-    """This process's place among all processes, as `get_cpu_distributed_information` reports it.
+    """Rank and world size of this process, as `get_cpu_distributed_information` returns them.
 
     Args:
         rank: Index of this process among all, from 0.
@@ -316,7 +316,7 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Find out this process's place from the environment, whatever launcher set it.
+    """Read rank and world size from the environment, whatever launcher set it.
 
     Raises:
         SettingsError: As in `detect`.

@@ -66,7 +66,7 @@ def _number(name: str, value: Any, waiting: Waiting) -> Any:
         return value.item()
     tensors = waiting.setdefault(device, [])
     tensors.append(value.detach())
-    return _Place(device, len(tensors) - 1)
+    return _Index(device, len(tensors) - 1)
 
 
 class Reading:
@@ -94,7 +94,7 @@ class Reading:
         return _fill(self._captured, numbers)
 
 
-class _Place:
+class _Index:
     """Where in the copies a value will be."""
 
     __slots__ = ("device", "index")
@@ -139,10 +139,10 @@ def _copy(streams: DeviceStreams, buffer: torch.Tensor, index: int, tensor: torc
     return target
 
 
-def _fill(given: Mapping[str, Any], numbers: Mapping[torch.device, list[Any]]) -> dict[str, Any]:
+def _fill(values: Mapping[str, Any], numbers: Mapping[torch.device, list[Any]]) -> dict[str, Any]:
     filled: dict[str, Any] = {}
-    for name, value in given.items():
-        if isinstance(value, _Place):
+    for name, value in values.items():
+        if isinstance(value, _Index):
             filled[name] = numbers[value.device][value.index]
         else:
             filled[name] = _fill(value, numbers) if isinstance(value, dict) else value

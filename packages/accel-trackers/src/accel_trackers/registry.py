@@ -73,9 +73,9 @@ def register_tracker_class(tracker_class: _T) -> _T:
         ['silent']
         >>> del LOGGER_TYPE_TO_CLASS["silent"]
     """
-    given: Any = tracker_class
-    if not (isinstance(given, type) and issubclass(given, GeneralTracker)):
-        raise SettingsError(f"register_tracker_class({given!r}): give a subclass of GeneralTracker.")
+    candidate: Any = tracker_class
+    if not (isinstance(candidate, type) and issubclass(candidate, GeneralTracker)):
+        raise SettingsError(f"register_tracker_class({candidate!r}): pass a subclass of GeneralTracker.")
     check_attributes(tracker_class)
     name: Any = tracker_class.name
     if not isinstance(name, str) or not name:
@@ -125,11 +125,11 @@ def filter_trackers(
         >>> filter_trackers(None)
         []
     """
-    given: Iterable[Any] = () if log_with is None else [log_with]
+    asked: Iterable[Any] = () if log_with is None else [log_with]
     if isinstance(log_with, list | tuple | set):
-        given = cast("Iterable[Any]", log_with)
+        asked = cast("Iterable[Any]", log_with)
     chosen: list[str | GeneralTracker] = []
-    for one in given:
+    for one in asked:
         named = one if isinstance(one, GeneralTracker) else str(one)
         more = get_available_trackers() if named == LoggerType.ALL.value else [named]
         chosen += [new if isinstance(new, GeneralTracker) else str(new) for new in more]

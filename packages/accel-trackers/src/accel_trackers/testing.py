@@ -156,10 +156,10 @@ def _on_another_rank(make: MakeTracker) -> list[str]:
 
 
 def _config(tracker: GeneralTracker) -> list[str]:
-    given = to_plain(_CONFIG)
-    before = copy.deepcopy(given)
-    tracker.store_init_configuration(given)
-    return [] if given == before else [f"store_init_configuration changed its argument to {given!r}"]
+    config = to_plain(_CONFIG)
+    before = copy.deepcopy(config)
+    tracker.store_init_configuration(config)
+    return [] if config == before else [f"store_init_configuration changed its argument to {config!r}"]
 
 
 def _log_numbers(tracker: GeneralTracker) -> None:

@@ -202,8 +202,8 @@ def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], d
     """
     numbers: dict[str, Number] = {}
     texts: dict[str, str] = {}
-    for name, given in join_keys(values).items():
-        value = given if type(given) in PLAIN else to_number(name, given)
+    for name, found in join_keys(values).items():
+        value = found if type(found) in PLAIN else to_number(name, found)
         if is_number(value):
             numbers[name] = value
         elif isinstance(value, str):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from accel_plugins.strategies.replicated import ReplicatedPersister, place
+from accel_plugins.strategies.replicated import ReplicatedPersister, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
 from accel_state.errors import SettingsError
@@ -32,7 +32,7 @@ class Engine:
                 raise SettingsError(f"{type(model).__name__} has no `layers` for {self.world_size} stages.")
 
     def wrap(self, bundle, *, evaluation=False):
-        return replace(bundle, models=place(bundle, self.device))
+        return replace(bundle, models=move_to_device(bundle, self.device))
 
     def unwrap(self, model):
         return model

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.device_map.plan import Machine, Units
 
 
-def place_by_size(units: Units, depths: Sequence[int], placed: Sequence[int], machine: Machine) -> list[int]:
+def assign_by_size(units: Units, depths: Sequence[int], placed: Sequence[int], machine: Machine) -> list[int]:
     """Give accelerators that a plan left empty the first layer, in breadth-first order, that fits.
 
     Args:
@@ -33,7 +33,7 @@ def place_by_size(units: Units, depths: Sequence[int], placed: Sequence[int], ma
         ...     members=[(0,), (1,), (2,)],
         ... )
         >>> machine = Machine(capacities=(12,), executors=1, host=None, keep_buffers=False)
-        >>> place_by_size(units, [0, 0, 0], [1, 1, 1], machine)
+        >>> assign_by_size(units, [0, 0, 0], [1, 1, 1], machine)
         [1, 0, 1]
     """
     result = list(placed)

@@ -8,8 +8,8 @@ from operator import ne
 from typing import TYPE_CHECKING
 
 from accel_bigmodel.device_map.budget import get_max_memory
-from accel_bigmodel.device_map.fallback import place_by_size
-from accel_bigmodel.device_map.plan import Machine, devices_of, place, units_of
+from accel_bigmodel.device_map.fallback import assign_by_size
+from accel_bigmodel.device_map.plan import Machine, assign_units, devices_of, units_of
 from accel_bigmodel.layers import class_names, read_layers
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.sizes import convert_bytes
@@ -80,10 +80,10 @@ def infer_auto_device_map(
     layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
     units = units_of(layers, workload)
     machine = _machine(devices, memory, keep_buffers=not offload_buffers)
-    placed = devices_of(place(units, machine), len(units.sizes))
+    placed = devices_of(assign_units(units, machine), len(units.sizes))
     if fallback_allocation:
         depths = [layers.names[members[0]].count(".") for members in units.members]
-        placed = place_by_size(units, depths, placed, machine)
+        placed = assign_by_size(units, depths, placed, machine)
     _warn_of_buffers(units, placed, machine)
     where = [0] * len(layers.names)
     for members, device in zip(units.members, placed, strict=True):

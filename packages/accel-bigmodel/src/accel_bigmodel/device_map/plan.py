@@ -106,7 +106,7 @@ class Machine:
     keep_buffers: bool
 
 
-def place(units: Units, machine: Machine) -> list[int]:
+def assign_units(units: Units, machine: Machine) -> list[int]:
     """Place units so that layers that are offloaded find room to run.
 
     What fits on the first device goes there, before any memory is kept back. Otherwise the main device keeps
@@ -169,7 +169,7 @@ def _headroom(units: Units, off_device: int, machine: Machine) -> int:
 
 
 def _less(machine: Machine, first: int, host: int, *, main: int) -> list[int]:
-    """Take away what is reserved: on every device up to the main one, and on the CPU that only stores."""
+    """Subtract what is reserved on every device up to the main one, and on the CPU if it only stores."""
     rooms = list(machine.capacities)
     for device in range(min(main + 1, machine.executors)):
         rooms[device] = max(0, rooms[device] - first)

@@ -66,7 +66,7 @@ def generate_device_map(
         )
     ends = fill(units, [min(bound, budget) for budget in rooms])
     # Whoever comes last has a layer too; giving one away makes no share larger.
-    ends = [min(end, count - num_processes + place + 1) for place, end in enumerate(ends)]
+    ends = [min(end, count - num_processes + index + 1) for index, end in enumerate(ends)]
     return dict(merged(layers, devices_of(ends, count)))
 
 

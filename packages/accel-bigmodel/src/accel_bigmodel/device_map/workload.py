@@ -82,8 +82,8 @@ def measure_activations(model: nn.Module, *args: Any, **kwargs: Any) -> dict[str
     handles: list[Any] = []
     for name, module in model.named_modules():
 
-        def record(_: nn.Module, given: Any, keywords: Any, output: Any, name: str = name) -> None:
-            size = _bytes_of((given, keywords)) + _bytes_of(output)
+        def record(_: nn.Module, arguments: Any, keywords: Any, output: Any, name: str = name) -> None:
+            size = _bytes_of((arguments, keywords)) + _bytes_of(output)
             sizes[name] = max(sizes.get(name, 0), size)
 
         handles.append(module.register_forward_hook(record, with_kwargs=True))

@@ -89,7 +89,7 @@ class AlignDevicesHook(ModelHook):
         if not self.offload:
             if self.execution_device is not None:
                 for name in tensors:
-                    self._place(module, name)
+                    self._move(module, name)
             return module
         stay = non_persistent_buffers(module, recurse=self.place_submodules)
         buffers = {name for name, _ in module.named_buffers(recurse=self.place_submodules)}
@@ -104,7 +104,7 @@ class AlignDevicesHook(ModelHook):
         if self.execution_device is not None:
             for name in stay & tensors.keys():
                 if not tensors[name].is_meta:
-                    self._place(module, name)
+                    self._move(module, name)
         return module
 
     def pre_forward(
@@ -154,7 +154,7 @@ class AlignDevicesHook(ModelHook):
                     slot.enter(self.weights_map[slot.name].to(device))
         return module
 
-    def _place(self, module: nn.Module, name: str) -> None:
+    def _move(self, module: nn.Module, name: str) -> None:
         device = self.execution_device
         if device is not None:
             set_module_tensor_to_device(module, name, device, tied_params_map=self.tied_params_map)

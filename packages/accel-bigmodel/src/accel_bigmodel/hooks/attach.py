@@ -61,7 +61,7 @@ def attach_align_device_hook(
     Args:
         module: The top.
         execution_device: Where the modules run.
-        offload: Whether their weights are away between forwards.
+        offload: Whether their weights are offloaded between forwards.
         weights_map: Where offloaded weights come from, by name in the whole model.
         offload_buffers: Whether buffers are offloaded too.
         module_name: The name of `module` in `weights_map`.
@@ -118,7 +118,7 @@ def attach_align_device_hook_on_blocks(
     Args:
         module: The model.
         execution_device: Where it runs; or block (or single tensor) name to device.
-        offload: Whether weights are away between forwards; or name to whether.
+        offload: Whether weights are offloaded between forwards; or a mapping of names to that.
         weights_map: Where offloaded weights come from, by name in the whole model.
         offload_buffers: Whether buffers are offloaded too.
         module_name: The name of `module` in these mappings.
@@ -198,11 +198,11 @@ def _block(
 
 
 def _align(module: nn.Module, name: str, device: Device | None, offload: bool, common: _Attachment) -> None:
-    preload_whole = offload and type(module).__name__ in common.preload
-    if preload_whole or any(True for _ in named_module_tensors(module)):
-        hook = common.hook(device, name, offload=offload, place_submodules=preload_whole)
+    preload = offload and type(module).__name__ in common.preload
+    if preload or any(True for _ in named_module_tensors(module)):
+        hook = common.hook(device, name, offload=offload, place_submodules=preload)
         add_hook_to_module(module, hook, append=True)
-    if preload_whole:
+    if preload:
         return
     for leaf, child in module.named_children():
         _align(child, f"{name}.{leaf}" if name else leaf, device, offload, common)

@@ -1,4 +1,4 @@
-"""A whole model on the CPU until it is used: for pipelines of models that take turns on one device."""
+"""Whole-model CPU offload: one model of a pipeline is on the device at a time."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class PlainSlot:
 def slot_of(tensor: Tensor, module: nn.Module, name: str) -> Slot:
     """Make the slot of a tensor.
 
-    A package with parameters of a class of its own registers how they are taken apart.
+    A package with a parameter class of its own registers a slot for it.
 
     Args:
         tensor: What the module holds now; its class decides.

@@ -33,13 +33,13 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         >>> list(clean_state_dict_for_safetensors({"a": weight, "b": weight}))
         ['a']
     """
-    kept: dict[str, Any] = {}
+    cleaned: dict[str, Any] = {}
     first: dict[object, str] = {}
     dropped: list[str] = []
     storages: set[object] = set()
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or value.is_meta:
-            kept[name] = value
+            cleaned[name] = value
             continue
         storage = id_tensor_storage(value)
         shape, stride = tuple(value.shape), value.stride()
@@ -50,7 +50,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         first[same] = name
         apart = value if storage not in storages else value.clone()
         storages.add(storage)
-        kept[name] = apart.contiguous()
+        cleaned[name] = apart.contiguous()
     if dropped:
         _log.warning("Weights under a second name are saved once: %s.", ", ".join(dropped))
-    return kept
+    return cleaned

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_WHOLE = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+_SINGLE_FILES = (SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
 _INDEXED = (SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_INDEX_NAME)
 
 
@@ -61,7 +61,7 @@ def find_checkpoint_files(checkpoint: str | os.PathLike[str]) -> CheckpointFiles
         return _indexed(path) if path.suffix == ".json" else CheckpointFiles(files=(path,))
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint at {str(path)!r}: neither a file nor a folder")
-    for name in _WHOLE:
+    for name in _SINGLE_FILES:
         if (path / name).is_file():
             return CheckpointFiles(files=(path / name,))
     for name in _INDEXED:
@@ -178,5 +178,5 @@ def _only_index(folder: Path) -> CheckpointFiles:
     if len(single) == 1:
         return CheckpointFiles(files=(single[0],))
     seen = ", ".join(path.name for path in indexes or single) or "none"
-    wanted = " or ".join((*_WHOLE, *_INDEXED))
+    wanted = " or ".join((*_SINGLE_FILES, *_INDEXED))
     raise CheckpointError(f"{str(folder)!r} has no single checkpoint: looked for {wanted}; found {seen}")

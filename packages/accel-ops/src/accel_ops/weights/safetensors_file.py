@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_PIECE = 16 << 20
+_READ_SIZE = 16 << 20
 _PROBES = 16
 _PAGEMAP = Path("/proc/self/pagemap")
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -104,7 +104,7 @@ class SafetensorsFile:
             file.seek(begin)
             done = 0
             while done < count:
-                got = file.readinto(view[done : done + _PIECE])
+                got = file.readinto(view[done : done + _READ_SIZE])
                 if not got:
                     raise CheckpointError(f"{str(self.path)!r} ends at byte {begin + done}; fetch it again")
                 done += got
@@ -115,7 +115,7 @@ class SafetensorsFile:
             if not self._populate(begin, end - begin):
                 self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
 
-    def forget(self, names: Iterable[str]) -> None:
+    def evict(self, names: Iterable[str]) -> None:
         """Give the memory of tensors back; they are read again when used. Writes to them are lost."""
         for begin, end in self._pages(names):
             self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, end)
@@ -162,8 +162,8 @@ def _libc() -> ctypes.CDLL | None:
 def _is_present(address: int, length: int) -> bool:
     """Look at a few pages of this process's own page table: walking all of them costs as much as computing.
 
-    mincore() cannot tell: it calls every page of another user's file resident. Bit 63 of an entry of pagemap
-    is readable by everybody: https://docs.kernel.org/admin-guide/mm/pagemap.html.
+    mincore() cannot be used: it reports every page of another user's file as resident. Bit 63 of an entry of
+    pagemap is readable by all users: https://docs.kernel.org/admin-guide/mm/pagemap.html.
     """
     first, last = address // mmap.PAGESIZE, (address + length - 1) // mmap.PAGESIZE
     try:

@@ -1,4 +1,4 @@
-"""Data parallel: every process has the whole model, gradients are averaged during the backward pass."""
+"""DDP: the model is replicated on every rank; gradients are all-reduced during the backward pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accel_ops.modules import without_compiler
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.parallelism.config import check_axes
-from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
+from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
 from accel_state import hang_monitor
@@ -54,23 +54,23 @@ class MonitoredDDP(DistributedDataParallel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpWrapper:
-    """Puts models into `DistributedDataParallel`.
+    """Model wrapper that puts models into `DistributedDataParallel`.
 
     Args:
-        device: Where models are placed.
-        options: How they are wrapped.
+        device: The device of the models.
+        options: Arguments of `DistributedDataParallel`.
     """
 
     device: torch.device
     options: DistributedDataParallelKwargs
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models without values."""
+        """Refuse models with parameters on the meta device."""
         check_materialised(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Place the models, and wrap those with something to train; all ranks get the values of rank 0."""
-        models = place(bundle, self.device)
+        """Move models to the device and wrap the trainable ones, which broadcasts the values of rank 0."""
+        models = move_to_device(bundle, self.device)
         if not evaluation:
             models = [self._wrap(model) if _is_to_wrap(model) else model for model in models]
         return replace(bundle, models=models)
@@ -94,10 +94,10 @@ def build(
     """Make the strategy of a run with several processes.
 
     Args:
-        settings: Nothing in them concerns this strategy.
+        settings: Not used.
         runtime: Device and topology; the default process group is there.
         precision: Scales losses and steps optimizers.
-        handlers: A `DistributedDataParallelKwargs` among them says how models are wrapped.
+        handlers: A `DistributedDataParallelKwargs` among them has the options.
 
     Raises:
         SettingsError: A `ParallelismConfig` among them is for another number of processes.
@@ -128,7 +128,7 @@ def _is_to_wrap(model: nn.Module) -> bool:
 
 
 def _device_ids(model: nn.Module) -> list[torch.device] | None:
-    """The one accelerator of a model; `None` on the CPU and for a model that spans several devices."""
+    """Return the one accelerator of a model; `None` on the CPU or if it spans several devices."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
     only = devices.pop()
     return None if devices or only.type == "cpu" else [only]

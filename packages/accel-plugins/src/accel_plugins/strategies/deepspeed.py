@@ -1,4 +1,4 @@
-"""DeepSpeed: one engine trains a model with its optimizer, and divides among ranks what its stage says."""
+"""DeepSpeed: an engine trains a model with its optimizer and shards the states of its ZeRO stage."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedWrapper:
-    """Makes the engine from a model and its optimizer.
+    """Model wrapper that makes an engine from a model and its optimizer.
 
     Args:
-        runtime: Of this process.
-        deepspeed: The library.
-        plugins: By name; the selected one says how the next engine is made.
-        accumulation: Micro-batches of a step.
-        split_batches: Whether a batch of a loader is divided among the ranks.
-        stepper: Gets to know the engine that trains.
-        sequences: Divides sequences, if they are to be divided.
+        runtime: Device and topology.
+        deepspeed: The module `deepspeed`.
+        plugins: By name; the selected one configures the next engine.
+        accumulation: Micro-batches of an optimizer step.
+        split_batches: Whether each batch of a loader is sharded across ranks.
+        stepper: Receives the engine.
+        sequences: Shards sequences; `None` without sequence parallelism.
     """
 
     runtime: Runtime
@@ -66,15 +66,15 @@ class DeepSpeedWrapper:
 
     @property
     def plugin(self) -> DeepSpeedPlugin:
-        """The active one."""
+        """The selected plugin."""
         several = [*self.plugins.values()]
         return next((one for one in several if one.selected), several[0])
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what no engine can be made of, and a configuration that contradicts it."""
+        """Refuse objects that no engine can be made of, and configurations that contradict them."""
         fresh = [model for model in bundle.models if not self._is_engine(model)]
-        whole = [model for model in fresh if not _is_sharded(model)]
-        check_materialised(replace(bundle, models=whole))
+        unsharded = [model for model in fresh if not _is_sharded(model)]
+        check_materialised(replace(bundle, models=unsharded))
         plugin = self.plugin
         check_device_support(plugin.hf_ds_config)
         check_request(plugin.hf_ds_config, replace(bundle, models=fresh), trains=self.stepper.has_engine)
@@ -89,7 +89,7 @@ class DeepSpeedWrapper:
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Put the model into an engine, which takes over its optimizer and the schedule of its configuration.
 
-        A model that comes without an optimizer is put into one only where its parameters are to be divided.
+        A model without an optimizer gets an engine only if its parameters are to be sharded (ZeRO stage 3).
         """
         models = [*bundle.models]
         optimizers, schedulers = [*bundle.optimizers], [*bundle.schedulers]
@@ -117,7 +117,7 @@ class DeepSpeedWrapper:
         return isinstance(model, self.deepspeed.DeepSpeedEngine)
 
     def _config_for(self, model: nn.Module, bundle: Bundle) -> dict[str, Any]:
-        """The configuration of one engine, complete."""
+        """Complete the configuration of one engine."""
         config = configuration_of(
             self.plugin,
             model,
@@ -133,18 +133,18 @@ class DeepSpeedWrapper:
         arguments: dict[str, Any] = {"model": model, "config": config}
         groups: list[list[torch.Tensor]] = []
         if bundle.optimizers:
-            given: Any = bundle.optimizers[0]
-            if isinstance(given, DummyOptim):
-                arguments["model_parameters"] = given.params
+            optimizer: Any = bundle.optimizers[0]
+            if isinstance(optimizer, DummyOptim):
+                arguments["model_parameters"] = optimizer.params
                 groups = (
-                    [given.tensors()]
-                    if not given.params or not isinstance(given.params[0], dict)
-                    else [[*group["params"]] for group in given.params]
+                    [optimizer.tensors()]
+                    if not optimizer.params or not isinstance(optimizer.params[0], dict)
+                    else [[*group["params"]] for group in optimizer.params]
                 )
             else:
-                groups = [[*group["params"]] for group in given.param_groups]
-                arguments["optimizer"] = _for_offloading(given, config)
-                _follow(bundle.schedulers, given, arguments["optimizer"])
+                groups = [[*group["params"]] for group in optimizer.param_groups]
+                arguments["optimizer"] = _for_offloading(optimizer, config)
+                _follow(bundle.schedulers, optimizer, arguments["optimizer"])
         schedule = next((one for one in bundle.schedulers if isinstance(one, DummyScheduler)), None)
         if schedule is not None and schedule.lr_scheduler_callable is not None:
             arguments["lr_scheduler"] = schedule.lr_scheduler_callable
@@ -166,21 +166,23 @@ def build(
     """Make the strategy of a run with DeepSpeed.
 
     Args:
-        settings: Nothing in them that the plugin has not taken.
+        settings: Not used; the plugin has read them.
         runtime: Device and topology.
-        precision: Not used: the engine has its own.
+        precision: Its name configures the engine, which casts by itself.
         handlers: The `DeepSpeedPlugin`, or several by name; how gradients are accumulated, and loaders
-            prepared; a `ParallelismConfig` may say that sequences are divided.
+            prepared; a `ParallelismConfig` may have a sequence-parallel size.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
-        SettingsError: The sizes of axes do not fit the number of processes, or DeepSpeed has no such axis.
+        SettingsError: The sizes of axes do not fit the world size, or DeepSpeed has no such axis.
     """
     del settings
     deepspeed = start(runtime)
     unwrap_once.register(deepspeed.DeepSpeedEngine, lambda engine: engine.module)
-    given = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
-    plugins = cast("Mapping[str, DeepSpeedPlugin]", given if isinstance(given, dict) else {"default": given})
+    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+    plugins = cast(
+        "Mapping[str, DeepSpeedPlugin]", handler if isinstance(handler, dict) else {"default": handler}
+    )
     for plugin in plugins.values():
         plugin.set_mixed_precision(precision.name)
     first = next((one for one in plugins.values() if one.selected), next(iter(plugins.values())))
@@ -227,15 +229,15 @@ def configuration_of(
     accumulation: KnownValue,
     split_batches: bool,
 ) -> dict[str, Any]:
-    """The configuration of one engine, complete.
+    """Complete the configuration of one engine.
 
     Args:
-        plugin: Has what was said.
-        model: For which it is made.
-        bundle: What is prepared with it.
-        world_size: How many ranks have batches of their own.
-        accumulation: Micro-batches of a step.
-        split_batches: Whether a batch of a loader is divided among the ranks.
+        plugin: Has the configuration to complete.
+        model: The model of the engine.
+        bundle: The objects that are prepared with it.
+        world_size: Number of ranks with batches of their own.
+        accumulation: Micro-batches of an optimizer step.
+        split_batches: Whether each batch of a loader is sharded across ranks.
 
     Raises:
         SettingsError: Something contradicts, or stays open.
@@ -262,10 +264,10 @@ def configuration_of(
 
 
 def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
-    """How many micro-batches a step has, and who says it; an `Accelerator` that says nothing binds nobody.
+    """Return the micro-batches of an optimizer step, with their source; the default of 1 may be overruled.
 
     Args:
-        plugin: Of the `Accelerator`, if it has one.
+        plugin: The `GradientAccumulationPlugin` of the `Accelerator`, if it has one.
     """
     steps = None if plugin is None else plugin.num_steps
     source = f"Accelerator(gradient_accumulation_steps={steps!r})"
@@ -286,9 +288,9 @@ def _features(plugin: DeepSpeedPlugin) -> frozenset[Feature]:
 
 
 def _undo_first_step(optimizer: Any) -> None:
-    """Undo the step with gradients of zero by which 16-bit optimizers of stage 0 get their state.
+    """Undo the step with zero gradients by which 16-bit optimizers of stage 0 initialise their state.
 
-    It would count as a step, and decay weights.
+    That step would count and decay weights.
     """
     if hasattr(optimizer, "fp32_groups") and hasattr(optimizer, "refresh_fp32_params"):
         optimizer.optimizer.state.clear()
@@ -296,10 +298,10 @@ def _undo_first_step(optimizer: Any) -> None:
 
 
 def _average_over_all_ranks(*parts: Any) -> None:
-    """Let gradients be the mean over all ranks, as everywhere.
+    """Average gradients over all ranks, as other strategies do.
 
-    DeepSpeed's stages below 3 add up those of a group that divides sequences; stage 3 does only without
-    `reduce_scatter`.
+    DeepSpeed's stages below 3 sum them over a sequence-parallel group; stage 3 does so without
+    `reduce_scatter` only.
     """
     for one in parts:
         if hasattr(one, "sequence_parallel_size"):
@@ -318,11 +320,11 @@ def _for_offloading(optimizer: Optimizer, config: Mapping[str, Any]) -> Optimize
 
 
 def _follow(schedulers: Sequence[Any], before: Optimizer, now: Optimizer) -> None:
-    """Let schedules set the rates of the optimizer that has taken another one's place."""
+    """Point schedulers at the optimizer that has replaced theirs."""
     for one in schedulers:
         if before is not now and isinstance(one, LRScheduler) and one.optimizer is before:
             one.optimizer = now
 
 
-def _replacement_of(given: Any, scheduler: Any) -> Any:
-    return scheduler if isinstance(given, DummyScheduler) else given
+def _replacement_of(original: Any, scheduler: Any) -> Any:
+    return scheduler if isinstance(original, DummyScheduler) else original

@@ -1,4 +1,4 @@
-"""Weights and optimizer state of an engine, whole: as one process would have them."""
+"""Save and load DeepSpeed engines: their native checkpoint, and full state dicts."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedPersister:
-    """Brings together what the ranks have, and divides it again.
+    """Persister that gathers the sharded state of an engine, and shards it again when it is loaded.
 
     Args:
-        runtime: Of this process.
-        stepper: Knows the engine that is trained.
+        runtime: Device and topology.
+        stepper: Has the engine that is trained.
     """
 
     runtime: Runtime
     stepper: DeepSpeedStepper
 
     def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
-        """Let the engine write its own folder, in which its optimizer is, too."""
+        """Write the engine's native checkpoint, which includes the optimizer."""
         owner = self.stepper.owner_of(model)
         if owner is None:
             self._plain.save_model(model, directory, index, write=write)
@@ -47,7 +47,7 @@ class DeepSpeedPersister:
             save_engine(owner.engine, directory, index, write=write)
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back, also if it was divided otherwise."""
+        """Load the native checkpoint, also one that was written with another sharding."""
         owner = self.stepper.owner_of(model)
         if owner is None:
             self._plain.load_model(model, directory, index)
@@ -63,29 +63,29 @@ class DeepSpeedPersister:
         *,
         write: Write = torch.save,
     ) -> None:
-        """Do nothing: it is in the folder of the model."""
+        """Do nothing: the checkpoint of the model includes the optimizer."""
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Do nothing: it came with the model."""
+        """Do nothing: `load_model` has loaded the optimizer."""
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True, exact: bool = False) -> StateDict:
-        """The whole state dict, under the names of the model itself.
+        """Gather the full state dict, under the names of the unwrapped model.
 
         Args:
             model: Prepared or not.
-            keep: Whether this rank needs it.
-            exact: Whether weights come in float32, as they are updated, where the model has 16-bit ones.
+            keep: Whether this rank needs the result.
+            exact: Return the float32 master weights instead of the 16-bit weights of the model.
         """
         state = self._state_of(model)
         return self._plain.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """One tensor after the other where they are divided; tied ones together."""
+        """Gather the full state dict tensor by tensor; tied tensors come together."""
         state = self._state_of(model)
         return self._plain.iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load such a state dict."""
+        """Load a full state dict into the model."""
         engine = self._state_of(model)
         if engine is None:
             return self._plain.load_full_state_dict(model, state, **options)
@@ -94,20 +94,20 @@ class DeepSpeedPersister:
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        """The state dict that the optimizer would have in a run of one process."""
-        del optimizer, models  # there is one
+        """Gather the full state dict of the optimizer, as a run of one process has it."""
+        del optimizer, models  # an engine has one of each
         return self.state.optimizer(keep=keep)
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """Load such a state dict."""
+        """Load a full state dict into the optimizer."""
         del optimizer, models
         self.state.load_optimizer(state)
 
     @property
     def state(self) -> EngineState:
-        """What the engine that is trained has."""
+        """The state of the engine that is trained."""
         return EngineState(self.stepper.wrapper.engine, self.stepper.wrapper.groups)
 
     @property
@@ -119,44 +119,44 @@ class DeepSpeedPersister:
         if owner is not None:
             return EngineState(owner.engine, owner.groups)
         core = extract_model_from_parallel(model, keep_torch_compile=False)
-        divided = any("ds_id" in vars(parameter) for parameter in core.parameters())
-        return EngineState(None, (), module=core) if divided else None
+        sharded = any("ds_id" in vars(parameter) for parameter in core.parameters())
+        return EngineState(None, (), module=core) if sharded else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedShards:
-    """Says that the engine writes its own folder, and takes whole what others have written.
+    """Sharded state of an engine: saved in its native format, loaded from others as full tensors.
 
     Args:
-        persister: Knows how.
+        persister: Gathers and loads full state dicts.
     """
 
     persister: DeepSpeedPersister
 
     def form(self) -> StateForm:
-        """The engine's own."""
+        """Return `StateForm.NATIVE`."""
         return StateForm.NATIVE
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """The whole state dict; weights in float32, as they are updated."""
+        """Gather the full state dict, with the float32 master weights."""
         return self.persister.full_state_dict(model, exact=True)
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Take it back."""
+        """Load a full state dict into the model."""
         self.persister.load_full_state_dict(model, state, **options)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
-        """The state dict of the optimizer, where names stand for parameters."""
+        """Gather the full state dict of the optimizer, keyed by parameter name."""
         state = self.persister.full_optimizer_state(optimizer, models)
         return self.persister.state.named(state)
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Every rank reads whole tensors."""
+        """Allocate full tensors on every rank."""
         del optimizer, models
         return _full
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
-        """Take it back."""
+        """Load a state dict that is keyed by parameter name into the optimizer."""
         del optimizer, models
         self.persister.state.load_named_optimizer(state)
 

@@ -1,4 +1,4 @@
-"""Backward passes and steps through DeepSpeed's engine."""
+"""Backward passes and optimizer steps through a DeepSpeed engine."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ if TYPE_CHECKING:
 
 @final
 class DeepSpeedStepper:
-    """Steps the one engine that an `Accelerator` trains."""
+    """Stepper of the one engine that an `Accelerator` trains."""
 
     def __init__(self) -> None:
         self._wrapper: DeepSpeedEngineWrapper | None = None
 
     @property
     def has_engine(self) -> bool:
-        """Whether there is one."""
+        """Whether `prepare()` has made an engine."""
         return self._wrapper is not None
 
     @property
     def wrapper(self) -> DeepSpeedEngineWrapper:
-        """The engine.
+        """The engine that is trained.
 
         Raises:
-            SettingsError: There is none yet.
+            SettingsError: `prepare()` has not made one yet.
         """
         if self._wrapper is None:
             raise SettingsError(
@@ -50,13 +50,13 @@ class DeepSpeedStepper:
         self._wrapper = wrapper
 
     def release(self) -> None:
-        """Train none any more."""
+        """Destroy the engine and release it."""
         wrapper, self._wrapper = self._wrapper, None
         if wrapper is not None:
             wrapper.engine.destroy()
 
     def owner_of(self, model: nn.Module) -> DeepSpeedEngineWrapper | None:
-        """The engine of a model, if it is the one that is trained."""
+        """Return the engine of a model if it is the one that is trained, else `None`."""
         found = self._wrapper
         inner = without_compiler(model)
         return found if found is not None and inner in {found.engine, found.engine.module} else None
@@ -69,14 +69,14 @@ class DeepSpeedStepper:
         self.wrapper.backward(loss, sync_gradients=sync, scale_wrt_gas=False, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Let no backward pass complete a step."""
+        """Accumulate gradients: no backward pass within completes an optimizer step."""
         owner = self.owner_of(model)
         return nullcontext() if owner is None else owner.accumulate_without_step()
 
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Not there.
+        """Refuse uneven inputs.
 
         Raises:
             UnsupportedError: Always.
@@ -94,13 +94,13 @@ class DeepSpeedStepper:
         *,
         optimizers: Iterable[Optimizer] = (),
     ) -> Tensor | None:
-        """Let the engine clip all its gradients when it steps; parameters of others are clipped now."""
-        del optimizers  # the engine has but one
-        given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        """Let the engine clip all its gradients at its next step; clip parameters outside the engine now."""
+        del optimizers  # the engine has one
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
         wrapper = self.wrapper
         own = {id(one) for one in wrapper.engine.module.parameters()}
-        if given and not any(id(one) in own for one in given):
-            return torch.nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
+        if clipped and not any(id(one) in own for one in clipped):
+            return torch.nn.utils.clip_grad_norm_(clipped, max_norm, norm_type=norm_type)
         return wrapper.clip(max_norm, norm_type)
 
     def clip_grad_value(
@@ -110,12 +110,12 @@ class DeepSpeedStepper:
         *,
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
-        """Clamp gradients that are where they usually are; the strategy declares whether that is so."""
+        """Clamp the gradients in `.grad`; the strategy declares whether the engine leaves them there."""
         del optimizers
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Step the engine."""
+        """Step the engine, which steps its optimizer at the end of an accumulation window."""
         if closure is not None:
             raise UnsupportedError(
                 "optimizer.step(closure): DeepSpeed's engine steps without one; leave it out."
@@ -124,16 +124,16 @@ class DeepSpeedStepper:
         return self.wrapper.step()
 
     def discard(self, optimizer: Optimizer) -> None:
-        """Throw its gradients away, also those that the engine has brought together."""
+        """Drop the gradients of the optimizer, also those that the engine has reduced already."""
         self._of(optimizer)
         self.wrapper.discard()
 
     def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
-        """Make the optimizer that steps, and gives its gradients up, through the engine."""
+        """Wrap the optimizer so that it steps and drops gradients through the engine."""
         return wrapper(optimizer, step=self.step, discard=self.discard)
 
     def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], wrapper: Callable[..., Any]) -> Any:
-        """Make the schedule that the engine steps by itself; `None` for any other."""
+        """Wrap the scheduler that the engine steps by itself; return `None` for any other."""
         is_own = self._wrapper is not None and self._wrapper.engine.lr_scheduler is scheduler
         return wrapper(scheduler, optimizers) if is_own else None
 

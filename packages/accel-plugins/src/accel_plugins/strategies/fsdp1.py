@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism, version 1: `FullyShardedDataParallel` around models."""
+"""FSDP1: models in `torch.distributed.fsdp.FullyShardedDataParallel`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from accel_plugins.fsdp.states import Fsdp1Shards
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
 from accel_plugins.sharding.optimizers import check_params_belong_to
 from accel_plugins.strategies.fsdp1_step import Fsdp1Stepper
-from accel_plugins.strategies.replicated import check_materialised, place
+from accel_plugins.strategies.replicated import check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
 from accel_state import hang_monitor
@@ -55,13 +55,13 @@ unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp1Wrapper:
-    """Puts models into `FullyShardedDataParallel`.
+    """Model wrapper that puts models into `FullyShardedDataParallel`.
 
     Args:
-        runtime: Of this process.
-        plugin: How.
-        mesh: Over which ranks.
-        roots: Gets to know what was wrapped.
+        runtime: Device and topology.
+        plugin: The options.
+        mesh: The ranks that shard and replicate.
+        roots: Receives the models that were wrapped.
         book: Lets optimizers go on with flat parameters.
         master_weights: The name of the mixed precision under which trained parameters are put into float32;
             `None` where all keep their dtypes.
@@ -75,7 +75,7 @@ class Fsdp1Wrapper:
     master_weights: str | None = None
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models without values, absent classes, and optimizers that have stepped or are of others."""
+        """Refuse meta models, classes that a model lacks, and optimizers that have stepped or are foreign."""
         plugin = self.plugin
         if not plugin.cpu_ram_efficient_loading and plugin.param_init_fn is None:
             check_materialised(bundle)
@@ -94,9 +94,9 @@ class Fsdp1Wrapper:
                 )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Wrap the models that have something to train, place the others."""
+        """Wrap the models with trainable parameters; move the others to the device."""
         if evaluation:
-            return replace(bundle, models=place(bundle, self.runtime.device))
+            return replace(bundle, models=move_to_device(bundle, self.runtime.device))
         models = [self._wrapped(model) if self._is_to_wrap(model) else model for model in bundle.models]
         for optimizer in bundle.optimizers:
             self.book.switch(optimizer)
@@ -160,10 +160,10 @@ def build(
     """Make the strategy.
 
     Args:
-        settings: What the plugin does not say has come from them already.
+        settings: Not used; the plugin has read them.
         runtime: Device and topology; the default process group is there.
         precision: Scales losses and steps optimizers.
-        handlers: A `FullyShardedDataParallelPlugin` among them says how models are wrapped.
+        handlers: A `FullyShardedDataParallelPlugin` has the options.
     """
     del settings
     topology = runtime.topology
@@ -205,7 +205,7 @@ def build(
 
 
 def _mesh(plugin: FullyShardedDataParallelPlugin, runtime: Runtime) -> DeviceMesh:
-    """All ranks; under hybrid sharding one row for every host."""
+    """Make the mesh of all ranks; under hybrid sharding with one row for each node."""
     topology, kind = runtime.topology, runtime.device.type
     if plugin.sharding_strategy in _HYBRID:
         local = topology.local_world_size

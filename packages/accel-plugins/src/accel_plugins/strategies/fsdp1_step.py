@@ -1,4 +1,4 @@
-"""Stepping under FSDP1, whose gradients are parts of flat tensors."""
+"""Backward passes and optimizer steps under FSDP1, whose gradients are shards of flat tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp1Stepper:
-    """A `Stepper` that lets FSDP1 compute norms.
+    """Stepper that lets FSDP1 compute gradient norms.
 
     Args:
         roots: The models that were wrapped.
@@ -39,13 +39,13 @@ class Fsdp1Stepper:
         self.inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients local, and whole."""
+        """Accumulate unsharded gradients without reducing them."""
         return self.inner.no_sync(model)
 
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Refuse: every rank has to gather parameters as often as the others."""
+        """Refuse uneven inputs: every rank has to gather parameters equally often."""
         del joinables, divide_by_initial_world_size
         raise UnsupportedError("FSDP1 cannot train on batches that run out earlier on some ranks.")
 
@@ -62,19 +62,19 @@ class Fsdp1Stepper:
         Raises:
             SettingsError: The parameters are not all those of one prepared model.
         """
-        given = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
-        root = self.roots.of_parameters(given)
+        clipped = [parameters] if isinstance(parameters, torch.Tensor) else [*parameters]
+        root = self.roots.of_parameters(clipped)
         if root is None:
-            return self.inner.clip_grad_norm(given, max_norm, norm_type, optimizers=optimizers)
-        absent = {id(one) for one in root.parameters() if one.requires_grad} - {id(one) for one in given}
+            return self.inner.clip_grad_norm(clipped, max_norm, norm_type, optimizers=optimizers)
+        absent = {id(one) for one in root.parameters() if one.requires_grad} - {id(one) for one in clipped}
         if absent:
             raise SettingsError(
-                f"clip_grad_norm_() was given {len(given)} parameters, and {len(absent)} more of the same "
+                f"clip_grad_norm_() was given {len(clipped)} parameters, and {len(absent)} more of the same "
                 "model are "
                 "missing. FSDP1 computes the norm over all of them: pass model.parameters() of the prepared "
                 "model."
             )
-        unscaled(self.inner.precision, given, optimizers)
+        unscaled(self.inner.precision, clipped, optimizers)
         with hang_monitor.collective_scope("clip_grad_norm_"):
             return root.clip_grad_norm_(max_norm, norm_type)
 
@@ -89,5 +89,5 @@ class Fsdp1Stepper:
         self.inner.clip_grad_value(parameters, clip_value, optimizers=optimizers)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step the optimizer; return False if gradients were not finite and nothing was done."""
+        """Step the optimizer; return False if it was skipped because gradients were not finite."""
         return self.inner.step(optimizer, closure)

@@ -1,4 +1,4 @@
-"""FSDP2: parameters, gradients and optimizer states divided among the ranks, also beside other axes."""
+"""FSDP2: parameters, gradients and optimizer states sharded across ranks, also with other mesh axes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from accel_state.settings.model import Settings
 
 FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INPUTS}
-"""What can be done with models of which every rank holds a part."""
+"""The features of strategies with sharded models."""
 
 
 def build(
@@ -40,14 +40,14 @@ def build(
     """Make the strategy of a run whose models are sharded.
 
     Args:
-        settings: Nothing in them concerns this strategy that the plugins do not say.
+        settings: Not used; the plugins have what concerns this strategy.
         runtime: Device and topology.
         precision: Scales losses and steps optimizers.
-        handlers: A `FullyShardedDataParallelPlugin` says how, a `ParallelismConfig` along which axes.
+        handlers: A `FullyShardedDataParallelPlugin` has the options, a `ParallelismConfig` the mesh axes.
 
     Raises:
-        SettingsError: The plugin is of version 1, or the sizes do not fit the number of processes.
-        UnsupportedError: The installed torch is too old for it.
+        SettingsError: The plugin has `fsdp_version=1`, or the sizes do not fit the world size.
+        UnsupportedError: The installed torch is too old.
     """
     del settings
     if runtime.device.type == "cpu":
@@ -56,8 +56,7 @@ def build(
     if plugin.version != 2:
         raise SettingsError(
             f"FullyShardedDataParallelPlugin(fsdp_version={plugin.version}) with a ParallelismConfig: "
-            "its axes "
-            "go with fsdp_version=2 only."
+            "its axes go with fsdp_version=2 only."
         )
     plugin.set_mixed_precision(precision.name)
     axes = axes_of(runtime, handlers, sharded=FullyShardedDataParallelPlugin in handlers)
@@ -102,7 +101,7 @@ def _need_torch(version: str, what: str) -> None:
 
 
 def compose(functions: Sequence[Callable[[nn.Module], None]]) -> Callable[[nn.Module], None]:
-    """One function of a model for several."""
+    """Compose functions of a model into one that calls them in order."""
 
     def each(model: nn.Module) -> None:
         for function in functions:

@@ -1,4 +1,4 @@
-"""Placing, saving and loading models of which every process has the whole."""
+"""Move, save and load models that are replicated on every rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_materialised(bundle: Bundle) -> None:
-    """Refuse models with parameters that have no values yet.
+    """Refuse models with parameters that are not materialised.
 
     Raises:
         SettingsError: A parameter is on the meta device, or is a lazy module's and has no shape.
@@ -37,13 +37,13 @@ def check_materialised(bundle: Bundle) -> None:
                 )
             if parameter.is_meta:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is on the meta device, without values; "
+                    f"{type(model).__name__}: the parameter {name!r} is on the meta device; "
                     "load the weights before prepare()."
                 )
 
 
-def place(bundle: Bundle, device: torch.device) -> list[nn.Module]:
-    """Move the models that may be moved.
+def move_to_device(bundle: Bundle, device: torch.device) -> list[nn.Module]:
+    """Move models to the device, except those whose placement the caller has forbidden.
 
     Returns:
         The models, in order; parameters stay the same objects, so that optimizers keep pointing at them.
@@ -55,7 +55,7 @@ def place(bundle: Bundle, device: torch.device) -> list[nn.Module]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedPersister:
-    """Writes on the main process, reads on all.
+    """Persister of replicated models: the main process writes, all ranks read.
 
     Args:
         is_main: Whether this process writes.
@@ -69,7 +69,7 @@ class ReplicatedPersister:
             write(self.full_state_dict(model), directory / _file("pytorch_model", index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
+        """Load the file that `save_model` wrote."""
         state = torch.load(directory / _file("pytorch_model", index), map_location="cpu", weights_only=True)
         _core(model).load_state_dict(state)
 
@@ -88,35 +88,35 @@ class ReplicatedPersister:
             write(optimizer.state_dict(), directory / _file("optimizer", index))
 
     def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
+        """Load the file that `save_optimizer` wrote."""
         del model
         state = torch.load(directory / _file("optimizer", index), map_location="cpu", weights_only=True)
         optimizer.load_state_dict(state)
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """The state dict of the model itself."""
+        """Return the state dict of the unwrapped model."""
         del keep
         return _core(model).state_dict()
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """All at once: it is there anyway."""
+        """Yield the state dict at once: it needs no gathering."""
         yield self.full_state_dict(model, keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load it."""
+        """Load a state dict into the unwrapped model."""
         return _core(model).load_state_dict(state, **options)
 
     def full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
-        """The state dict of the optimizer."""
+        """Return the state dict of the optimizer."""
         del models, keep
         return optimizer.state_dict()
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
-        """Load it."""
+        """Load a state dict into the optimizer."""
         del models
         optimizer.load_state_dict(dict(state))
 

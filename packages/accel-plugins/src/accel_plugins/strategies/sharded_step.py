@@ -1,4 +1,4 @@
-"""Stepping where every rank has parts of the gradients."""
+"""Backward passes and optimizer steps with sharded gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class ShardedStepper:
-    """Backward passes, clipping and steps on parameters that may be `DTensor`s on several meshes.
+    """Stepper of parameters that may be `DTensor`s on several meshes.
 
     Args:
         precision: Scales losses and steps optimizers.
@@ -52,13 +52,13 @@ class ShardedStepper:
         self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients local, and whole."""
+        """Accumulate unsharded gradients without reducing them."""
         return _no_sync(model)
 
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Refuse: every rank is needed to gather parameters."""
+        """Refuse uneven inputs: every rank is needed to gather parameters."""
         del joinables, divide_by_initial_world_size
         raise UnsupportedError(
             f"join(): under the strategy {self._name!r} every rank has parts of the parameters, and none can "
@@ -95,13 +95,13 @@ class ShardedStepper:
             torch._foreach_clamp_max_(parts, clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step the optimizer; return False if gradients were not finite on some rank and nothing was done."""
+        """Step the optimizer; return False if it was skipped: gradients of some rank were not finite."""
         with one_mesh_per_group(optimizer):
             return self._inner.step(optimizer, closure)
 
 
 def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm over gradients that ranks have parts of, along the axes of several meshes.
+    """Compute the norm over sharded gradients, along the axes of several meshes.
 
     Args:
         gradients: Ordinary tensors, of which every rank has the same, and `DTensor`s.
@@ -123,7 +123,7 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _local_shard(gradient: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-    """The mesh and those of its axes along which ranks have different elements, and what this rank has."""
+    """Return the mesh, those of its axes along which a gradient is sharded, and the local shard."""
     if not isinstance(gradient, DTensor):
         return (), gradient
     if any(placement.is_partial() for placement in gradient.placements):
@@ -134,7 +134,7 @@ def _local_shard(gradient: Tensor) -> tuple[tuple[Any, ...], Tensor]:
 
 
 def _power_along(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The p-th power of the norm over parts and ranks; the norm itself for the largest value."""
+    """Sum the p-th powers of the norms over shards and ranks; the maximum for the infinity norm."""
     nonempty = [part for part in parts if part.numel()]
     norm = get_total_norm(nonempty, norm_type) if nonempty else parts[0].new_zeros(())
     largest = norm_type == math.inf

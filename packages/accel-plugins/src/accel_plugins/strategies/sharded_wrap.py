@@ -1,4 +1,4 @@
-"""Dividing models in place: emptied, divided without values, and given those of rank 0 part by part."""
+"""Shard a model in place: move it to meta, apply the parallelism, materialise it from rank 0."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from accel_ops.modules import without_compiler
 from accel_plugins.sharding.master_weights import dtype_to_train, warn_about_master_weights
 from accel_plugins.sharding.materialize import materialize_from_rank0, to_meta
 from accel_plugins.sharding.optimizers import ShardRemap, detach_params, reattach_params
-from accel_plugins.strategies.replicated import place
+from accel_plugins.strategies.replicated import move_to_device
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedWrapper:
-    """Divides models among ranks; they stay the same objects, with the same names.
+    """Model wrapper that shards models in place; they stay the same objects, with the same names.
 
     Args:
-        runtime: Of this process.
-        shard: Divides a model without values, in place.
-        validate: Raises `ValueError` for a model that cannot be divided; knows nothing of other ranks.
-        parameters_on: Where parameters stay.
-        master_weights: The name of the mixed precision under which trained parameters are put into float32;
-            `None` where all keep their dtypes.
-        only_main_has_values: Whether models of other ranks than 0 may be on the meta device.
-        book: Of parameters that were replaced.
+        runtime: Device, topology and collectives of this process.
+        shard: Shards a model on the meta device, in place.
+        validate: Raises `ValueError` for a model that cannot be sharded; checks this rank alone.
+        parameters_on: The device of parameters between steps.
+        master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
+            all dtypes.
+        only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
+        book: Maps the parameters that were replaced to the new ones.
     """
 
     runtime: Runtime
@@ -49,11 +49,11 @@ class ShardedWrapper:
     book: ShardRemap = field(default_factory=ShardRemap)
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what cannot be divided, on every rank as soon as one finds it; ranks compare their models.
+        """Refuse models that cannot be sharded or that differ between ranks; all ranks raise if one does.
 
         Raises:
-            SettingsError: A model cannot be divided, is another one on another rank, or an optimizer has
-                parameters of none.
+            SettingsError: A model cannot be sharded or differs between ranks, or an optimizer has parameters
+                of no prepared model.
         """
         problem = ""
         models = [model for model in map(without_compiler, bundle.models) if not self.book.has(model)]
@@ -71,19 +71,20 @@ class ShardedWrapper:
             if digests != reports[0][1]:
                 raise SettingsError(
                     f"prepare() got other models on rank {rank} than on rank 0: names, shapes or dtypes "
-                    "of their "
-                    "parameters differ. Make the same models on every process."
+                    "of their parameters differ. Make the same models on every rank."
                 )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Divide the models that are not divided yet, and let optimizers follow."""
+        """Shard the models that are not sharded yet, and switch optimizers to the new parameters."""
         models = [*bundle.models]
         for index, model in enumerate(models):
             core = without_compiler(model)
             if self.book.has(core):
                 continue
             if evaluation and not self.only_main_has_values:
-                models[index] = place(replace(bundle, models=[model], placements=()), self.runtime.device)[0]
+                models[index] = move_to_device(
+                    replace(bundle, models=[model], placements=()), self.runtime.device
+                )[0]
             else:
                 self._wrap(core, bundle)
         for optimizer in bundle.optimizers:
@@ -91,7 +92,7 @@ class ShardedWrapper:
         return replace(bundle, models=models)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the model: nothing is around it."""
+        """Return the model without the compiler's wrapper; sharding adds none."""
         return without_compiler(model)
 
     def _wrap(self, model: nn.Module, bundle: Bundle) -> None:
@@ -121,8 +122,7 @@ class ShardedWrapper:
                 )
             if parameter.is_meta and not may_be_empty:
                 raise SettingsError(
-                    f"{type(model).__name__}: the parameter {name!r} is on the meta device, without "
-                    "values, on "
+                    f"{type(model).__name__}: the parameter {name!r} is on the meta device on "
                     f"rank {self.runtime.topology.rank}. Load the weights there before prepare(); with "
                     "FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True), rank 0 alone needs them."
                 )

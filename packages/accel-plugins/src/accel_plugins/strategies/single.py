@@ -1,4 +1,4 @@
-"""One process: models are placed, and otherwise left as they are."""
+"""One process: models are moved to the device, and otherwise left as they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.parallelism.config import check_axes
-from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, place
+from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleWrapper:
-    """Moves models to the device.
+    """Model wrapper that moves models to the device.
 
     Args:
-        device: Where to.
+        device: The device of the run.
     """
 
     device: torch.device
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models without values."""
+        """Refuse models with parameters on the meta device."""
         check_materialised(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Place the models."""
+        """Move the models to the device."""
         del evaluation
-        return replace(bundle, models=place(bundle, self.device))
+        return replace(bundle, models=move_to_device(bundle, self.device))
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model."""
@@ -52,7 +52,7 @@ def build(
     """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it.
 
     Raises:
-        SettingsError: A `ParallelismConfig` among the handlers is for several.
+        SettingsError: A `ParallelismConfig` among the handlers is for several processes.
     """
     del settings
     check_axes(handlers, 1)

@@ -1,4 +1,4 @@
-"""Bringing gradients together in a backward pass whose forward pass ran without that."""
+"""All-reduce gradients in a backward pass whose forward pass ran in `no_sync`."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sync_in_backward(model: nn.Module) -> Generator[None]:
-    """Let the backward pass within synchronise, although the forward pass ran in `no_sync`.
+    """Synchronise gradients in the backward pass within, although the forward pass ran in `no_sync`.
 
     Args:
-        model: The model; only `DistributedDataParallel` and sharded models have anything to be told.
+        model: A `DistributedDataParallel` or sharded model; others need nothing.
 
     Raises:
-        UnsupportedError: It looks for unused parameters, which it does in the forward pass.
+        UnsupportedError: The model has `find_unused_parameters`, which works in the forward pass only.
     """
     inner = without_compiler(model)
     if isinstance(inner, DistributedDataParallel):
@@ -40,7 +40,7 @@ def sync_in_backward(model: nn.Module) -> Generator[None]:
 
 
 def _is_sharded(model: nn.Module) -> bool:
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # nobody has sharded a model without importing this
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # a sharded model has imported it
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 

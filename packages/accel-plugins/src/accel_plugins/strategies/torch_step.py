@@ -1,4 +1,4 @@
-"""Stepping as PyTorch does it, shared by the strategies whose parameters are ordinary tensors."""
+"""Backward passes and optimizer steps of the strategies whose parameters are ordinary tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchStepper:
-    """Backward passes, clipping and steps on plain parameters.
+    """Stepper of parameters that are ordinary tensors.
 
     Args:
         precision: Scales losses and steps optimizers.
@@ -48,13 +48,13 @@ class TorchStepper:
                 loss.backward(**kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keep gradients local."""
+        """Accumulate gradients without reducing them."""
         return nullcontext() if self.no_sync_of is None else self.no_sync_of(model)
 
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Let ranks run out of batches at different times."""
+        """Let ranks have different numbers of batches, as `torch.distributed.algorithms.Join`."""
         return (
             nullcontext() if self.join_of is None else self.join_of(joinables, divide_by_initial_world_size)
         )
@@ -83,19 +83,19 @@ class TorchStepper:
         torch.nn.utils.clip_grad_value_(unscaled(self.precision, parameters, optimizers), clip_value)
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step the optimizer; return False if gradients were not finite and nothing was done."""
+        """Step the optimizer; return False if it was skipped because gradients were not finite."""
         return self.precision.step(optimizer, closure)
 
 
 def unscaled(
     precision: PrecisionPolicy, parameters: Tensor | Iterable[Tensor], optimizers: Iterable[Optimizer]
 ) -> Tensor | list[Tensor]:
-    """Unscale the gradients of those optimizers that own any of the parameters, which are returned."""
-    given = parameters if isinstance(parameters, torch.Tensor) else [*parameters]
+    """Unscale the gradients of the optimizers that own any of the parameters; return the parameters."""
+    clipped = parameters if isinstance(parameters, torch.Tensor) else [*parameters]
     if precision.scaler is not None:
-        ids = {id(given)} if isinstance(given, torch.Tensor) else {id(one) for one in given}
+        ids = {id(clipped)} if isinstance(clipped, torch.Tensor) else {id(one) for one in clipped}
         precision.unscale(one for one in optimizers if _owns(one, ids))
-    return given
+    return clipped
 
 
 def _owns(optimizer: Optimizer, ids: set[int]) -> bool:

@@ -1,4 +1,4 @@
-"""Tensor parallelism alone: every rank computes a part of each layer, all with the same batches."""
+"""Tensor parallelism alone: every layer is sharded across ranks, and all ranks get the same batches."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ if TYPE_CHECKING:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run whose layers are divided.
+    """Make the strategy of a tensor-parallel run.
 
     Args:
-        settings: Nothing in them concerns this strategy that the plugins do not say.
+        settings: Not used; the plugins have what concerns this strategy.
         runtime: Device and topology.
         precision: Scales losses and steps optimizers.
-        handlers: A `ParallelismConfig` or `TorchTensorParallelPlugin` says among how many ranks.
+        handlers: A `ParallelismConfig` or `TorchTensorParallelPlugin` has the tensor-parallel size.
 
     Raises:
-        SettingsError: The sizes do not fit the number of processes, or layers are not to be divided.
+        SettingsError: The sizes do not fit the world size, or the tensor-parallel size is 1.
     """
     del settings
     axes = axes_of(runtime, handlers, sharded=False)
     if axes.tensor is None:
         raise SettingsError(
-            "strategy='tp' was selected, and layers are to be divided among 1 process: pass "
-            "ParallelismConfig(tp_size=…) with more."
+            "strategy='tp' was selected, and the tensor-parallel size is 1: pass "
+            "ParallelismConfig(tp_size=…) with 2 or more."
         )
     stage = TensorParallel(mesh=axes.tensor)
     return Strategy(

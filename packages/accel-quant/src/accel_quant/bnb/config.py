@@ -64,8 +64,8 @@ class BnbQuantizationConfig:
                 f"bnb_4bit_quant_type is {self.bnb_4bit_quant_type!r}: it must be 'fp4' or 'nf4'"
             )
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
-        given = torch.float16 if self.torch_dtype is None else self.torch_dtype
-        self.torch_dtype = _dtype("torch_dtype", given)
+        dtype = torch.float16 if self.torch_dtype is None else self.torch_dtype
+        self.torch_dtype = _dtype("torch_dtype", dtype)
         for name in ("skip_modules", "keep_in_fp32_modules"):
             _check_names(name, getattr(self, name))
         self.target_dtype = torch.int8 if self.load_in_8bit else CustomDtype.INT4

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 WEIGHT_FORMAT = "weight_format"
 
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 _BLOCK, _NESTED_BLOCK = 64, 256
 """The library's own block sizes, of weights and of their scales."""
 
@@ -98,12 +98,12 @@ class Quantizer:
         Returns:
             Name to the layer that was replaced.
         """
-        kept = list(keep)
+        excluded = list(keep)
         replaced: dict[str, nn.Linear] = {}
         for name, module in list(model.named_modules()):
             prefix = f"{name}." if name else ""
             for leaf, child in list(child_table(module).items()):
-                if type(child) is nn.Linear and not is_listed(prefix + leaf, kept):
+                if type(child) is nn.Linear and not is_listed(prefix + leaf, excluded):
                     replaced[prefix + leaf] = child
                     setattr(module, leaf, self._layer(child))
         return replaced
@@ -185,9 +185,9 @@ class Quantizer:
         packed: list[Tensor] = []
         scales: list[Tensor] = []
         state: Any = None
-        for piece in value.contiguous().view(-1).split(_PIECE):
+        for chunk in value.contiguous().view(-1).split(_CHUNK):
             out, state = functional.quantize_4bit(
-                piece, blocksize=_BLOCK, compress_statistics=False, quant_type=config.bnb_4bit_quant_type
+                chunk, blocksize=_BLOCK, compress_statistics=False, quant_type=config.bnb_4bit_quant_type
             )
             packed.append(out)
             scales.append(state.absmax)

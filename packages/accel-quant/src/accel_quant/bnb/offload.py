@@ -40,7 +40,7 @@ class QuantizedSlot:
         self._table = parameter_table(self._owner)
         self._meta = torch.nn.Parameter(tensor.data.to("meta"), requires_grad=False)
         self._class: Any = type(tensor)
-        self._kept: dict[str, Any] = dict(vars(tensor))
+        self._attributes: dict[str, Any] = dict(vars(tensor))
 
     def enter(self, value: Tensor) -> None:
         """Hold the weight made of its numbers and its scales."""
@@ -51,9 +51,9 @@ class QuantizedSlot:
         self._table[self._leaf] = self._meta
 
     def _statistics(self, value: Tensor) -> dict[str, Any]:
-        state = self._kept["quant_state"]
+        state = self._attributes["quant_state"]
         state.to(value.device)
-        return self._kept
+        return self._attributes
 
 
 class Int8Slot(QuantizedSlot):
@@ -62,7 +62,7 @@ class Int8Slot(QuantizedSlot):
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         super().__init__(module, name, tensor)
         owner: Any = self._owner
-        scales = self._kept.get("SCB")
+        scales = self._attributes.get("SCB")
         self._scales: Tensor = owner.state.SCB if scales is None else scales
 
     def leave(self) -> None:

@@ -14,7 +14,7 @@ ReduceOp = Literal["sum", "max", "min", "prod"]
 
 
 class Collectives(Protocol):
-    """Collectives on single tensors; nested data is taken apart above, once.
+    """Collectives on single tensors; `accel_ops` flattens nested data.
 
     Every method is called by all ranks in the same order. Tensors are contiguous and live on the CPU or on
     the device of the run. Any element type travels; an operation that fails raises on the ranks that see it.

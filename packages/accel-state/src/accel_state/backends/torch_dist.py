@@ -1,4 +1,4 @@
-"""Collectives of `torch.distributed`: any element type, on gloo, NCCL and their kin."""
+"""Collectives of `torch.distributed` for every dtype, on every backend."""
 
 from __future__ import annotations
 
@@ -63,11 +63,11 @@ class TorchCollectives:
         device: The device of this process.
     """
 
-    __slots__ = ("_carried", "_device", "_rows", "_sent", "chunk_bytes", "rank", "world_size")
+    __slots__ = ("_device", "_device_types", "_rows", "_sent", "chunk_bytes", "rank", "world_size")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._carried = _carried_types()
+        self._device_types = _supported_device_types()
         self.rank: int = dist.get_rank()
         self.world_size: int = dist.get_world_size()
         direct = self.world_size <= _CHUNK_RANKS and _is_gloo()
@@ -105,7 +105,11 @@ class TorchCollectives:
         if tensor.numel() == 0:
             _do(meanwhile)
             return
-        with collective_scope("all_gather"), self._carry(out) as target, self._carry(tensor) as source:
+        with (
+            collective_scope("all_gather"),
+            self._transferable(out) as target,
+            self._transferable(tensor) as source,
+        ):
             resolved = source.resolve_conj() if source.is_complex() else source
             # Flat, since backends differ in which shapes of `out` they take.
             self._all_gather(_as_moved(target.view(-1)), _as_moved(resolved.view(-1)), meanwhile)
@@ -118,19 +122,19 @@ class TorchCollectives:
             return
         if tensor.numel() == 0:
             return
-        with collective_scope("broadcast"), self._carry(tensor) as carried:
-            dist.broadcast(_as_moved(carried), src=src)
+        with collective_scope("broadcast"), self._transferable(tensor) as buffer:
+            dist.broadcast(_as_moved(buffer), src=src)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
         """Fill `out` with this rank's one of the tensors of rank `src`."""
         if out.numel() == 0:
             return
-        with collective_scope("scatter"), self._carry(out) as target:
+        with collective_scope("scatter"), self._transferable(out) as target:
             dist.scatter(_as_moved(target), _sources(out, target, parts), src=src)
 
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         """Begin a `scatter`, and return what waits for its end."""
-        if out.numel() == 0 or out.device.type not in self._carried:
+        if out.numel() == 0 or out.device.type not in self._device_types:
             self.scatter(out, parts, src)
             return _done
         work: Any = dist.scatter(_as_moved(out), _sources(out, out, parts), src=src, async_op=True)
@@ -152,17 +156,17 @@ class TorchCollectives:
         if tensor.numel() == 0:
             _do(meanwhile)
             return
-        with collective_scope("all_reduce"), self._carry(tensor) as carried:
-            wider = _WIDER.get(carried.dtype)
-            total = _as_reduced(carried) if wider is None else carried.to(wider)
-            unsigned = carried.dtype == torch.uint64 and op in {"max", "min"}
+        with collective_scope("all_reduce"), self._transferable(tensor) as buffer:
+            wider = _WIDER.get(buffer.dtype)
+            total = _as_reduced(buffer) if wider is None else buffer.to(wider)
+            unsigned = buffer.dtype == torch.uint64 and op in {"max", "min"}
             if unsigned:
                 total.bitwise_xor_(_SIGN)  # the order of unsigned numbers in that of signed ones
             self._all_reduce(total, meanwhile, op)
             if unsigned:
                 total.bitwise_xor_(_SIGN)
             if wider is not None:
-                carried.copy_(total)
+                buffer.copy_(total)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The picklable objects of all ranks, in rank order."""
@@ -174,19 +178,21 @@ class TorchCollectives:
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
         """Replace the items of `objects` by those of rank `src`."""
         with collective_scope("broadcast_object_list"):
-            device = None if "cpu" in self._carried else self._device
+            device = None if "cpu" in self._device_types else self._device
             dist.broadcast_object_list(objects, src=src, device=device)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
         with collective_scope("barrier"):
             # Without the CPU's backend the barrier runs on the device, which is named lest one be guessed.
-            indices = None if "cpu" in self._carried or self._device.index is None else [self._device.index]
+            indices = (
+                None if "cpu" in self._device_types or self._device.index is None else [self._device.index]
+            )
             dist.barrier(device_ids=indices)
 
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
         """Whether a tensor needs no preparation: the common case, in which microseconds count."""
-        return tensor.dtype in _MOVED and tensor.device.type in self._carried and tensor.numel() > 0
+        return tensor.dtype in _MOVED and tensor.device.type in self._device_types and tensor.numel() > 0
 
     def _all_gather(self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None) -> None:
         deferred = meanwhile is not None
@@ -198,17 +204,17 @@ class TorchCollectives:
 
     @contextmanager
     def _staged(self, tensor: Tensor) -> Generator[Tensor]:
-        """A copy on the device of the run, for a tensor where the group has no backend; copied back after."""
+        """Yield a copy on the run's device of a tensor whose device has no backend; copy it back after."""
         staged = tensor.to(self._device)
         yield staged
         tensor.copy_(staged)
 
-    def _carry(self, tensor: Tensor) -> Any:
-        return _Same(tensor) if tensor.device.type in self._carried else self._staged(tensor)
+    def _transferable(self, tensor: Tensor) -> Any:
+        return _Same(tensor) if tensor.device.type in self._device_types else self._staged(tensor)
 
 
 def _done() -> None:
-    """There is nothing to wait for."""
+    """Do nothing: there is no transfer to wait for."""
 
 
 def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> list[Tensor] | None:
@@ -260,8 +266,8 @@ def _default_group() -> dist.ProcessGroup:
     return c10d._get_default_group()  # pyright: ignore[reportPrivateUsage] - no public question
 
 
-def _carried_types() -> frozenset[str]:
-    """The types of devices whose tensors the group can move."""
+def _supported_device_types() -> frozenset[str]:
+    """Return the device types for which the default process group has a backend."""
     return frozenset(device.type for device in _default_group()._device_types)
 
 

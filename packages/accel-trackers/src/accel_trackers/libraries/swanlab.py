@@ -27,11 +27,11 @@ class SwanLabTracker(ProjectRunTracker):
             step: At which step.
             **kwargs: More arguments of `run.log`.
         """
-        given = with_numbers(join_keys(values))
-        for name, value in given.items():
+        logged = with_numbers(join_keys(values))
+        for name, value in logged.items():
             if type(value) is str:
-                given[name] = self._library.Text(value)
-        self.run.log(given, step=step, **kwargs)
+                logged[name] = self._library.Text(value)
+        self.run.log(logged, step=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
