@@ -12,6 +12,7 @@ import torch
 
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_trackers import LOGGER_TYPE_TO_CLASS, TrackerSession, register_tracker_class
+from accel_trackers.termination import TerminationHook
 
 
 @pytest.fixture
@@ -232,5 +233,29 @@ def test_a_signal_in_the_midst_of_a_tracker_waits_until_that_is_done(memory_clas
         session.log({"loss": 1.0})
         assert order == ["logged", "flushed", "terminated"]
         session.finish()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_that_waits_for_the_main_thread_is_not_acted_on_by_another():
+    acted = []
+    hook = TerminationHook(lambda: acted.append(threading.current_thread()))
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        hook.install()
+        with hook, hook:
+            signal.raise_signal(signal.SIGTERM)
+            hook.act_when_free()
+            assert acted == []
+            hook.lock.release()  # as log does, between its end and its look for a signal
+            hook.lock.release()
+            other = threading.Thread(target=lambda: hook.__enter__() or hook.__exit__(None, None, None))
+            other.start()
+            other.join()
+            assert acted == []
+            hook.lock.acquire()
+            hook.lock.acquire()
+        assert acted == [threading.main_thread()]
+        hook.remove()
     finally:
         signal.signal(signal.SIGTERM, before)

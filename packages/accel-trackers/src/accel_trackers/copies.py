@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from accel_state.errors import UnsupportedError
 from accel_state.streams import device_streams
-from accel_trackers.values import ARRAYS, PLAIN, check_scalar
+from accel_trackers.values import ARRAYS, PLAIN, check_scalar, to_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -41,32 +40,27 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
         >>> capture({"loss": torch.tensor(0.5), "lr": {"head": np.float32(2)}}, waiting), waiting
         ({'loss': 0.5, 'lr': {'head': 2.0}}, {})
     """
-    captured: dict[str, Any] = {}
-    for key, value in values.items():
-        name = key if type(key) is str else str(key)
+    captured = dict(values)
+    has_other_names = False
+    for name, value in values.items():
+        if type(name) is not str:
+            has_other_names = True
         if type(value) in PLAIN:
-            captured[name] = value
+            continue
+        if isinstance(value, torch.Tensor) and device_streams(value.device) is not None:
+            captured[name] = _place(str(name), value, waiting)
         elif isinstance(value, ARRAYS):
-            check_scalar(name, value)
-            captured[name] = _number(name, value, waiting)
+            captured[name] = to_number(str(name), value)
         elif isinstance(value, dict):
             captured[name] = capture(value, waiting)
-        else:
-            captured[name] = value
-    return captured
+    return {str(name): value for name, value in captured.items()} if has_other_names else captured
 
 
-def _number(name: str, value: Any, waiting: Waiting) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value.item()
-    device = value.device
-    if device_streams(device) is None:
-        if value.is_meta:
-            raise UnsupportedError(f"log() got {name!r}, a meta tensor, which has no value.")
-        return value.item()
-    tensors = waiting.setdefault(device, [])
-    tensors.append(value.detach())
-    return _Index(device, len(tensors) - 1)
+def _place(name: str, tensor: torch.Tensor, waiting: Waiting) -> _Index:
+    check_scalar(name, tensor)
+    tensors = waiting.setdefault(tensor.device, [])
+    tensors.append(tensor.detach())
+    return _Index(tensor.device, len(tensors) - 1)
 
 
 class Reading:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from types import MethodType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from accel_state import runtime
 from accel_state.errors import UnsupportedError
@@ -45,7 +47,32 @@ def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return None
         return function(*args, **kwargs)
 
+    _DECORATED[wrapper] = function
     return wrapper
+
+
+_DECORATED: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyDictionary()
+
+
+def without_rank_check(method: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Take the check of `on_main_process` off a method, for a caller that has made it for many calls.
+
+    Args:
+        method: Bound to a tracker, decorated or not.
+
+    Example:
+        >>> class Printer(GeneralTracker):
+        ...     name, requires_logging_directory, tracker = "printer", False, None
+        ...
+        ...     @on_main_process
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> without_rank_check(Printer().log)({"loss": 0.5}, step=3)
+        3 {'loss': 0.5}
+    """
+    if isinstance(method, MethodType) and method.__func__ in _DECORATED:
+        return MethodType(_DECORATED[method.__func__], method.__self__)
+    return method
 
 
 class GeneralTracker:

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_trackers.copies import Reading, Waiting, capture
-from accel_trackers.general import GeneralTracker, InertTracker
+from accel_trackers.general import GeneralTracker, InertTracker, without_rank_check
 from accel_trackers.registry import filter_trackers, tracker_class
 from accel_trackers.termination import TerminationHook
 from accel_trackers.values import to_plain
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class TrackerSession:
         self._failures: dict[str, int] = {}
         self._failure: BaseException | None = None
         self._active: list[GeneralTracker] = []
+        self._logs: list[tuple[str, Callable[..., None]]] = []  # of `_active`, while they run
         self._is_flushed = True
         self._ended = threading.Event()
         self._writing = TerminationHook(self.write)
@@ -119,7 +121,7 @@ class TrackerSession:
         self._stage = "running"
         with self._writing:
             self.trackers = [self._start_one(one, project_name, options) for one in self.log_with]
-            self._active = _without_inert(self.trackers)
+            self._find_active()
             if config is not None:
                 for tracker in self._active:
                     self._call(tracker, "store_init_configuration", to_plain(plain))
@@ -149,23 +151,26 @@ class TrackerSession:
             TrackerError: The trackers were not started, or are finished.
             UnsupportedError: A value cannot be logged.
         """
-        if not self.log_with:
+        if not self._logs:
+            self._check_log(values)
             return
-        if self._stage != "running":
-            raise self._not_running("log()")
-        if not isinstance(values, (dict, Mapping)):
-            raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
-        if not self._active:
-            return
-        options = {str(name): dict(more) for name, more in log_kwargs.items()} if log_kwargs else _NO_OPTIONS
+        if type(values) is not dict and not isinstance(values, Mapping):
+            self._check_log(values)
         tensors: Waiting = {}
         captured = capture(values, tensors)
-        with self._writing:
-            if tensors or self._waiting:
+        writing = self._writing
+        writing.lock.acquire()
+        try:
+            if tensors or self._waiting or log_kwargs:
+                options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
                 self._waiting.append(_Call(Reading(captured, tensors), step, options))
                 self._write_waiting(wait=False)
             else:
-                self._hand_over(captured, step, options)
+                self._hand_over(captured, step)
+        finally:
+            writing.lock.release()
+            if writing.is_pending:
+                writing.act_when_free()
         if self._failure is not None:
             self._raise_failure()
 
@@ -219,6 +224,7 @@ class TrackerSession:
                     step()
                 except Exception as error:  # noqa: BLE001 - the others are finished all the same
                     errors.append(error)
+            self._logs = []
         self._writing.remove()
         for name, count in self._failures.items():
             logger.warning("The tracker %r failed %d times in all.", name, count)
@@ -253,7 +259,7 @@ class TrackerSession:
                 if tracker_class(tracker.name).resume_arguments(str(run_id)):
                     self._call(tracker, "finish")
                     self.trackers[index] = opened = self._start_one(tracker.name, project_name, options)
-                    self._active = _without_inert(self.trackers)
+                    self._find_active()
                     self._call(opened, "store_init_configuration", to_plain(config))
 
     def _start_one(
@@ -278,13 +284,22 @@ class TrackerSession:
             return InertTracker(kind.name)
         return tracker
 
-    def _not_running(self, what: str) -> TrackerError:
-        if self._stage == "new":
-            return TrackerError(f"{what} was called before init_trackers(); call that first, on every rank.")
-        return TrackerError(
-            f"{what} was called after end_training(), when the trackers are finished; call it earlier, or "
-            "init_trackers() again."
-        )
+    def _find_active(self) -> None:
+        """Find the trackers that log on this rank, and their methods that do, without asking for it again."""
+        self._active = [tracker for tracker in self.trackers if not isinstance(tracker, InertTracker)]
+        self._logs = [(tracker.name, without_rank_check(tracker.log)) for tracker in self._active]
+
+    def _check_log(self, values: Any) -> None:
+        """Check a call of `log` as on a rank that logs."""
+        if self.log_with and self._stage == "new":
+            raise TrackerError("log() was called before init_trackers(); call that first, on every rank.")
+        if self.log_with and self._stage == "finished":
+            raise TrackerError(
+                "log() was called after end_training(), when the trackers are finished; call it earlier, or "
+                "init_trackers() again."
+            )
+        if self.log_with and not isinstance(values, Mapping):
+            raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
 
     def _write_waiting(self, *, wait: bool) -> None:
         """Hand over the calls whose values are there, in order; all of them if told to wait."""
@@ -295,19 +310,20 @@ class TrackerSession:
             call = self._waiting.popleft()
             self._hand_over(call.reading.values(), call.step, call.options)
 
-    def _hand_over(self, values: dict[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+    def _hand_over(
+        self, values: dict[str, Any], step: int | None, options: Mapping[str, Any] = _NO_OPTIONS
+    ) -> None:
         """Let every tracker log values, each a dictionary of its own."""
         self._is_flushed = False
-        active = self._active
-        for tracker in active:
-            own = values if len(active) == 1 else dict(values)
+        for name, log in self._logs:
+            own = values if len(self._logs) == 1 else dict(values)
             try:
                 if options:
-                    tracker.log(own, step=step, **options.get(tracker.name, {}))
+                    log(own, step=step, **options.get(name, {}))
                 else:
-                    tracker.log(own, step=step)
+                    log(own, step=step)
             except Exception as error:  # noqa: BLE001 - as above
-                self._failed(tracker.name, "log", error)
+                self._failed(name, "log", error)
 
     def _call(self, tracker: GeneralTracker, method: str, *args: Any) -> None:
         try:
@@ -338,7 +354,3 @@ class TrackerSession:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-
-def _without_inert(trackers: list[GeneralTracker]) -> list[GeneralTracker]:
-    return [tracker for tracker in trackers if not isinstance(tracker, InertTracker)]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,30 +26,29 @@ class TerminationHook:
         ...     pass
     """
 
-    # A class, since a generator's context manager costs more than a microsecond for each call of log.
+    # A class, since a generator's context manager costs more than a microsecond. A session's `log` uses
+    # `lock` and `is_pending` themselves: the two methods of a block cost as much as the rest of it.
     def __init__(self, action: Callable[[], None]) -> None:
         self._action = action
         self._before: Any = None
         self._installed = False
-        self._lock = threading.RLock()
-        self._depth = 0
-        self._holder: int | None = None
-        self._is_pending = False
+        self.lock = threading.RLock()
+        self._owner = threading.Condition(self.lock)
+        self.is_pending = False
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._depth += 1
-        self._holder = get_ident()
+        self.lock.acquire()
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._depth -= 1
-        if self._depth:
-            self._lock.release()
-            return
-        self._holder = None  # from here on a signal is acted on at once
-        acts, self._is_pending = self._is_pending, False
-        self._lock.release()
-        if acts:
+        self.lock.release()
+        if self.is_pending:
+            self.act_when_free()
+
+    def act_when_free(self) -> None:
+        """Act on a signal that has waited, in the main thread, unless that is still within an outer block."""
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and self.is_pending and not self._is_held_here():
+            self.is_pending = False
             self._act()
 
     def install(self) -> None:
@@ -67,10 +65,18 @@ class TerminationHook:
 
     def _handle(self, number: int, frame: Any) -> None:
         del number, frame
-        if self._holder == get_ident():
-            self._is_pending = True
+        if self._is_held_here():
+            self.is_pending = True
         else:
             self._act()
+
+    def _is_held_here(self) -> bool:
+        """Whether this thread holds the lock: only then may a condition of it be notified."""
+        try:
+            self._owner.notify(0)
+        except RuntimeError:
+            return False
+        return True
 
     def _act(self) -> None:
         self._action()

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 
 PLAIN = frozenset({bool, int, float, str})
 """Types of values that are logged as they are: what `type(value) in PLAIN` says needs no further look."""
+
+_NUMBERS = frozenset({bool, int, float})
 
 _MOST_ELEMENTS = 32
 """Tensors with more elements are described by shape and dtype in a configuration."""
@@ -102,24 +104,30 @@ def to_flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str | N
     }
 
 
-def join_keys(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def join_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copy nested dictionaries into one level, keys joined with dots.
 
     Args:
         values: Dictionaries in dictionaries.
-        prefix: Before every key.
 
     Example:
         >>> join_keys({"loss": {"train": 1, "test": 2}, "lr": 3})
         {'loss.train': 1, 'loss.test': 2, 'lr': 3}
     """
+    # Most calls have no dictionary inside: a copy in C is then all there is to do.
+    for key, value in values.items():
+        if type(key) is not str or (type(value) not in PLAIN and isinstance(value, Mapping)):
+            return _joined(values, "")
+    return dict(values)
+
+
+def _joined(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
-        name = f"{prefix}{key}" if prefix else str(key)
-        if type(value) not in PLAIN and isinstance(value, Mapping):
-            flat |= join_keys(value, f"{name}.")
+        if isinstance(value, Mapping):
+            flat |= _joined(cast("Mapping[Any, Any]", value), f"{prefix}{key}.")
         else:
-            flat[name] = value
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -136,7 +144,7 @@ def to_number(name: str, value: Any) -> Any:
         value: Anything.
 
     Raises:
-        UnsupportedError: A tensor or array has several elements, or complex ones.
+        UnsupportedError: A tensor or array has several elements, complex ones, or none that can be read.
 
     Example:
         >>> import torch
@@ -145,8 +153,14 @@ def to_number(name: str, value: Any) -> Any:
     """
     if not isinstance(value, ARRAYS):
         return value
-    check_scalar(name, value)
-    return value.detach().item() if isinstance(value, torch.Tensor) else value.item()
+    try:
+        number = value.item()
+    except (RuntimeError, ValueError):  # it has several elements, or is a meta tensor
+        check_scalar(name, value)
+        raise
+    if type(number) is complex:
+        check_scalar(name, value)
+    return number
 
 
 def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -162,11 +176,15 @@ def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
         >>> with_numbers({"loss": np.float32(0.5), "note": "a"})
         {'loss': 0.5, 'note': 'a'}
     """
-    return {name: value if type(value) in PLAIN else to_number(name, value) for name, value in values.items()}
+    numbers = dict(values)
+    for name, value in values.items():
+        if type(value) not in PLAIN:
+            numbers[name] = to_number(name, value)
+    return numbers
 
 
 def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> None:
-    """Check that a tensor or array is one real number.
+    """Check that a tensor or array is one real number that can be read.
 
     Args:
         name: Of the value, for messages.
@@ -177,6 +195,8 @@ def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.gene
     """
     if isinstance(value, torch.Tensor):
         count, is_complex = value.numel(), value.is_complex()
+        if value.is_meta:
+            raise UnsupportedError(f"log() got {name!r}, a meta tensor, which has no value.")
     else:
         count, is_complex = value.size, np.iscomplexobj(value)
     if count != 1 or is_complex:
@@ -187,7 +207,7 @@ def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.gene
 
 
 def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], dict[str, str]]:
-    """Divide values into numbers and texts, with the keys of inner dictionaries joined by dots.
+    """Split values into numbers and texts, with the keys of inner dictionaries joined by dots.
 
     Args:
         tracker: Its name, for messages.
@@ -204,7 +224,7 @@ def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], d
     texts: dict[str, str] = {}
     for name, found in join_keys(values).items():
         value = found if type(found) in PLAIN else to_number(name, found)
-        if is_number(value):
+        if type(value) in _NUMBERS or is_number(value):
             numbers[name] = value
         elif isinstance(value, str):
             texts[name] = value
