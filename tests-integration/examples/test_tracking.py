@@ -46,7 +46,8 @@ def ran(tmp_path_factory):
         for name in FILES
         for size in (1, 2)
     }
-    return run_programs(programs, base), base
+    imports = ("accel", "torch._dynamo", "torch.utils.tensorboard", "sklearn.model_selection")
+    return run_programs(programs, base, imports), base
 
 
 def scalars(folder, tag):

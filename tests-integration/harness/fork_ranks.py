@@ -1,8 +1,9 @@
-"""Run scripts on several ranks each, all forked from one process: `fork_ranks.py PROGRAMS`.
+"""Run scripts on several ranks each, all forked from one process: `fork_ranks.py PROGRAMS [MODULE ...]`.
 
 PROGRAMS is a JSON file: `[{"script": ..., "world_size": ..., "variables": ...}, ...]`, where `{rank}` in the
-value of a variable stands for the rank. torch is imported once for all. The ranks end as any script does, and
-leave `RANK.code`, `RANK.out` and `RANK.err` behind in the folder of their script. All run at the same time.
+value of a variable stands for the rank. torch and every MODULE are imported once for all. The ranks end as
+any script does, and leave `RANK.code`, `RANK.out` and `RANK.err` behind in the folder of their script. All
+run at the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import_module("accel_state.partial_state")  # once, before the ranks are forked
+for module in ("accel_state.partial_state", *sys.argv[2:]):  # once, before the ranks are forked
+    import_module(module)
 
 
 def main(programs: list[dict[str, Any]]) -> None:

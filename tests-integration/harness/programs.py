@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HERE = Path(__file__).resolve().parent
 TORCHRUN = {
@@ -40,12 +45,15 @@ class Ended:
     errors: str
 
 
-def run_programs(programs: dict[str, Program], base: Path) -> dict[str, list[Ended]]:
+def run_programs(
+    programs: dict[str, Program], base: Path, imports: Sequence[str] = ()
+) -> dict[str, list[Ended]]:
     """Run all programs at the same time, forked from one process.
 
     Args:
         programs: What to run, by name.
         base: An empty folder; each program gets one of its own in it, named after it.
+        imports: Modules that several programs import, imported once for all of them.
 
     Returns:
         For each program, how its ranks ended, in rank order.
@@ -63,10 +71,11 @@ def run_programs(programs: dict[str, Program], base: Path) -> dict[str, list[End
             jobs.append({"script": script, "world_size": program.world_size, "variables": variables})
     (base / "programs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
-        [sys.executable, str(HERE / "fork_ranks.py"), str(base / "programs.json")],
+        [sys.executable, str(HERE / "fork_ranks.py"), str(base / "programs.json"), *imports],
         capture_output=True,
         text=True,
         check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},  # torch reads it once, before the ranks are forked
     )
     assert done.returncode == 0, done.stderr
     ends: dict[str, list[Ended]] = {}
