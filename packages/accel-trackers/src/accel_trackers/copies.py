@@ -48,7 +48,7 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
         if type(value) in PLAIN:
             continue
         if isinstance(value, torch.Tensor) and device_streams(value.device) is not None:
-            captured[name] = _place(str(name), value, waiting)
+            captured[name] = _reserve(str(name), value, waiting)
         elif isinstance(value, ARRAYS):
             captured[name] = to_number(str(name), value)
         elif isinstance(value, dict):
@@ -56,7 +56,7 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
     return {str(name): value for name, value in captured.items()} if has_other_names else captured
 
 
-def _place(name: str, tensor: torch.Tensor, waiting: Waiting) -> _Index:
+def _reserve(name: str, tensor: torch.Tensor, waiting: Waiting) -> _Index:
     check_scalar(name, tensor)
     tensors = waiting.setdefault(tensor.device, [])
     tensors.append(tensor.detach())
