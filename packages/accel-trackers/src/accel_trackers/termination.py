@@ -47,7 +47,7 @@ class TerminationHook:
     def act_when_free(self) -> None:
         """Act on a signal that has waited, in the main thread, unless that is still within an outer block."""
         is_main = threading.current_thread() is threading.main_thread()
-        if is_main and self.is_pending and not self._is_held_here():
+        if is_main and self.is_pending and not self._is_owned():
             self.is_pending = False
             self._act()
 
@@ -65,12 +65,12 @@ class TerminationHook:
 
     def _handle(self, number: int, frame: Any) -> None:
         del number, frame
-        if self._is_held_here():
+        if self._is_owned():
             self.is_pending = True
         else:
             self._act()
 
-    def _is_held_here(self) -> bool:
+    def _is_owned(self) -> bool:
         """Whether this thread holds the lock: only then may a condition of it be notified."""
         try:
             self._owner.notify(0)
