@@ -351,6 +351,17 @@ def test_preparing_and_unwrapping_a_model_does_not_import_the_compiler():
     assert answer.stdout == "False\n"
 
 
+def test_an_accelerator_imports_no_slow_part_that_it_does_not_use():
+    late = "torch.distributed.tensor", "sympy", "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+    code = (
+        "import sys, torch; before = {*sys.modules};"
+        "from accel_train import Accelerator; Accelerator(cpu=True);"
+        f"print(*sorted(({{*sys.modules}} - before) & {{*{late!r}}}))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert answer.stdout == "\n"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_in_half_precision_trains_as_it_is(dtype):
     accelerator = Accelerator(cpu=True)

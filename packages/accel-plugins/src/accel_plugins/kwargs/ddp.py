@@ -5,31 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
-from accel_plugins.kwargs.power_sgd import batched_power_sgd_hook
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable
 
     from torch.nn.parallel import DistributedDataParallel
 
 _Hook = DDPCommunicationHookType
-_HOOKS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
-    _Hook.NO: default_hooks.allreduce_hook,
-    _Hook.FP16: default_hooks.fp16_compress_hook,
-    _Hook.BF16: default_hooks.bf16_compress_hook,
-    _Hook.POWER_SGD: powerSGD_hook.powerSGD_hook,
-    # torch refuses annotations that are strings; a lambda has none.
-    _Hook.BATCHED_POWER_SGD: lambda state, bucket: batched_power_sgd_hook(state, bucket),  # noqa: PLW0108
-}
-_WRAPPERS: Mapping[DDPCommunicationHookType, Callable[..., Any]] = {
-    _Hook.FP16: default_hooks.fp16_compress_wrapper,
-    _Hook.BF16: default_hooks.bf16_compress_wrapper,
-}
+_WRAPPERS = (_Hook.NO, _Hook.FP16, _Hook.BF16)
 _WITH_STATE = frozenset({_Hook.POWER_SGD, _Hook.BATCHED_POWER_SGD})
 
 
@@ -79,8 +65,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         )
         expect(self, "dim", "an integer", lambda value: isinstance(value, int))
         expect(self, "bucket_cap_mb", "a whole number above 0", lambda value: is_count(value, least=1))
-        self.comm_hook = self._hook("comm_hook", _HOOKS)
-        self.comm_wrapper = self._hook("comm_wrapper", [_Hook.NO, *_WRAPPERS])
+        self.comm_hook = self._hook("comm_hook", _Hook)
+        self.comm_wrapper = self._hook("comm_wrapper", _WRAPPERS)
         if self.comm_state_option and self.comm_hook not in _WITH_STATE:
             raise SettingsError(
                 f"{type(self).__name__}(comm_state_option={self.comm_state_option!r}): has no effect with "
@@ -105,23 +91,12 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         if self.comm_hook is _Hook.NO and self.comm_wrapper is _Hook.NO:
             return
-        hook = _HOOKS[self.comm_hook]
-        if self.comm_wrapper is not _Hook.NO:
-            hook = _WRAPPERS[self.comm_wrapper](hook)
-        model.register_comm_hook(self._state(model), hook)
+        from accel_plugins.kwargs import comm_hooks  # imports torch's hooks, 0.05 s
+
+        options = self.comm_state_option if self.comm_hook in _WITH_STATE else None
+        comm_hooks.register(model, self.comm_hook, self.comm_wrapper, options)
 
     def _hook(self, name: str, choices: Iterable[DDPCommunicationHookType]) -> DDPCommunicationHookType:
         values = [choice.value for choice in choices]
         expect(self, name, f"one of {values}", lambda value: getattr(value, "value", value) in values)
         return _Hook(getattr(self, name))
-
-    def _state(self, model: DistributedDataParallel) -> Any:
-        if self.comm_hook not in _WITH_STATE:
-            return model.process_group
-        options: dict[str, Any] = {"process_group": model.process_group, **self.comm_state_option}
-        try:
-            return powerSGD_hook.PowerSGDState(**options)
-        except TypeError as error:
-            raise SettingsError(
-                f"{type(self).__name__}(comm_state_option={self.comm_state_option!r}): {error}."
-            ) from None

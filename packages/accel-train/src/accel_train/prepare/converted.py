@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any, final
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_plugins.recipe import check_converted
-from accel_plugins.sharding.optimizers import switch_parameters
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -43,6 +42,8 @@ class Converter:
             check_converted(self.recipe, before, bundle, replaced)
             for old, new in replaced.items():
                 self._replaced[old] = new
+        from accel_plugins.sharding.optimizers import switch_parameters  # imports sympy, 0.3 s
+
         for optimizer in bundle.optimizers:
             own = [one for group in optimizer.param_groups for one in group["params"]]
             switch_parameters(optimizer, {one: self._replaced[one] for one in own if one in self._replaced})
