@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins import kwargs
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType
@@ -91,10 +92,8 @@ class DistributedDataParallelKwargs(KwargsHandler):
         """
         if self.comm_hook is _Hook.NO and self.comm_wrapper is _Hook.NO:
             return
-        from accel_plugins.kwargs import comm_hooks  # imports torch's hooks, 0.05 s
-
         options = self.comm_state_option if self.comm_hook in _WITH_STATE else None
-        comm_hooks.register(model, self.comm_hook, self.comm_wrapper, options)
+        kwargs.comm_hooks.register(model, self.comm_hook, self.comm_wrapper, options)
 
     def _hook(self, name: str, choices: Iterable[DDPCommunicationHookType]) -> DDPCommunicationHookType:
         values = [choice.value for choice in choices]

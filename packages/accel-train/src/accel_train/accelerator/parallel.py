@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.deepspeed.adapter import adapted
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.accelerator.facet import Facet
 from accel_train.data.prepared import PreparedLoader
@@ -149,8 +150,6 @@ class ParallelFacet(Facet):
         if isinstance(dl, PreparedLoader):
             dl.divide = divide
             return dl
-        from accel_plugins.deepspeed.adapter import adapted
-
         return adapted(dl, self.torch_device_mesh, parts.process.device)
 
     def _rank_along(self, axis: str) -> int:

@@ -1,7 +1,4 @@
-"""Saving and loading: the state of the run, models, anything else.
-
-What reads and writes is imported by the first call: a fifth of the time of `from accel import Accelerator`.
-"""
+"""Saving and loading: the state of the run, models, anything else."""
 
 from __future__ import annotations
 
@@ -11,8 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from torch.utils.hooks import RemovableHandle
 
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE
+from accel_ops.weights.write import save, save_state_parts
+from accel_train import checkpoint
 from accel_train.accelerator.facet import Facet
 from accel_train.data.skip import skip_first_batches
+from accel_train.tracked_runs import resume_runs
 
 if TYPE_CHECKING:
     import os
@@ -97,9 +97,7 @@ class StateIoFacet(Facet):
             raise TypeError(
                 f"save_state() got {names}: the strategy {self._parts.strategy.name!r} has no use for it"
             )
-        from accel_train.checkpoint.save import save
-
-        saving = save(
+        saving = checkpoint.save.save(
             self._parts.checkpoints, output_dir, safe=safe_serialization, blocking=blocking, to_disk=flush
         )
         return saving.path if blocking else saving
@@ -128,10 +126,7 @@ class StateIoFacet(Facet):
             CheckpointError: There is no complete checkpoint, or it does not fit what was prepared.
             DistributedOperationException: It was not called on every process, or not with the same arguments.
         """
-        from accel_train.checkpoint.load import load
-        from accel_train.tracked_runs import resume_runs
-
-        folder = load(
+        folder = checkpoint.load.load(
             self._parts.checkpoints,
             input_dir,
             options=load_kwargs or {},
@@ -148,9 +143,7 @@ class StateIoFacet(Facet):
             >>> Accelerator(cpu=True).has_checkpoint
             False
         """
-        from accel_train.checkpoint.load import has_checkpoint
-
-        return has_checkpoint(self._parts.checkpoints)
+        return checkpoint.load.has_checkpoint(self._parts.checkpoints)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Let `save_state` and `load_state` take care of more objects.
@@ -234,16 +227,13 @@ class StateIoFacet(Facet):
             ...     os.listdir(folder)
             ['model.safetensors']
         """
-        from accel_ops.weights.write import save_state_parts
-        from accel_train.checkpoint.offloaded import with_offloaded_weights
-
         parts = self._parts
         commits = parts.checkpoints.commits
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
         try:
             if commits:
                 save_state_parts(
-                    (with_offloaded_weights(part, model) for part in tensors),
+                    (checkpoint.offloaded.with_offloaded_weights(part, model) for part in tensors),
                     save_directory,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
@@ -263,10 +253,8 @@ class StateIoFacet(Facet):
         """
         if not unwrap:
             return model.state_dict()
-        from accel_train.checkpoint.offloaded import with_offloaded_weights
-
         state = self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
-        return with_offloaded_weights(state, model)
+        return checkpoint.offloaded.with_offloaded_weights(state, model)
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Save an object on the main process; on one of every host with `save_on_each_node`.
@@ -276,8 +264,6 @@ class StateIoFacet(Facet):
             f: The file, replaced when the new one is complete.
             safe_serialization: Write safetensors; else as `torch.save` does.
         """
-        from accel_ops.weights.write import save
-
         save(obj, f, self._parts.project.save_on_each_node, safe_serialization)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

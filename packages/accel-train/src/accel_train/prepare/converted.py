@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_plugins import sharding
 from accel_plugins.recipe import check_converted
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Converter:
             check_converted(self.recipe, before, bundle, replaced)
             for old, new in replaced.items():
                 self._replaced[old] = new
-        from accel_plugins.sharding.optimizers import switch_parameters  # imports sympy, 0.3 s
-
         for optimizer in bundle.optimizers:
             own = [one for group in optimizer.param_groups for one in group["params"]]
-            switch_parameters(optimizer, {one: self._replaced[one] for one in own if one in self._replaced})
+            sharding.optimizers.switch_parameters(
+                optimizer, {one: self._replaced[one] for one in own if one in self._replaced}
+            )
