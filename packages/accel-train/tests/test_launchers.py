@@ -146,7 +146,10 @@ def test_of_several_that_fail_the_first_is_told_first():
     def fail():
         rank = int(environ.read()["RANK"])
         own = Path(environ.read()["TORCHELASTIC_ERROR_FILE"])
-        while rank < 2 and not (own.parents[1] / str(rank + 1) / own.name).is_file():
+        previous = own.parents[1] / str(rank + 1) / own.name
+        while rank < 2 and not (
+            previous.is_file() and previous.stat().st_size
+        ):  # its time is that of the text
             time.sleep(0.02)
         time.sleep(0.02)
         raise KeyError(f"of rank {rank}")
