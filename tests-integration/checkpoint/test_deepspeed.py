@@ -16,6 +16,7 @@ from accel_plugins.deepspeed.library import start
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.unpickle import load_file
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError
 from accel_state.partial_state import PartialState
@@ -43,7 +44,12 @@ class Run:
     def __init__(self, stage, precision="no"):
         AcceleratorState._reset_state()
         plugin = None if stage is None else DeepSpeedPlugin(zero_stage=stage)
-        self.accelerator = Accelerator(cpu=True, mixed_precision=precision, deepspeed_plugin=plugin)
+        self.accelerator = Accelerator(
+            cpu=True,
+            mixed_precision=precision,
+            deepspeed_plugin=plugin,
+            dataloader_config=DataLoaderConfiguration(resume_mid_epoch=True),
+        )
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 1))
         model[0].bias.requires_grad_(requires_grad=False)

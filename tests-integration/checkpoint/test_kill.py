@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_train import Accelerator
 from accel_train.checkpoint import files
@@ -33,7 +34,9 @@ def train(folder: str, result: str, moment: int | None, blocking: bool, in_place
     project = ProjectConfiguration(
         project_dir=folder, automatic_checkpoint_naming=not in_place, total_limit=2
     )
-    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator = Accelerator(
+        cpu=True, project_config=project, dataloader_config=DataLoaderConfiguration(resume_mid_epoch=True)
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -43,7 +43,9 @@ class Progress:
 
 def run(folder: str | None, arguments: dict, moment: int | None = None) -> tuple[int, dict]:
     """Train from wherever the last run was; return where that is, and the weights at the end."""
-    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=3)
+    config = DataLoaderConfiguration(
+        split_batches=True, use_seedable_sampler=True, data_seed=3, resume_mid_epoch=True
+    )
     project = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=folder is not None)
     accelerator = Accelerator(cpu=True, project_config=project, dataloader_config=config, **arguments)
     model, optimizer = fresh()

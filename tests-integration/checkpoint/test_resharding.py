@@ -74,7 +74,9 @@ def build(strategy: str, **options: object) -> tuple:
     """An accelerator, with a model, an optimizer with two groups, and a loader of four rows for all ranks."""
     AcceleratorState._reset_state()
     GradientState._reset_state()
-    config = DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True, data_seed=3)
+    config = DataLoaderConfiguration(
+        split_batches=True, use_seedable_sampler=True, data_seed=3, resume_mid_epoch=True
+    )
     accelerator = Accelerator(cpu=True, dataloader_config=config, **plugin_of(strategy, **options))
     torch.manual_seed(0)
     model = Net()

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError, DistributedOperationException
 from accel_train import Accelerator
@@ -22,7 +23,9 @@ from harness import distributed
 
 def build(folder: Path, **project: object) -> tuple:
     config = ProjectConfiguration(project_dir=folder, automatic_checkpoint_naming=True, **project)
-    accelerator = Accelerator(cpu=True, project_config=config)
+    accelerator = Accelerator(
+        cpu=True, project_config=config, dataloader_config=DataLoaderConfiguration(resume_mid_epoch=True)
+    )
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -7,8 +7,6 @@ Both run in an environment of their own, which holds these libraries and the ref
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -21,8 +19,6 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-ROOT = Path(__file__).resolve().parents[2]
-ENVIRONMENT = ROOT / "build" / "clients"
 PROGRAM = Path(__file__).parent / "programs" / "run_cases.py"
 TOLERANCE = 1e-6
 
@@ -63,26 +59,10 @@ ON_ONE_SIDE = {"trainer:fsdp2": ("files",)}
 """What is not compared: on the CPU the reference shards nothing, and has no files of FSDP."""
 
 
-@pytest.fixture(scope="session")
-def python() -> Path:
-    """The interpreter of the environment, made as the lock says; a moment if it is there already."""
-    uv = os.environ.get("UV") or shutil.which("uv")
-    assert uv is not None, "uv is not on the path: it makes the environment of these tests"
-    line = [uv, "sync", "--frozen", "--quiet", "--no-default-groups", "--group", "clients"]
-    done = subprocess.run(
-        line,
-        cwd=ROOT,
-        env={**_environ(), "UV_PROJECT_ENVIRONMENT": str(ENVIRONMENT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return ENVIRONMENT / "bin" / "python"
-
-
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, python: Path, tmp_path_factory: Any) -> dict[str, Any]:
+def found(
+    request: pytest.FixtureRequest, python: Path, clients_environ: dict[str, str], tmp_path_factory: Any
+) -> dict[str, Any]:
     """What the cases that were chosen find, by library and number of ranks; all of them run at once."""
     folder = tmp_path_factory.mktemp("found")
     chosen: dict[int, list[str]] = {}
@@ -91,7 +71,7 @@ def found(request: pytest.FixtureRequest, python: Path, tmp_path_factory: Any) -
             chosen.setdefault(item.callspec.params["ranks"], []).append(item.callspec.params["case"])
     found: dict[str, Any] = {}
     for ranks, cases in chosen.items():
-        run = partial(_outcome, python, folder, cases, ranks)
+        run = partial(_outcome, python, clients_environ, folder, cases, ranks)
         with ThreadPoolExecutor(2) as pool:
             found |= {
                 str(ranks): dict(zip(("reference", "accel"), pool.map(run, (False, True)), strict=True))
@@ -99,13 +79,15 @@ def found(request: pytest.FixtureRequest, python: Path, tmp_path_factory: Any) -
     return found
 
 
-def _outcome(python: Path, folder: Path, cases: list[str], ranks: int, on_accel: bool) -> dict[str, Any]:
+def _outcome(
+    python: Path, environ: dict[str, str], folder: Path, cases: list[str], ranks: int, on_accel: bool
+) -> dict[str, Any]:
     out = folder / f"{ranks}_{on_accel}.pt"
     several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
     alias = ["-m", "accel_compat"] if on_accel else []
     done = subprocess.run(
         [str(python), *(several if ranks > 1 else []), *alias, str(PROGRAM), str(out), *cases],
-        env=_environ(),
+        env=environ,
         cwd=folder,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -114,13 +96,6 @@ def _outcome(python: Path, folder: Path, cases: list[str], ranks: int, on_accel:
     )
     assert done.returncode == 0, done.stderr
     return torch.load(out, weights_only=True)
-
-
-def _environ() -> dict[str, str]:
-    ours = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    del_ = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME")
-    ours = {key: value for key, value in ours.items() if key not in del_}
-    return {**ours, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
 def _cases() -> Iterator[Any]:

@@ -13,11 +13,12 @@ import os, pathlib, signal, sys
 import torch
 
 from accel import Accelerator
-from accel.utils import ProjectConfiguration, set_seed
+from accel.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 accelerator = Accelerator(
-    project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+    project_config=ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2),
+    dataloader_config=DataLoaderConfiguration(resume_mid_epoch=True),
 )
 set_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_train import Accelerator, load_custom_state, save_custom_state
@@ -45,7 +46,9 @@ class Setup:
         config = ProjectConfiguration(
             project_dir=folder, automatic_checkpoint_naming=numbered, total_limit=limit, **project
         )
-        self.accelerator = Accelerator(cpu=True, project_config=config)
+        self.accelerator = Accelerator(
+            cpu=True, project_config=config, dataloader_config=DataLoaderConfiguration(resume_mid_epoch=True)
+        )
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4))
         model[2].weight = model[0].weight
@@ -502,6 +505,72 @@ def test_get_state_dict_and_save(tmp_path):
     run.accelerator.save({"a": torch.ones(1)}, tmp_path / "a.bin")
     assert torch.equal(torch.load(tmp_path / "a.bin")["a"], torch.ones(1))
     assert len(list(run.accelerator.skip_first_batches(run.loader, 3))) == 1
+
+
+def interrupted(folder, *, mid_epoch=False, stateful=False):
+    """Stop in the second epoch after two of four batches; give the rest, and a new run that has loaded it."""
+
+    def build():
+        options = DataLoaderConfiguration(resume_mid_epoch=mid_epoch, use_stateful_dataloader=stateful)
+        accelerator = Accelerator(cpu=True, dataloader_config=options)
+        loader = torch.utils.data.DataLoader(list(range(8)), batch_size=2, shuffle=True)
+        return accelerator, accelerator.prepare(loader)
+
+    torch.manual_seed(0)
+    accelerator, loader = build()
+    list(loader)
+    batches = iter(loader)
+    epoch = [next(batches).tolist() for _ in range(2)]
+    accelerator.save_state(folder)
+    epoch += [batch.tolist() for batch in batches]
+    following = [batch.tolist() for batch in loader]
+    torch.manual_seed(1)
+    accelerator, loader = build()
+    accelerator.load_state(folder)
+    assert loader.iteration == 1
+    return accelerator, loader, epoch, following
+
+
+def test_the_interrupted_epoch_begins_again_in_its_order(tmp_path):
+    _, loader, epoch, _ = interrupted(tmp_path)
+    assert [batch.tolist() for batch in loader] == epoch
+    assert sorted(index for batch in loader for index in batch.tolist()) == list(range(8))
+
+
+def test_batches_that_are_skipped_after_loading_are_those_that_were_done(tmp_path):
+    accelerator, loader, epoch, _ = interrupted(tmp_path)
+    loader.set_epoch(1)
+    rest = accelerator.skip_first_batches(loader, 2)
+    assert [batch.tolist() for batch in rest] == epoch[2:]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it
+@pytest.mark.parametrize("how", ["mid_epoch", "stateful"])
+def test_loaders_go_on_with_the_next_batch_where_that_is_asked_for(tmp_path, how):
+    if how == "stateful":
+        pytest.importorskip("torchdata")
+    _, loader, epoch, following = interrupted(tmp_path, **{how: True})
+    assert (tmp_path / "dl_state_dict.bin").exists() == (how == "stateful")
+    assert [batch.tolist() for batch in loader] == epoch[2:]
+    assert [batch.tolist() for batch in loader] == following
+
+
+def test_a_stream_begins_again_with_another_number_of_workers(tmp_path):
+    class Numbers(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            info = torch.utils.data.get_worker_info()
+            yield from range(info.id, 8, info.num_workers) if info else range(8)
+
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(Numbers(), batch_size=2))
+    next(iter(loader))
+    batches = iter(loader)
+    next(batches)
+    accelerator.save_state(tmp_path)
+    again = Accelerator(cpu=True)
+    loader = again.prepare(torch.utils.data.DataLoader(Numbers(), batch_size=2, num_workers=2))
+    again.load_state(tmp_path)
+    assert sorted(number for batch in loader for number in batch.tolist()) == list(range(8))
 
 
 def test_the_documented_functions_save_and_load_by_themselves(tmp_path):

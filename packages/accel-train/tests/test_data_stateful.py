@@ -1,14 +1,18 @@
-"""With torchdata, the state of an iterable dataset is kept, and nothing is read in vain."""
+"""With torchdata, loaders are its own: it reads their states, and they read its; nothing is read in vain."""
 
 from __future__ import annotations
 
-from itertools import islice
+from copy import copy
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import prepare_data_loader
+from accel_train.data.skip import skip_first_batches
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,13 +116,159 @@ def test_map_style_positions_hold_for_any_number_of_ranks() -> None:
     assert sorted(seen) == list(range(13))
 
 
-def test_the_state_of_a_stream_belongs_to_its_number_of_processes() -> None:
+def test_the_position_in_a_stream_holds_for_any_number_of_ranks() -> None:
     loader = prepare()
-    next(iter(loader))
     batches = iter(loader)
-    next(batches)
-    divided = prepare_data_loader(
-        DataLoader(Counting(13), batch_size=2), num_processes=2, process_index=0, use_stateful_dataloader=True
-    )
-    with pytest.raises(ValueError, match="one of 1 process"):
+    assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+    seen: list[int] = []
+    for rank in (0, 1):
+        divided = prepare_data_loader(
+            DataLoader(Counting(13), batch_size=2),
+            num_processes=2,
+            process_index=rank,
+            use_stateful_dataloader=True,
+        )
         divided.load_state_dict(loader.state_dict())
+        for batch in divided:
+            seen += batch.tolist()[: divided.real_in_batch]
+    assert sorted(seen) == list(range(4, 13))
+
+
+NUMBERS = list(range(23))
+
+
+def raw(kind: str, workers: int) -> DataLoader[Any]:
+    if kind == "stream":
+        return DataLoader(Counting(23), batch_size=2, num_workers=workers)
+    return DataLoader(NUMBERS, batch_size=2, shuffle=kind == "shuffled", num_workers=workers)  # type: ignore[arg-type]
+
+
+def values(batches: Any) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["map", "stream"])
+def test_torchdata_reads_our_state_and_we_read_its(kind: str, workers: int) -> None:
+    prepared: Any = prepare_data_loader(raw(kind, workers), use_stateful_dataloader=True)
+    assert isinstance(prepared, stateful.StatefulDataLoader)
+    assert isinstance(prepared, DataLoaderShard)
+    assert type(prepared).__name__ == "DataLoaderShard"
+
+    def plain() -> Any:
+        loader = raw(kind, workers)
+        indices = {"batch_size": 2} if kind == "stream" else {"batch_sampler": loader.batch_sampler}
+        return stateful.StatefulDataLoader(loader.dataset, num_workers=workers, **indices)
+
+    batches = iter(prepared)
+    begun = values(islice(batches, 3))
+    state = prepared.state_dict()
+    rest = values(batches)
+    assert len(begun + rest) == (24 if (kind, workers) == ("stream", 2) else 12)  # every worker reads all
+    theirs = plain()
+    theirs.load_state_dict(state)
+    assert values(theirs) == rest
+
+    theirs = plain()
+    batches = iter(theirs)
+    values(islice(batches, 5))
+    state = theirs.state_dict()
+    again: Any = prepare_data_loader(raw(kind, workers), use_stateful_dataloader=True)
+    again.set_epoch(3)
+    again.load_state_dict(state)
+    again.set_epoch(4)  # it says nothing about epochs
+    resumed = iter(again)
+    assert values(islice(resumed, 1)) == values(islice(batches, 1))
+    theirs = plain()
+    theirs.load_state_dict(again.state_dict())
+    assert values(resumed) == values(theirs) == values(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", ["map", "shuffled", "stream"])
+def test_a_resumed_pass_goes_on_and_can_be_resumed_again(kind: str, ranks: int, workers: int) -> None:
+    for rank in range(ranks):
+
+        def loader(rank: int = rank) -> Any:
+            return prepare_data_loader(
+                raw(kind, workers), num_processes=ranks, process_index=rank, use_stateful_dataloader=True
+            )
+
+        torch.manual_seed(0)
+        first = loader()
+        batches = iter(first)
+        values(islice(batches, 2))
+        state = first.state_dict()
+        rest = values(batches)
+        marks = [(first.end_of_dataloader, first.remainder)]
+        torch.manual_seed(1)
+        second = loader()
+        second.load_state_dict(state)
+        resumed = iter(second)
+        assert values(islice(resumed, 1)) == rest[:1]
+        state = second.state_dict()
+        assert values(resumed) == rest[1:]
+        assert (second.end_of_dataloader, second.remainder) == marks[0] or kind == "stream"
+        third = loader()
+        third.load_state_dict(state)
+        assert values(third) == rest[1:]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_before_the_first_pass_and_between_passes_is_that_of_an_epoch_that_begins(
+    workers: int,
+) -> None:
+    loader: Any = prepare_data_loader(raw("shuffled", workers), use_stateful_dataloader=True)
+    torch.manual_seed(0)
+    before = loader.state_dict()
+    drawn = torch.get_rng_state()
+    epochs = [values(loader)]
+    between = loader.state_dict()
+    assert between["_iterator_finished"]
+    assert not before["_iterator_finished"]
+    torch.manual_seed(0)
+    assert torch.equal(drawn, torch.get_rng_state())
+    for state in (before, between):
+        theirs = stateful.StatefulDataLoader(NUMBERS, batch_size=2, num_workers=workers)
+        theirs.load_state_dict(state)
+        assert sorted(chain.from_iterable(values(theirs))) == NUMBERS
+        ours: Any = prepare_data_loader(raw("shuffled", workers), use_stateful_dataloader=True)
+        ours.load_state_dict(state)
+        torch.manual_seed(0)
+        epochs.append(values(ours))
+    assert epochs[0] == epochs[1]
+    assert sorted(chain.from_iterable(epochs[2])) == NUMBERS
+
+
+def test_torchdatas_own_shuffling_is_continued() -> None:
+    def theirs() -> Any:
+        return stateful.StatefulDataLoader(NUMBERS, batch_size=2, shuffle=True)
+
+    first = theirs()
+    batches = iter(first)
+    values(islice(batches, 4))
+    state = first.state_dict()
+    prepared: Any = prepare_data_loader(theirs())
+    prepared.load_state_dict(state)
+    assert values(prepared) == values(batches)
+
+
+def test_what_says_no_position_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"neither a position .* nor a state of torchdata"):
+        prepare().load_state_dict({"step": 3})
+
+
+def test_loaders_of_several_classes_are_torchdatas_and_copy() -> None:
+    skipped: Any = skip_first_batches(stateful.StatefulDataLoader(NUMBERS, batch_size=2), 3)
+    assert values(skipped) == [NUMBERS[i : i + 2] for i in range(6, 23, 2)]
+    prepared = prepare()
+    for loader in (skip_first_batches(prepared, 2), copy(prepared)):
+        assert isinstance(loader, stateful.StatefulDataLoader)
+    assert (
+        prepare_data_loader(
+            stateful.StatefulDataLoader(NUMBERS, batch_size=2, snapshot_every_n_steps=4)
+        ).snapshot_every_n_steps
+        == 4
+    )  # type: ignore[attr-defined]
+    assert not isinstance(prepare_data_loader(raw("map", 0)), stateful.StatefulDataLoader)

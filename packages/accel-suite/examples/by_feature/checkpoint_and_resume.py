@@ -10,11 +10,12 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
-from accel.utils import ProjectConfiguration, set_seed
+from accel.utils import DataLoaderConfiguration, ProjectConfiguration, set_seed
 
 epochs = 3
 project = ProjectConfiguration("digits-run", automatic_checkpoint_naming=True, total_limit=2)
-accelerator = Accelerator(project_config=project)
+loading = DataLoaderConfiguration(resume_mid_epoch=True)  # no batches to skip by hand
+accelerator = Accelerator(project_config=project, dataloader_config=loading)
 set_seed(0)
 
 images, labels = load_digits(return_X_y=True)

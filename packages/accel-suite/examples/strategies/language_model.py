@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from accel import Accelerator
-from accel.utils import set_seed
+from accel.utils import DataLoaderConfiguration, set_seed
 
 length, width, head_width, depth = 64, 64, 16, 2
 batch_size = 16  # of all processes together
@@ -107,7 +107,8 @@ def main():
     parser.add_argument("--resume", help="a folder to go on from")
     arguments = parser.parse_args()
 
-    accelerator = Accelerator(split_batches=True, step_scheduler_per="update")
+    loading = DataLoaderConfiguration(split_batches=True, resume_mid_epoch=True)
+    accelerator = Accelerator(dataloader_config=loading, step_scheduler_per="update")
     set_seed(0)
     model = LanguageModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -23,6 +23,9 @@ class DataLoaderConfiguration:
         data_seed: The seed of the seedable sampler; torch's if `None`.
         non_blocking: Whether host-to-device copies of batches are asynchronous; needs pinned memory.
         use_stateful_dataloader: Whether loaders become torchdata's `StatefulDataLoader`.
+        resume_mid_epoch: Whether `load_state` lets every loader go on with the batch after the last one.
+            Otherwise only stateful ones do; others begin the interrupted epoch again, in the same order, and
+            the script leaves out what it has done, with `skip_first_batches`.
 
     Raises:
         SettingsError: A field has another type.
@@ -35,6 +38,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    resume_mid_epoch: bool = False
 
     def __post_init__(self) -> None:
         expect_flags(
@@ -44,6 +48,7 @@ class DataLoaderConfiguration:
             "use_seedable_sampler",
             "non_blocking",
             "use_stateful_dataloader",
+            "resume_mid_epoch",
         )
         expect_flags(self, "dispatch_batches", optional=True)
         expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))

@@ -240,7 +240,14 @@ def restore_states(
 
 
 def restore_positions(source: Source, dataloaders: Sequence[Any]) -> None:
-    """Let loaders go on where they were, also if there are more or fewer ranks now."""
+    """Let loaders go on in the epoch in which they were, also if there are more or fewer ranks now.
+
+    Stateful ones, and those with `resume_mid_epoch`, go on with the next batch; others begin the epoch again.
+
+    Args:
+        source: The checkpoint.
+        dataloaders: In the order of preparation.
+    """
     if not dataloaders:
         return
     name = source.position_name()
@@ -256,7 +263,10 @@ def restore_positions(source: Source, dataloaders: Sequence[Any]) -> None:
             len(dataloaders),
         )
     for loader, state in zip(dataloaders, states, strict=False):
-        loader.load_state_dict(state)
+        if loader.resume_mid_epoch or loader.use_stateful_dataloader:
+            loader.load_state_dict(state)
+        else:
+            loader.load_epoch(state)
 
 
 def _restore_foreign_positions(source: Source, dataloaders: Sequence[Any]) -> None:

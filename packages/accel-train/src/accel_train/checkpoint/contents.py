@@ -64,6 +64,11 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
         (layout.custom_name, contents.custom),
     ):
         parts += [Part(name=name_of(index), read=one.state_dict) for index, one in enumerate(objects)]
+    parts += [
+        Part(name=layout.loader_state_name(index), read=loader.torchdata_state)
+        for index, loader in enumerate(contents.dataloaders)
+        if loader.use_stateful_dataloader and loader.torchdata_state()
+    ]
     if contents.scaler:
         parts.append(Part(name=layout.SCALER_NAME, read=partial(dict, contents.scaler)))
     if contents.recipe:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
-from dataclasses import dataclass
-from importlib import import_module
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
 
-from accel_state.errors import MissingDependencyError
 from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.indices import INDEXING, IndexSource, index_source
 from accel_train.data.iterable_shard import DeliveringCollate, Delivery, EpochAware, IterableDatasetShard
@@ -21,13 +20,21 @@ from accel_train.data.reading import (
     Position,
     Reading,
     SamplerReading,
-    StatefulReading,
     StreamReading,
+)
+from accel_train.data.samplers import innermost_sampler, record_source, restore_source
+from accel_train.data.stateful import (
+    MaybeStateful,
+    StatefulReading,
+    as_state_dict,
+    batches_yielded,
+    is_finished,
+    order_of,
+    state_before_first_pass,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-from accel_train.data.samplers import innermost_sampler, record_source, restore_source
+    from collections.abc import Callable, Generator, Iterator
 
 logger = logging.getLogger(__name__)
 
@@ -42,19 +49,21 @@ class Progress:
     Args:
         epoch: Of the pass under way, or that comes next.
         reading: The pass under way.
+        finished: The state of torchdata at the end of the last pass.
     """
 
     epoch: int = 0
     reading: Reading | None = None
+    finished: dict[str, Any] | None = None
 
 
-class DataLoaderAdapter(DataLoader[Any]):
+class DataLoaderAdapter(MaybeStateful):
     """A `torch.utils.data.DataLoader` whose position in the epoch can be saved, and gone on from.
 
     Args:
         dataset: The dataset to load.
-        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`, which also keeps the state of
-            iterable datasets that have one.
+        use_stateful_dataloader: Be a `StatefulDataLoader` of torchdata, too, which also keeps the state of
+            datasets that have one.
         batch_sampler: Yields batches of indices.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
@@ -78,24 +87,22 @@ class DataLoaderAdapter(DataLoader[Any]):
             self._indices = index_source(dataset, options)
             options = {name: value for name, value in options.items() if name not in INDEXING}
             options |= self._indices.options()
-        super().__init__(dataset, **options)
+        super().__init__(dataset, **options, **(special if use_stateful_dataloader else {}))
         self._options = {name: value for name, value in options.items() if name not in INDEXING}
         self.use_stateful_dataloader = use_stateful_dataloader
-        self._stateful: Any = None
-        if use_stateful_dataloader:
-            self._stateful = _stateful_class()(dataset, **options, **special)
         self.skip_batches = 0
         self._drop_last = False
         self._batches_per_step = 1  # of the dataset, for one batch on every rank
         self._reads = True
         self._has_drawn = False
         self._resume: Position | None = None
+        self._resume_epoch: int | None = None
         self._progress = Progress()
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The loader that reads: this one, or the stateful one."""
-        return self if self._stateful is None else self._stateful
+        """The loader that reads: this one."""
+        return self
 
     @property
     def iteration(self) -> int:
@@ -119,11 +126,11 @@ class DataLoaderAdapter(DataLoader[Any]):
         Args:
             epoch: Counted from 0. Without a call, loaders count their passes.
         """
-        if self._resume is not None and epoch != self.iteration:
+        if self._resume is not None and self._resume_epoch not in {None, epoch}:
             logger.warning(
                 "set_epoch(%d) gives up the position in epoch %d that was loaded: epoch %d comes whole.",
                 epoch,
-                self.iteration,
+                self._resume_epoch,
                 epoch,
             )
             self._resume = None
@@ -139,20 +146,35 @@ class DataLoaderAdapter(DataLoader[Any]):
     def state_dict(self) -> dict[str, Any]:
         """Give the position: the epoch, and in the middle of a pass what was consumed, up to the last batch.
 
-        The position holds for all ranks, and for any number of them, except that of a stateful loader over an
-        iterable dataset.
+        The position holds for all ranks, and for any number of them.
 
         Returns:
-            Plain data, which `torch.load(..., weights_only=True)` reads back.
+            Plain data, which `torch.load(..., weights_only=True)` reads back. With `use_stateful_dataloader`
+            it is torchdata's state, with the position beside it; a pass that was begun in the middle of an
+            epoch by skipping, or by another number of ranks, has no such state.
         """
         reading = self._progress.reading
         position = self._resume if reading is None else reading.position()
-        return {
+        state: dict[str, Any] = {
             "format": STATE_FORMAT,
             "epoch": self.iteration,
             "position": None if position is None else position.to_dict(),
             "source": {} if self._indices is None else record_source(innermost_sampler(self._indices.shard)),
         }
+        if not self.use_stateful_dataloader:
+            return state
+        return {**self.torchdata_state(), **state, "shards": self._shards}
+
+    def torchdata_state(self) -> dict[str, Any]:
+        """Give torchdata's part of the state, for any `StatefulDataLoader`; empty where there is none."""
+        reading = self._progress.reading
+        position = self._resume if reading is None else reading.position()
+        if position is not None:
+            ended = self._progress.reading is not None and bool(getattr(self, "end_of_dataloader", False))
+            return as_state_dict(position.torchdata or {}, finished=ended)
+        if self._progress.finished is not None:
+            return as_state_dict(self._progress.finished, finished=True)
+        return state_before_first_pass(self, super().state_dict) if self._reads else {}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position in the next pass.
@@ -164,8 +186,8 @@ class DataLoaderAdapter(DataLoader[Any]):
         Raises:
             ValueError: The position belongs to another kind of loader.
         """
-        if "format" not in state_dict and self._stateful is not None:
-            self._resume = Position(unit="stateful", order={"state": state_dict, "shards": self._shards})
+        if "format" not in state_dict and self.use_stateful_dataloader:
+            self._resume, self._resume_epoch = self._position_in(state_dict), None
             return
         if state_dict.get("format") != STATE_FORMAT:
             raise ValueError(
@@ -174,10 +196,44 @@ class DataLoaderAdapter(DataLoader[Any]):
             )
         position = state_dict["position"]
         self._resume = None if position is None else self._checked(Position.from_dict(position))
-        self.iteration = state_dict["epoch"]
+        self._resume_epoch = self.iteration = state_dict["epoch"]
+        if self._resume is not None and state_dict.get("shards") == self._shards:
+            self._resume = replace(self._resume, torchdata=as_state_dict(state_dict, finished=False) or None)
         if self._indices is not None:
             restore_source(innermost_sampler(self._indices.shard), state_dict.get("source", {}))
         self._has_drawn = position is not None or self.iteration > 0
+
+    def load_epoch(self, state_dict: dict[str, Any]) -> None:
+        """Begin the epoch of a position again in the next pass, in the same order.
+
+        Args:
+            state_dict: What `state_dict` returned, also of a loader with another number of workers.
+        """
+        position = state_dict["position"]
+        if position is not None and self._reads:
+            count = 1 if self._indices is not None else max(1, self.num_workers)
+            start = {"consumed": [0] * count, "next_worker": 0}
+            position = {**position, **start} if position["unit"] == self._unit else None
+        self.load_state_dict({**state_dict, "position": position, "shards": None})
+
+    def _position_in(self, state: dict[str, Any]) -> Position | None:
+        """The position that a state of torchdata means, where this loader has as many ranks and workers."""
+        if is_finished(state):
+            return None
+        batches, workers = (
+            batches_yielded(state),
+            1 if self._indices is not None else max(1, self.num_workers),
+        )
+        return Position(
+            unit=self._unit,
+            consumed=tuple(
+                self._inner_stride * (batches // workers + (worker < batches % workers))
+                for worker in range(workers)
+            ),
+            next_worker=batches % workers,
+            order=order_of(state),
+            torchdata=state,
+        )
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Do nothing: `state_dict` tells the position of the batch yielded last, whatever is read ahead.
@@ -199,12 +255,6 @@ class DataLoaderAdapter(DataLoader[Any]):
                 f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. Build "
                 "the loader as in the run that was saved."
             )
-        if unit == "stateful" and (shards := (position.order or {})["shards"]) != self._shards:
-            raise ValueError(
-                f"The saved state of a stateful loader over an iterable dataset is that of one of {shards} "
-                f"process(es), and says nothing to one of {self._shards}. Continue with {shards}, or without "
-                "use_stateful_dataloader."
-            )
         if unit == "stream" and len(position.consumed) != workers:
             raise ValueError(
                 f"The saved data position is that of {len(position.consumed)} worker(s), each with a part of "
@@ -217,7 +267,7 @@ class DataLoaderAdapter(DataLoader[Any]):
     def _unit(self) -> str:
         if self._indices is not None:
             return self._indices.shard.unit
-        return "stream" if self._stateful is None else "stateful"
+        return "stream"
 
     @property
     def stride(self) -> int:
@@ -259,7 +309,7 @@ class DataLoaderAdapter(DataLoader[Any]):
         skip, self.skip_batches = self.skip_batches, 0
         resumed = position is not None
         # In a stream, which worker gives how much is only known by asking; and torchdata counts by itself.
-        seeks = self._indices is not None or (self._stateful is None and self.num_workers == 0)
+        seeks = self._indices is not None or (not self.use_stateful_dataloader and self.num_workers == 0)
         if position is None and skip and seeks:
             position, skip = Position(unit=self._unit, consumed=(skip * self.stride,)), 0
         reading = self._read() if position is None else self._read_from(position, resumed=resumed)
@@ -270,40 +320,59 @@ class DataLoaderAdapter(DataLoader[Any]):
         return reading
 
     def _close(self, reading: Reading | None) -> None:
-        if self._progress.reading is reading:
+        if reading is not None and self._progress.reading is reading:
+            self._progress.finished = reading.position().torchdata
             self._progress.reading = None
 
-    def _read(self) -> Reading:
+    def _read(self, position: Position | None = None) -> Reading:
+        """Read a pass of torch's loader: from the epoch's beginning, or where torchdata's state says."""
+        begin: Callable[[Iterator[Any]], Reading]
         if self._indices is not None:
-            batches: Any = self._torch_batches() if self._stateful is None else iter(self._stateful)
-            return SamplerReading(batches, self._indices.shard, 0)
-        if self._stateful is not None:
-            return StatefulReading(self._stateful, self._shards)
-        return StreamReading(self._torch_batches(), self._inner_stride, (0,) * max(1, self.num_workers))
+            taken = 0 if position is None else position.consumed[0] // self._inner_stride
+            begin = partial(SamplerReading, shard=self._indices.shard, taken=taken)
+        else:
+            starts = (0,) * max(1, self.num_workers) if position is None else position.consumed
+            turn = 0 if position is None else position.next_worker
+            begin = partial(StreamReading, stride=self._inner_stride, starts=starts, next_worker=turn)
+        batches = self._torch_batches()
+        if position is not None:  # torchdata counts twice what it reads to get to its position
+            vars(batches)["_num_yielded"] = batches_yielded(position.torchdata or {})
+        return StatefulReading(batches, begin) if self.use_stateful_dataloader else begin(batches)
 
     def _torch_batches(self) -> Iterator[Any]:
         """A pass of torch's loader."""
         if not (self._has_drawn and self.persistent_workers):
             return super().__iter__()
         # Workers that live on have got their seed when the run began that is continued.
-        generator, self.generator, self._has_drawn = self.generator, torch.Generator(), False
-        try:
+        self._has_drawn = False
+        with self._drawing_nothing():
             return super().__iter__()
+
+    @contextmanager
+    def _drawing_nothing(self) -> Generator[None]:
+        """Within the context, torch's loader draws the seed of its workers from a generator of no matter."""
+        generator, self.generator = self.generator, torch.Generator()
+        try:
+            yield
         finally:
             self.generator = generator
 
     def _read_from(self, position: Position, *, resumed: bool) -> Reading:
         """Open a pass in the middle of an epoch, through a loader made for it alone."""
-        if position.unit == "stateful":
-            self._stateful.load_state_dict((position.order or {})["state"])
-            return StatefulReading(self._stateful, self._shards)
+        if position.torchdata is not None:
+            if self._indices is not None:
+                self._indices.shard.replays = position.order
+            super().load_state_dict(position.torchdata)  # type: ignore[misc]
+            with self._drawing_nothing():  # it was drawn when the pass began
+                return self._read(position)
         options: dict[str, Any] = {**self._options, "persistent_workers": False}
         if resumed:  # torch's loader draws a seed for its workers, as it did when the pass began
             options["generator"] = torch.Generator()
         if self._indices is not None:
             (start,) = position.consumed
             options |= self._indices.options(start, position.order)
-            return SamplerReading(iter(DataLoader(self.dataset, **options)), self._indices.shard, start)
+            batches = iter(DataLoader(self.dataset, **options))
+            return SamplerReading(batches, self._indices.shard, start=start)
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
         options["worker_init_fn"] = FakeWorkerInfo(self.worker_init_fn, position.next_worker)
         batches = iter(DataLoader(self._stream_from(position.consumed), **options))
@@ -322,18 +391,3 @@ def _delivering(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
     batched = options.get("batch_size", 1) is not None
     collate = options.get("collate_fn") or (default_collate if batched else default_convert)
     return {**options, "collate_fn": DeliveringCollate(collate, batched=batched)}
-
-
-def _stateful_class() -> Any:
-    try:
-        return import_module("torchdata.stateful_dataloader").StatefulDataLoader
-    except ImportError as error:
-        raise MissingDependencyError(
-            "use_stateful_dataloader=True needs torchdata: pip install 'accel-train[stateful]'."
-        ) from error
-
-
-def is_stateful(dataloader: DataLoader[Any]) -> bool:
-    """Whether a loader is torchdata's `StatefulDataLoader`; does not import torchdata."""
-    module = sys.modules.get("torchdata.stateful_dataloader")
-    return module is not None and isinstance(dataloader, module.StatefulDataLoader)

@@ -219,6 +219,8 @@ class BatchSamplerShard(BatchSampler):
         """Number of samples in the padded batches; None before there is one, 0 if they have several sizes."""
         self.order: OrderState | None = None
         """Of the iteration begun last: what replays its order."""
+        self.replays: OrderState | None = None
+        """The order of the iteration that begins next, where none is given."""
 
     @property
     def plan(self) -> ShardPlan:
@@ -292,8 +294,10 @@ class BatchSamplerShard(BatchSampler):
 
         Args:
             position: As for `length_from`.
-            order: What replays the order of the epoch, or None for whatever comes.
+            order: What replays the order of the epoch, or None for `replays`, or whatever comes.
         """
+        if order is None:
+            order, self.replays = self.replays, None
         padded, self.padded_rows = {}, None
         self.padded = padded
         sampler, plan = self.sampler, self.plan

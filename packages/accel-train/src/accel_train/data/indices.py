@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_train.data.batch_shard import BatchSamplerShard, EpochRest
+from accel_train.data.stateful import is_stateful
 
 if TYPE_CHECKING:
     from accel_train.data.samplers import OrderState
@@ -115,6 +116,8 @@ def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
     options = {name: getattr(dataloader, name) for name in _CARRIED}
     if dataloader.pin_memory_device:
         options["pin_memory_device"] = dataloader.pin_memory_device
+    if is_stateful(dataloader):
+        options["snapshot_every_n_steps"] = cast("Any", dataloader).snapshot_every_n_steps
     if isinstance(dataloader.dataset, IterableDataset):
         return {**options, "batch_size": dataloader.batch_size, "drop_last": dataloader.drop_last}
     if dataloader.batch_sampler is None:

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from accel_state.labels import RNGType
 from accel_state.runtime import current_or_single
-from accel_train.data.adapter import is_stateful
 from accel_train.data.data_parallel_rank import shard_of_ranks
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.indices import INDEXING, index_source, loader_options
@@ -18,6 +17,7 @@ from accel_train.data.loader import DataLoaderShard
 from accel_train.data.samplers import innermost_sampler
 from accel_train.data.shuffle_sync import SharedOrder, sync_shuffle
 from accel_train.data.skip import SkipDataLoader
+from accel_train.data.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

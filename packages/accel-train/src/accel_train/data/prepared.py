@@ -85,10 +85,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     Attributes:
         divide (Callable | None): Gives this rank's part of the sequences of a batch; all of it if `None`.
         meter (StepMeter | None): Measures how long each batch is waited for.
+        resume_mid_epoch (bool): Whether `load_state` lets it go on with the next batch, stateful or not.
     """
 
     divide: Callable[[Any], Any] | None = None
     meter: StepMeter | None = None
+    resume_mid_epoch: bool = False
 
     def __init__(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,20 +22,22 @@ class Position:
 
     Args:
         unit: What is counted: `"samples"`, whole `"batches"` of a batch sampler, samples of a `"stream"`, or
-            nothing, if a `"stateful"` loader counts by itself, or a `"remote"` process does.
+            nothing, if a `"remote"` process counts.
         consumed: How many of them all ranks together have got; of a stream, for every worker of the loader.
         next_worker: Of a stream: the worker whose turn it is.
-        order: What replays the order of the epoch; of a stateful loader, its state and the number of
-            processes that share the dataset.
+        order: What replays the order of the epoch.
+        torchdata: Of a stateful loader, where the pass began at the epoch's beginning: torchdata's state. It
+            belongs to this rank.
     """
 
     unit: str
     consumed: tuple[int, ...] = ()
     next_worker: int = 0
     order: OrderState | None = None
+    torchdata: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, which `torch.load(..., weights_only=True)` reads back.
+        """Plain data without torchdata's, which `torch.load(..., weights_only=True)` reads back.
 
         Example:
             >>> position = Position(unit="samples", consumed=(6,))
@@ -151,14 +152,17 @@ class SamplerReading:
     Args:
         batches: The batches, as they come.
         shard: The indices behind them.
-        start: At which position of the epoch they begin.
+        start: At which position of the epoch the iteration over the shard begins.
+        taken: How many batches from there on were yielded before.
     """
 
     advance: Callable[[Delivery | None], None] | None = None
 
-    def __init__(self, batches: Iterator[Any], shard: BatchSamplerShard, start: int) -> None:
+    def __init__(
+        self, batches: Iterator[Any], shard: BatchSamplerShard, *, start: int = 0, taken: int = 0
+    ) -> None:
         self.batches = batches
-        self.taken = 0
+        self.taken = taken
         self._shard = shard
         self._stride = shard.stride
         self._start = start
@@ -226,47 +230,6 @@ class StreamReading:
     def position(self) -> Position:
         """Where the epoch is after the batches that were `taken`."""
         return Position(unit="stream", consumed=tuple(self._consumed), next_worker=self._next_worker)
-
-
-class StatefulReading:
-    """A pass over a torchdata loader, which is asked for its state at every batch, before it reads on.
-
-    Args:
-        loader: The `StatefulDataLoader`.
-        shards: The number of processes that share the dataset, of whose loaders this is one.
-    """
-
-    remainder = -1
-
-    def __init__(self, loader: Any, shards: int) -> None:
-        self.taken = 0
-        self._shards = shards
-        self._loader = loader
-        self._states: deque[dict[str, Any]] = deque()
-        self._state: dict[str, Any] = {}
-        self.batches = self._record(iter(loader))
-
-    def _record(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._states.append(self._loader.state_dict())
-            yield batch
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each of the batches, with whether it is the last one."""
-        return prefetch_batches(self.batches, start_copy)
-
-    def opened(self) -> dict[int, int]:
-        """Nothing is known beforehand: what is padding comes with each batch."""
-        return {}
-
-    def advance(self, delivery: Delivery | None) -> None:
-        """Make the state after the batch that was taken the current one."""
-        del delivery
-        self._state = self._states.popleft()
-
-    def position(self) -> Position:
-        """Where the loader is after the batches that were `taken`."""
-        return Position(unit="stateful", order={"state": self._state, "shards": self._shards})
 
 
 class FakeWorkerInfo:

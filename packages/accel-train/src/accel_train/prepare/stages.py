@@ -149,6 +149,8 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
         )
         for loader, place in zip(bundle.dataloaders, request.placements.dataloaders, strict=True)
     )
+    for loader in loaders:
+        loader.resume_mid_epoch = config.resume_mid_epoch
     for loader in loaders if parts.meter is not None else ():
         loader.meter = parts.meter
     for loader in loaders if bundle.models else ():

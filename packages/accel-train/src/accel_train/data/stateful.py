@@ -1,0 +1,188 @@
+"""torchdata's `StatefulDataLoader`: loaders that are one, and what its states say."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from dataclasses import replace
+from functools import cache
+from importlib import import_module
+from inspect import signature
+from typing import TYPE_CHECKING, Any, Self, cast
+
+import torch
+from torch.utils.data import DataLoader
+
+from accel_state.errors import MissingDependencyError
+from accel_train.data.samplers import innermost_sampler, record_source, restore_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from accel_train.data.iterable_shard import Delivery
+    from accel_train.data.reading import Position, Reading, StartCopy
+
+_OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
+_FINISHED = "_iterator_finished"  # the keys of torchdata's states, of its releases from 0.8 to 0.11
+_SNAPSHOT = "_snapshot"
+
+
+@cache
+def stateful_class(loader_class: type[Any]) -> type[Any]:
+    """Give the same class of loaders, derived from torchdata's `StatefulDataLoader`, too.
+
+    Args:
+        loader_class: Derived from `DataLoader`; all that it overrides stays overridden.
+
+    Raises:
+        MissingDependencyError: torchdata is not installed.
+    """
+    try:
+        base = import_module("torchdata.stateful_dataloader").StatefulDataLoader
+    except ImportError as error:
+        raise MissingDependencyError(
+            "use_stateful_dataloader=True needs torchdata: pip install 'accel-train[stateful]'."
+        ) from error
+    if issubclass(loader_class, base):
+        return loader_class
+    names = {"__module__": loader_class.__module__, "__doc__": loader_class.__doc__}
+    return type(loader_class.__name__, (loader_class, base), names)
+
+
+def is_stateful(dataloader: DataLoader[Any]) -> bool:
+    """Whether a loader is torchdata's `StatefulDataLoader`; does not import torchdata."""
+    module = sys.modules.get("torchdata.stateful_dataloader")
+    return module is not None and isinstance(dataloader, module.StatefulDataLoader)
+
+
+class MaybeStateful(DataLoader[Any]):
+    """A loader of torch, and of torchdata, too, if it is made with `use_stateful_dataloader=True`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Choose the class."""
+        arguments = kwargs | signature(cls.__init__).bind_partial(None, *args, **kwargs).arguments
+        made = stateful_class(cls) if arguments.get("use_stateful_dataloader") else cls
+        return cast("Self", object.__new__(made))
+
+
+class StatefulReading:
+    """A pass of torchdata's loader, which is asked for its state at every batch, before it reads on.
+
+    Args:
+        iterator: Of torchdata's loader.
+        begin: Makes the reading that counts the batches of this iterator.
+    """
+
+    def __init__(self, iterator: Any, begin: Callable[[Iterator[Any]], Reading]) -> None:
+        self._iterator = iterator
+        self._states: deque[dict[str, Any]] = deque()
+        self._state: dict[str, Any] | None = None
+        self._inner = begin(self._record())
+        self.batches = self._inner.batches
+        self.taken = self._inner.taken
+
+    def _record(self) -> Iterator[Any]:
+        for batch in self._iterator:
+            self._states.append(self._iterator.state_dict())
+            yield batch
+
+    @property
+    def remainder(self) -> int:
+        """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
+        return self._inner.remainder
+
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
+        """Each of the batches, with whether it is the last one."""
+        return self._inner.pairs(start_copy)
+
+    def opened(self) -> dict[int, int]:
+        """Take note of the order that was drawn for the first batch."""
+        return self._inner.opened()
+
+    def advance(self, delivery: Delivery | None) -> None:
+        """Make the state after the batch that was taken the current one."""
+        self._state = self._states.popleft()
+        if self._inner.advance is not None:
+            self._inner.advance(delivery)
+
+    def position(self) -> Position:
+        """Where the loader is after the batches that were `taken`."""
+        self._inner.taken = self.taken
+        return replace(self._inner.position(), torchdata=self._state)
+
+
+def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
+    """Give torchdata's part of a state; empty where it has none.
+
+    Args:
+        state: Of a loader, with or without a position of ours.
+        finished: Whether it is that of a pass that has ended, so that the next one begins an epoch.
+
+    Example:
+        >>> as_state_dict({"_num_yielded": 2, "format": 1, "position": None}, finished=True)
+        {'_num_yielded': 2, '_iterator_finished': True}
+    """
+    own = {name: value for name, value in state.items() if name not in _OUR_KEYS}
+    return own | {_FINISHED: finished} if own else {}
+
+
+def is_finished(state: dict[str, Any]) -> bool:
+    """Whether a state of torchdata is that of a pass that has ended."""
+    return bool(state.get(_FINISHED))
+
+
+def batches_yielded(state: dict[str, Any]) -> int:
+    """Give how many batches of the pass a loader of torchdata had yielded.
+
+    Args:
+        state: Of a loader without workers, or with them.
+
+    Raises:
+        ValueError: It is no state of such a loader.
+
+    Example:
+        >>> batches_yielded({"_num_yielded": 2})
+        2
+        >>> batches_yielded({"_snapshot": {"_snapshot_step": 4}, "_steps_since_snapshot": 1})
+        5
+    """
+    if _SNAPSHOT in state:
+        return state[_SNAPSHOT]["_snapshot_step"] + state["_steps_since_snapshot"]
+    if "_num_yielded" in state:
+        return state["_num_yielded"]
+    raise ValueError(
+        f"This is neither a position of a data loader of accel nor a state of torchdata's "
+        f"StatefulDataLoader: it has the keys {sorted(state)!r}."
+    )
+
+
+def order_of(state: dict[str, Any]) -> dict[str, Any] | None:
+    """Give what replays the order of the epoch, where torchdata's own samplers have kept it."""
+    main = state[_SNAPSHOT]["_main_snapshot"] if _SNAPSHOT in state else state
+    inner = (main.get("_sampler_iter_state") or {}).get("sampler_iter_state") or {}
+    generator = inner.get("generator")
+    return {"generator": generator} if isinstance(generator, torch.Tensor) else None
+
+
+def state_before_first_pass(loader: Any, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Ask torchdata for the state of a loader that has not begun; nothing random is drawn for it.
+
+    torchdata opens a pass for that, which is closed again: it would not see an epoch that is set later.
+
+    Args:
+        loader: The loader.
+        ask: torchdata's `state_dict` of it.
+    """
+    sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
+    source, epoch = record_source(sampler), getattr(sampler, "epoch", None)
+    generator, loader.generator = loader.generator, torch.Generator()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            state = ask()
+    finally:
+        loader.generator = generator
+        restore_source(sampler, source)
+        if epoch is not None:
+            vars(sampler)["epoch"] = epoch
+        vars(loader).update(_iterator=None, _initial_iter_for_state_dict=False)
+    return as_state_dict(state, finished=False)
