@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import sourced
 from hypothesis import strategies as st
 
 from accel_cli.launch.args import FLAGS, help_text, read_arguments
@@ -17,7 +17,7 @@ from accel_state.settings.options import BY_KEY, BY_VARIABLE
 
 def plan(*line, environ=None, file=None, gpus=4):
     read = read_arguments([*line, "train.py"])
-    merged = merge_sources(read.given, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
+    merged = merge_sources(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8))
 
 
@@ -158,7 +158,7 @@ contents = st.dictionaries(
 )  # fmt: skip
 
 
-@given(
+@sourced(
     st.lists(words, max_size=8),
     contents,
     st.dictionaries(st.sampled_from([*BY_VARIABLE]), st.text(), max_size=3),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import sourced
 from hypothesis import strategies as st
 
 from accel_cli.config import basic, command
@@ -147,7 +147,7 @@ def test_sagemaker_is_asked_for():
     assert "launch.num_processes" not in asked
 
 
-@given(st.data(), st.sampled_from([LAPTOP, SERVER, HostInfo(gpus=1, cores=4, nodes=2)]))
+@sourced(st.data(), st.sampled_from([LAPTOP, SERVER, HostInfo(gpus=1, cores=4, nodes=2)]))
 def test_any_answers_make_a_file_that_is_read_back(data, found):
     """Answers that are offered, or suggested."""
 
@@ -205,7 +205,7 @@ def test_a_file_for_this_machine_is_written_once(environ, tmp_path, capsys):
     path = tmp_path / "accelerate/default_config.yaml"
     assert main(["config", "default", "--mixed_precision", "bf16"]) == 0
     assert str(path) in capsys.readouterr().out
-    settings = combine(read_config(None, environ).given).settings
+    settings = combine(read_config(None, environ).sourced).settings
     assert settings.precision.mixed_precision == "bf16"
     assert settings.process.use_cpu
     before = path.read_text()

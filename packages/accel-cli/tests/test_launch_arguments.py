@@ -13,14 +13,14 @@ from accel_state.settings import OPTIONS, Layer
 
 
 def values(*line):
-    return {path: given.value for path, given in read_arguments(line).given.items()}
+    return {path: one.value for path, one in read_arguments(line).sourced.items()}
 
 
 def test_flags_are_read_up_to_the_script_and_the_rest_is_the_scripts():
     read = read_arguments(
         ["--cpu", "--num_processes", "2", "train.py", "--cpu", "--help", "--num_processes", "x"]
     )
-    assert {path: given.value for path, given in read.given.items()} == {
+    assert {path: one.value for path, one in read.sourced.items()} == {
         "process.use_cpu": True,
         "launch.num_processes": 2,
     }
@@ -62,13 +62,15 @@ def test_a_switch_of_a_file_can_be_turned_off():
 
 
 def test_every_value_remembers_the_argument_that_gave_it():
-    given_value = read_arguments(["--mixed-precision", "bf16", "train.py"]).given["precision.mixed_precision"]
+    given_value = read_arguments(["--mixed-precision", "bf16", "train.py"]).sourced[
+        "precision.mixed_precision"
+    ]
     assert (given_value.layer, given_value.origin) == (Layer.ARGUMENT, "argument --mixed-precision")
 
 
 def test_the_config_file_is_no_setting():
     read = read_arguments(["--config_file", "run.yaml", "train.py"])
-    assert (read.config_file, dict(read.given)) == ("run.yaml", {})
+    assert (read.config_file, dict(read.sourced)) == ("run.yaml", {})
 
 
 @pytest.mark.parametrize(

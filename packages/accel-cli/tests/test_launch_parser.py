@@ -31,13 +31,13 @@ def lines():
 @pytest.mark.parametrize("line", [*lines()], ids=lambda line: line[0])
 def test_a_flag_means_what_it_means_to_the_command(line):
     try:
-        meant = read_arguments([*line, "train.py"]).given
+        meant = read_arguments([*line, "train.py"]).sourced
     except SettingsError:
         pytest.skip("the value is none for this flag")
     args = launch_command_parser().parse_args([*line, "train.py"])
     found = parse_namespace(vars(args))
-    assert {path: given.value for path, given in found.items()} == {
-        path: given.value for path, given in meant.items()
+    assert {path: sourced.value for path, sourced in found.items()} == {
+        path: sourced.value for path, sourced in meant.items()
     }
     assert attribute_of(next(flag for flag in (line[0], *_long(line[0])) if flag.startswith("--"))) in vars(
         args

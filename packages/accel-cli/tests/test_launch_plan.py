@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import sourced
 from hypothesis import strategies as st
 
 from accel_cli.launch import run_simple, run_torchrun
@@ -23,7 +23,7 @@ FOUR_GPUS = Machine(gpus=4, cores=8)
 
 def plan(*line, environ=None, file=None, machine=NO_GPU):
     read = read_arguments([*line, "train.py", "--lr", "1"])
-    merged = combine(read.given, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
+    merged = combine(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
     return make_plan(merged, read.script, read.script_arguments, environ or {}, machine)
 
 
@@ -123,7 +123,7 @@ def test_settings_that_contradict_each_other_name_both(line, file, parts):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-@given(st.integers(1, 64), st.integers(1, 8))
+@sourced(st.integers(1, 64), st.integers(1, 8))
 def test_processes_are_divided_evenly_among_machines_or_refused(processes, machines):
     line = ["--cpu", "--num_processes", str(processes), "--num_machines", str(machines),
             "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]  # fmt: skip
@@ -135,7 +135,7 @@ def test_processes_are_divided_evenly_among_machines_or_refused(processes, machi
         assert made.local_processes * made.launch.num_machines == processes
 
 
-@given(st.integers(2, 32), st.integers(1, 64))
+@sourced(st.integers(2, 32), st.integers(1, 64))
 def test_several_processes_share_the_cores(processes, cores):
     machine = Machine(gpus=0, cores=cores)
     threads = int(

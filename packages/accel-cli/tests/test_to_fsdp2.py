@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from accel_cli.commands.to_fsdp2 import KEPT, REMOVED, RESHARD, to_fsdp2
+from accel_cli.commands.to_fsdp2 import REMOVED, RESHARD, UNCHANGED, to_fsdp2
 from accel_cli.main import main
 from accel_state.errors import SettingsError
 
@@ -28,12 +28,12 @@ def test_older_files_number_the_strategies(value, reshard):
 
 
 def test_every_key_is_kept_or_removed_with_its_reason_and_everything_else_stays():
-    values = {key: f"value of {key}" for key in (*KEPT, *REMOVED)}
+    values = {key: f"value of {key}" for key in (*UNCHANGED, *REMOVED)}
     old = config(fsdp_version=1, **values)
     converted = to_fsdp2(old)
     assert converted.config == {
         **old,
-        "fsdp_config": {"fsdp_version": 2, **{key: values[key] for key in KEPT}},
+        "fsdp_config": {"fsdp_version": 2, **{key: values[key] for key in UNCHANGED}},
     }
     assert [key for key in REMOVED if not any(key in note for note in converted.notes)] == []
     assert old["fsdp_config"]["fsdp_version"] == 1  # the given config is left alone

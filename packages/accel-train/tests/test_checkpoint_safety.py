@@ -234,7 +234,7 @@ def test_a_lock_ends_with_its_process_however_that_dies(tmp_path):
 
 @pytest.mark.parametrize("numbered", [True, False])
 def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeypatch, told, numbered):
-    monkeypatch.setattr(folder, "_LOCK_PATIENCE", 0.1)
+    monkeypatch.setattr(folder, "_LOCK_TIMEOUT", 0.1)
     run = Run(tmp_path if numbered else None)
     target = tmp_path / "checkpoints" / "checkpoint_0" if numbered else tmp_path / "c"
     if not numbered:
@@ -355,7 +355,7 @@ def test_a_reader_completes_what_a_dead_writer_has_left_and_nothing_else(tmp_pat
     try:
         if living:
             with pytest.raises(CheckpointError, match=rf"process {process.pid} on host .* is replacing"):
-                folder.settle(path, patience=0.1)
+                folder.wait_until_replaced(path, timeout=0.1)
             assert sorted(one.name for one in (path / layout.COMMIT_NAME).iterdir()) == before
     finally:
         if living:

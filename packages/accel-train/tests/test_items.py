@@ -44,9 +44,9 @@ def test_gradients_are_the_sum_by_the_count_however_often_they_are_looked_at(pas
         window.add(count)
         (weight * total).sum().backward()
         if look:
-            window.settle()
-    window.settle()
-    window.settle()
+            window.normalize()
+    window.normalize()
+    window.normalize()
     items = sum(count for _, count, _ in passes) or 1
     assert weight.grad.item() == pytest.approx(
         sum(total for total, _, _ in passes) / items, rel=1e-9, abs=1e-9

@@ -232,6 +232,6 @@ def test_nobody_passes_the_gate_before_all_are_there():
 
 
 def test_the_gate_opens_in_the_end_for_those_who_came(monkeypatch):
-    monkeypatch.setattr(forking, "_PATIENCE", 0.05)
+    monkeypatch.setattr(forking, "_FORK_TIMEOUT", 0.05)
     with contextlib.closing(forking.Gate(2)) as gate:
         gate.wait()

@@ -142,7 +142,7 @@ def test_what_cannot_be_launched_is_said_before_anything_starts(given, args, con
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (LaunchSettings(num_processes=3, num_machines=2), "cannot be divided evenly among 2 machines"),
+        (LaunchSettings(num_processes=3, num_machines=2), "cannot be divided by 2 machines"),
         (LaunchSettings(num_processes=2, num_machines=2), "launch.main_process_ip"),
     ],
 )

@@ -80,11 +80,11 @@ def test_wrappers_of_another_accelerator_are_taken_off():
 @pytest.mark.parametrize("kind", ["models", "optimizers", "dataloaders"])
 def test_one_object_of_another_kind_is_refused(kind):
     with pytest.raises(TypeError, match=f"'a text' cannot be prepared as one of the {kind}"):
-        sort_one(kind, "a text", place=True)
+        sort_one(kind, "a text", move=True)
 
 
 def test_any_object_may_be_a_scheduler():
-    bundle, _ = sort_one("schedulers", "mine", place=True)
+    bundle, _ = sort_one("schedulers", "mine", move=True)
     assert bundle.in_order() == ["mine"]
 
 

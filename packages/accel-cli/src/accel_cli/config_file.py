@@ -23,13 +23,13 @@ class ConfigFile:
     Args:
         path: Where it is; None if there is none.
         content: Its top-level table, in the present format.
-        given: Path of a setting to value and origin.
+        sourced: Path of a setting to value and origin.
         notes: What was translated from an older format.
     """
 
     path: Path | None = None
     content: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    given: dict[str, SourcedValue] = field(default_factory=dict[str, SourcedValue])
+    sourced: dict[str, SourcedValue] = field(default_factory=dict[str, SourcedValue])
     notes: tuple[str, ...] = ()
 
 
@@ -43,7 +43,7 @@ def settings_from_config(named: str | None, environ: Mapping[str, str]) -> dict[
     Returns:
         Path to value and origin.
     """
-    return read_config(named, environ).given
+    return read_config(named, environ).sourced
 
 
 def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
@@ -65,7 +65,7 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     return ConfigFile(
         path=path,
         content=translation.content,
-        given=parse_file(translation.content, str(path)),
+        sourced=parse_file(translation.content, str(path)),
         notes=(*notes, *([advice] if notes else [])),
     )
 

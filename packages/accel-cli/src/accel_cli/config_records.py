@@ -51,8 +51,8 @@ class BaseConfig:
 
     def __post_init__(self) -> None:
         self.compute_environment = ComputeEnvironment(self.compute_environment)
-        here = self.compute_environment == ComputeEnvironment.LOCAL_MACHINE
-        known = DistributedType if here else SageMakerDistributedType
+        is_local = self.compute_environment == ComputeEnvironment.LOCAL_MACHINE
+        known = DistributedType if is_local else SageMakerDistributedType
         self.distributed_type = known(self.distributed_type)
         parse_file(self.to_dict(), type(self).__name__)
 

@@ -141,8 +141,8 @@ def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, 
     """What differs from the defaults, and who says so."""
     merged = combine(parse_environ(environ), settings_from_config(config_file, environ))
     return {
-        path: f"{redact(path, str(given.value))} ({given.origin})"
-        for path, given in sorted(merged.sourced.items())
+        path: f"{redact(path, str(setting.value))} ({setting.origin})"
+        for path, setting in sorted(merged.sourced.items())
     }
 
 
@@ -168,11 +168,11 @@ def _torch(torch: Any) -> dict[str, Any]:
 def _devices(kinds: Any) -> dict[str, Any]:
     kind = kinds.available_kind()
     count = kind.module.device_count() if hasattr(kind.module, "device_count") else 1
-    tell = getattr(kind.module, "get_device_properties", None)
+    properties = getattr(kind.module, "get_device_properties", None)
     return {
         "kind": kind.name,
         "count": count,
-        "names": [_device(tell(index)) for index in range(count)] if tell is not None else [],
+        "names": [_device(properties(index)) for index in range(count)] if properties is not None else [],
         "driver": _driver(),
         "process group": kind.backend,
     }

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 WHEELS = "https://storage.googleapis.com/libtpu-releases/index.html"
 """Where the driver of TPUs is (docs.pytorch.org/xla, "Installation")."""
 
-_PLACES = ("COLAB_RELEASE_TAG", "COLAB_TPU_ADDR", "TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
+_TPU_VARIABLES = ("COLAB_RELEASE_TAG", "COLAB_TPU_ADDR", "TPU_NAME", "TPU_WORKER_ID", "TPU_ACCELERATOR_TYPE")
 _DEVICES = ("accel*", "vfio/[0-9]*")
 _RELEASE = re.compile(r"(\d+)\.(\d+)\.\d+")
 
@@ -34,7 +34,7 @@ class InstallationError(AccelError, RuntimeError):
 def install_xla(upgrade: bool = False) -> None:
     """Install the torch_xla that fits the installed torch, in Google Colab or on a machine with a TPU.
 
-    The commands are told in the log before they run. Restart the interpreter if torch was imported already.
+    The commands are logged before they run. Restart the interpreter if torch was imported already.
 
     Args:
         upgrade: Upgrade torch first, to the latest for which there is a torch_xla.
@@ -69,7 +69,7 @@ def has_tpu(environ: Mapping[str, str], devices: Path) -> bool:
         >>> has_tpu({"TPU_NAME": "local"}, Path("/nowhere"))
         True
     """
-    return any(name in environ for name in _PLACES) or any(
+    return any(name in environ for name in _TPU_VARIABLES) or any(
         True for pattern in _DEVICES for _ in devices.glob(pattern)
     )
 

@@ -114,14 +114,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code. `accel launch` does not return when it starts a script: it becomes it.
     """
-    given = sys.argv[1:] if arguments is None else list(arguments)
-    if not given or given[0] in {"-h", "--help"}:
+    argv = sys.argv[1:] if arguments is None else list(arguments)
+    if not argv or argv[0] in {"-h", "--help"}:
         sys.stdout.write(_overview())
         return 0
-    if given[0] in {"-V", "--version"}:
+    if argv[0] in {"-V", "--version"}:
         sys.stdout.write(f"accel {version('accel-cli')}\n")
         return 0
-    name, *rest = given
+    name, *rest = argv
     if name not in COMMANDS:
         return _fail("accel", _unknown(name))
     try:

@@ -81,8 +81,8 @@ class Arguments:
     plugins: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
-    """Every kwargs handler by its type.
+def sort_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
+    """Index kwargs handlers by type.
 
     Raises:
         SettingsError: One is no kwargs handler that `Accelerator` knows, or there are two of a type.
@@ -92,7 +92,7 @@ def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
         {<class 'accel_plugins.kwargs.amp.AutocastKwargs'>: AutocastKwargs(enabled=False, cache_enabled=None)}
     """
     found: dict[type, Any] = {}
-    for handler in given:
+    for handler in handlers:
         kind = next((known for known in HANDLERS if isinstance(handler, known)), None)
         if kind is None:
             more = [known for spec in RECIPES.available().values() for known in spec.handlers]
@@ -102,24 +102,24 @@ def sort_handlers(given: Iterable[KwargsHandler]) -> dict[type, Any]:
             raise SettingsError(f"kwargs_handlers contains {handler!r}; it takes one of each of {names}.")
         if kind in found:
             raise SettingsError(
-                f"kwargs_handlers contains two {kind.__name__}: {found[kind]!r} and {handler!r}; give one."
+                f"kwargs_handlers contains two {kind.__name__}: {found[kind]!r} and {handler!r}; pass one."
             )
         found[kind] = handler
     return found
 
 
-def selected_strategy(given: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
+def selected_strategy(strategy: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
     """Return what was selected: the argument before that of an earlier `Accelerator` before the settings.
 
     Raises:
         SettingsError: There is no strategy of that name, or the argument is something else.
     """
-    if isinstance(given, StrategySpec):
-        return given
-    if given is not None:
-        if not isinstance(given, str):
-            raise SettingsError(f"Accelerator(strategy={given!r}): expected a name or a StrategySpec.")
-        return find(given, source=f"Accelerator(strategy={given!r})")
+    if isinstance(strategy, StrategySpec):
+        return strategy
+    if strategy is not None:
+        if not isinstance(strategy, str):
+            raise SettingsError(f"Accelerator(strategy={strategy!r}): expected a name or a StrategySpec.")
+        return find(strategy, source=f"Accelerator(strategy={strategy!r})")
     known: StrategySpec | None = AcceleratorState._shared_state.get("strategy")  # pyright: ignore[reportPrivateUsage] - asks without making one
     name = settings.training.strategy
     if known is not None or name is None:
@@ -176,13 +176,13 @@ def dataloader_configuration(arguments: Arguments) -> DataLoaderConfiguration:
     return config
 
 
-def checked_rng_types(given: Sequence[str | RNGType] | None) -> list[str | RNGType]:
+def checked_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
     """Return the sources of randomness that loaders synchronise.
 
     Raises:
         SettingsError: One is no such source.
     """
-    types: list[str | RNGType] = ["generator"] if given is None else [*given]
+    types: list[str | RNGType] = ["generator"] if rng_types is None else [*rng_types]
     for one in types:
         if one not in RNGType:
             raise SettingsError(

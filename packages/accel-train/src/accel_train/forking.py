@@ -41,7 +41,7 @@ if sys.platform != "win32":  # which cannot fork
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
-_PATIENCE = 20.0  # seconds that a process waits for the last of its siblings to be forked
+_FORK_TIMEOUT = 20.0  # seconds that a process waits until the last of its siblings is forked
 # Variables that torch's launcher leaves behind in this process, with its own defaults.
 _SET_BY_TORCH = {"torchelastic_signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
@@ -63,7 +63,7 @@ class WorkerFailedError(AccelError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """The machines of a job, and how they find each other.
+    """The nodes of a job and their rendezvous.
 
     Args:
         endpoint: Where they meet, `<address>:<port>`.
@@ -177,7 +177,7 @@ class Gate:
             earlier: How many times all of them have been started before.
         """
         os.write(self._arrived, b".")
-        expected, deadline = self._count * (earlier + 1), time.monotonic() + _PATIENCE
+        expected, deadline = self._count * (earlier + 1), time.monotonic() + _FORK_TIMEOUT
         while _waiting_bytes(self._seen) < expected and time.monotonic() < deadline:
             time.sleep(0.002)
 

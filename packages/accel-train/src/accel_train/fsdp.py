@@ -78,7 +78,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[st
 def fsdp2_load_full_state_dict(
     accelerator: Accelerator, model: nn.Module, full_sd: Mapping[str, Tensor], cpu_offload: bool = False
 ) -> None:
-    """Load a whole state dict that only the main process has into a sharded model, tensor by tensor.
+    """Load a full state dict that only the main process has into a sharded model, tensor by tensor.
 
     Args:
         accelerator: Whose processes have shards of the model.

@@ -63,9 +63,9 @@ def notebook_launcher(
         rdzv_backend: How machines find each other: `"static"` or `"c10d"`.
         rdzv_endpoint: Where they do; `<master_addr>:<use_port>` if empty.
         rdzv_conf: Further options of the rendezvous.
-        rdzv_id: What all machines of this job, and no others, call it.
+        rdzv_id: The id of this job, the same on all its nodes.
         max_restarts: How often all processes are started again when one has failed.
-        monitor_interval: Seconds between two looks at the processes.
+        monitor_interval: Seconds between two checks of the processes.
         log_line_prefix_template: If given, the processes' output passes through this one, every line with
             this in front; `${rank}`, `${local_rank}` and `${role_name}` are replaced.
 

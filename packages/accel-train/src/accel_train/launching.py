@@ -73,12 +73,11 @@ def launch(
     work = _callable(function_or_script, is_module=chosen.module)
     kind = _kind(settings)
     ids = chosen.device_ids
-    here = 1 if chosen.distributed_type == "NO" else len(ids) or _devices(kind.module)
-    count = chosen.num_processes or chosen.num_machines * here
+    per_node = 1 if chosen.distributed_type == "NO" else len(ids) or _devices(kind.module)
+    count = chosen.num_processes or chosen.num_machines * per_node
     if count % chosen.num_machines:
         raise SettingsError(
-            f"launch(config=...): {count} processes cannot be divided evenly among {chosen.num_machines} "
-            "machines."
+            f"launch(config=...): {count} processes cannot be divided by {chosen.num_machines} machines."
         )
     if kind.type != "cpu":
         refuse_initialised_devices()
@@ -145,24 +144,24 @@ def _kind(settings: Settings) -> DeviceKind:
     return kind
 
 
-def _callable(given: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:
-    """What every process calls.
+def _callable(work: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:
+    """Make the function that every process calls.
 
     Raises:
-        SettingsError: It can be none.
+        SettingsError: The argument is neither a function nor a script.
     """
-    if callable(given):
-        return given
-    if not isinstance(given, (str, PathLike)):
-        raise SettingsError(f"launch({given!r}): expected a function, or the path of a script.")
-    name = fspath(given)
+    if callable(work):
+        return work
+    if not isinstance(work, (str, PathLike)):
+        raise SettingsError(f"launch({work!r}): expected a function, or the path of a script.")
+    name = fspath(work)
     if not (is_module or Path(name).is_file()):
         raise SettingsError(f"launch({name!r}): there is no such script.")
     return partial(_run_module if is_module else _run_script, name)
 
 
 def _run(threads: int | None, work: Callable[..., Any], *args: Any) -> Any:
-    """Work with so many threads; the variable for it has been read when torch was imported."""
+    """Call the function with this number of threads; torch has read the variable for it at import."""
     if threads is not None:
         torch.set_num_threads(threads)
     return work(*args)

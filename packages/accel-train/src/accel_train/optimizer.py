@@ -71,7 +71,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         window: The items that are counted until the next step, which ends the window.
 
     Attributes:
-        num_steps (int): How often it was told to step while gradients were synchronised.
+        num_steps (int): Number of `step` calls with synchronised gradients.
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
@@ -118,7 +118,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.num_steps += 1
         window = self._window
         if window is not None and window.is_open:
-            window.settle()
+            window.normalize()
             window.close(used=True)
         if closure is None:
             self._stepped = self._step(self.optimizer, None)

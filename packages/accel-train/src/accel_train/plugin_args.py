@@ -24,7 +24,7 @@ _SWITCHES = {
 _STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
 
 
-def sort_plugins(**given: Any) -> dict[str, Any]:
+def sort_plugins(**plugins: Any) -> dict[str, Any]:
     """The arguments of `Accelerator` that are plugins, by name; the two that DeepSpeed has as one.
 
     Raises:
@@ -34,16 +34,16 @@ def sort_plugins(**given: Any) -> dict[str, Any]:
         >>> sort_plugins(fsdp_plugin=None, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3})
         {'fsdp_plugin': None, 'deepspeed_plugin': {'zero3': 3}}
     """
-    several = given.pop("deepspeed_plugins")
+    several = plugins.pop("deepspeed_plugins")
     if several is not None:
-        if given["deepspeed_plugin"] is not None:
+        if plugins["deepspeed_plugin"] is not None:
             raise SettingsError(
-                f"Accelerator(deepspeed_plugin={given['deepspeed_plugin']!r}, "
+                f"Accelerator(deepspeed_plugin={plugins['deepspeed_plugin']!r}, "
                 f"deepspeed_plugins={several!r}): "
                 "give one of the two."
             )
-        given["deepspeed_plugin"] = several
-    return given
+        plugins["deepspeed_plugin"] = several
+    return plugins
 
 
 def known_plugins() -> dict[str, Any]:

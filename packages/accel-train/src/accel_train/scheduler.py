@@ -42,7 +42,7 @@ class AcceleratedScheduler:
         optimizers: The prepared optimizer, or optimizers, whose learning rate it sets.
         step_with_optimizer: Whether to follow the optimizers as described. `False` forwards every `step`
             as it is.
-        split_batches: Whether a batch of the data loader is divided among the processes.
+        split_batches: Whether each batch of the data loader is sharded across ranks.
         step_per: What one step of the schedule stands for. `None` is `"process"`, and says so in the log
             where that is more than one step.
         num_shards: How many processes have batches of their own; all if `None`.

@@ -1,4 +1,4 @@
-"""When gradients are brought together: the accumulation plan, and the edge that carries it out."""
+"""When gradients are synchronised: the accumulation plan, and the context manager that applies it."""
 
 from __future__ import annotations
 
@@ -41,9 +41,8 @@ class Synchronizer:
     """Counts micro-batches and keeps gradients local until a window is complete.
 
     Args:
-        state: Where everybody reads whether gradients are synchronised now.
-        no_sync: The strategy's context for one model; `None` where there is one process, and so nothing
-            to keep local.
+        state: Says whether gradients are synchronised now; read by optimizers and schedulers.
+        no_sync: The strategy's context manager for one model; `None` with one process.
     """
 
     __slots__ = ("_no_sync", "_state", "step")

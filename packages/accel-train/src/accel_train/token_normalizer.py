@@ -25,14 +25,14 @@ class ItemWindow:
     """Counts the items whose losses were summed since the last optimizer step, and divides by them.
 
     A window begins with the first counted backward pass and ends with an optimizer step. Its gradients hold
-    the sum over the micro-batches (over processes the strategy has averaged them) until `settle` divides them
-    by the number of items of all processes. A backward pass after that takes the division back first, so that
-    a window may grow at any time.
+    the sum over the micro-batches (over processes the strategy has averaged them) until `normalize` divides
+    them by the number of items of all processes. A backward pass after that takes the division back first, so
+    that a window may grow at any time.
 
     Args:
         runtime: Whose processes share a window.
         parameters: Finds the parameters whose gradients a window is about.
-        meter: Is told the number of items of every window that an optimizer has used.
+        meter: Receives the number of items of every window that an optimizer has used.
     """
 
     __slots__ = (
@@ -96,10 +96,10 @@ class ItemWindow:
             count = self._count + count
         self._count, self._divisor = count, None
 
-    def settle(self) -> None:
-        """Divide the gradients by the number of items of the window; harmless if that is done or none came.
+    def normalize(self) -> None:
+        """Divide the gradients by the number of items of the window, once; do nothing without items.
 
-        A collective where there are several processes. No items at all leave gradients as they are.
+        A collective in runs of several processes.
         """
         if self._count is None or self._divisor is not None:
             return

@@ -24,9 +24,7 @@ def run(options: Namespace) -> int:
         SettingsError: The folder does not exist, or the output cannot be written.
         CheckpointError: The shards are absent or damaged.
     """
-    source, target = (
-        Path(given).expanduser() for given in (options.checkpoint_directory, options.output_path)
-    )
+    source, target = (Path(name).expanduser() for name in (options.checkpoint_directory, options.output_path))
     if not source.is_dir():
         raise SettingsError(f"argument checkpoint_directory: the folder {str(source)!r} does not exist.")
     before = _files(target)

@@ -36,7 +36,7 @@ REMOVED: Mapping[str, str] = {
 }
 """The keys that version 2 lacks, with the reason."""
 
-KEPT = (
+UNCHANGED = (
     "fsdp_activation_checkpointing",
     "fsdp_activation_checkpointing_offload",
     "fsdp_auto_wrap_policy",
@@ -86,13 +86,13 @@ def to_fsdp2(config: Mapping[str, Any]) -> Converted:
         raise SettingsError(f"key fsdp_config is {table!r}; expected settings of FSDP to rewrite.")
     if str(table.get("fsdp_version", 1)) == "2":
         raise SettingsError("key fsdp_config.fsdp_version is 2 already; there is nothing to rewrite.")
-    unknown = sorted(set(table) - {*KEPT, *REMOVED, _SHARDING, _RESHARD, "fsdp_version"})
+    unknown = sorted(set(table) - {*UNCHANGED, *REMOVED, _SHARDING, _RESHARD, "fsdp_version"})
     if unknown:
-        known = ", ".join(sorted({*KEPT, *REMOVED, _SHARDING}))
+        known = ", ".join(sorted({*UNCHANGED, *REMOVED, _SHARDING}))
         raise SettingsError(f"key fsdp_config.{unknown[0]} is unknown; FSDP has {known}.")
     notes = [f"fsdp_config.{key} was removed: {why}." for key, why in REMOVED.items() if key in table]
     fsdp: dict[str, Any] = {"fsdp_version": 2}
-    fsdp |= {key: value for key, value in table.items() if key in KEPT}
+    fsdp |= {key: value for key, value in table.items() if key in UNCHANGED}
     if _SHARDING in table or _RESHARD in table:
         fsdp[_RESHARD] = _reshard(table, notes)
     if str(fsdp.get(_STATE, "")).upper() == "LOCAL_STATE_DICT":

@@ -84,16 +84,16 @@ def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: 
 
 
 def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
-    given: list[str] = [" ".join(words) for words in options.command or ()]
-    file = options.command_file or (None if given else config.get("command_file"))
-    if given and options.command_file:
+    commands: list[str] = [" ".join(words) for words in options.command or ()]
+    file = options.command_file or (None if commands else config.get("command_file"))
+    if commands and options.command_file:
         raise SettingsError("arguments --command and --command_file contradict each other; give one of them.")
     if file:
-        given = _lines(str(file))
-    elif not given:
+        commands = _lines(str(file))
+    elif not commands:
         found = config.get("commands") or []
-        given = [str(one) for one in (found if isinstance(found, list) else [found])]
-    return [*_installation(options), *given]
+        commands = [str(one) for one in (found if isinstance(found, list) else [found])]
+    return [*_installation(options), *commands]
 
 
 def _lines(file: str) -> list[str]:

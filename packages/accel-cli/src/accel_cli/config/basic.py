@@ -89,5 +89,5 @@ def update(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
             f"there is no config file at {path_to_write(None, read())}: run `accel config` to write one, or "
             "name another with --config_file."
         )
-    write(found.path, to_content(combine(found.given).settings))
+    write(found.path, to_content(combine(found.sourced).settings))
     return found.path, found.notes

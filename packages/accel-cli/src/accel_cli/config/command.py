@@ -103,11 +103,11 @@ def summary(settings: Settings) -> list[Table]:
     Args:
         settings: The settings of the answers.
     """
-    given = combine(parse_file(to_content(settings), "")).sourced
+    sourced = combine(parse_file(to_content(settings), "")).sourced
     rows = [
-        (option.key or "", as_text(given[option.path].value))
+        (option.key or "", as_text(sourced[option.path].value))
         for option in OPTIONS
-        if option.path in given and option.key
+        if option.path in sourced and option.key
     ]
     return [Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")]
 

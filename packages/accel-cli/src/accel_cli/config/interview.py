@@ -57,9 +57,9 @@ def interview(ask: Prompter, found: HostInfo) -> Settings:
     Returns:
         The settings of the answers.
     """
-    given: dict[str, SourcedValue] = {}
+    answered: dict[str, SourcedValue] = {}
     for option in OPTIONS:
-        settings = combine(given).settings
+        settings = combine(answered).settings
 
         def answers(path: str, settings: Settings = settings) -> object:
             return value_at(settings, path)
@@ -68,8 +68,8 @@ def interview(ask: Prompter, found: HostInfo) -> Settings:
             continue
         answer = read_answer(option, ask(question_about(option, found, answers)))
         if answer is not None:
-            given[option.path] = answer
-    return combine(given).settings
+            answered[option.path] = answer
+    return combine(answered).settings
 
 
 def question_about(option: Option, found: HostInfo, answers: Callable[[str], object]) -> Question:

@@ -23,14 +23,14 @@ class Arguments:
     """A command line, read.
 
     Args:
-        given: Path to value and origin, of every setting that has a flag there.
+        sourced: Path to value and origin, of every setting that has a flag there.
         config_file: The config file that is named; None for the default one.
         explain: Whether to tell what would be run, and run nothing.
         script: What to run; None if help was asked for.
         script_arguments: What follows it, untouched.
     """
 
-    given: Mapping[str, SourcedValue]
+    sourced: Mapping[str, SourcedValue]
     config_file: str | None = None
     explain: bool = False
     script: str | None
@@ -76,10 +76,10 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
 
     Example:
         >>> read = read_arguments(["--num-processes", "2", "train.py", "--num-processes", "3"])
-        >>> read.given["launch.num_processes"].value, read.script, read.script_arguments
+        >>> read.sourced["launch.num_processes"].value, read.script, read.script_arguments
         (2, 'train.py', ('--num-processes', '3'))
     """
-    given: dict[str, SourcedValue] = {}
+    sourced: dict[str, SourcedValue] = {}
     others: dict[str, str] = {}
     rest = list(arguments)
     problems = ErrorCollector()
@@ -88,7 +88,7 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
         if word == "--":
             break
         if word in {"-h", "--help"}:
-            return Arguments(given={}, script=None, script_arguments=())
+            return Arguments(sourced={}, script=None, script_arguments=())
         name, text = _split(word)
         if (key := _key(name)) not in FLAGS:
             near = get_close_matches(key, [flag for flag in FLAGS if flag.startswith("--")], n=1)
@@ -107,12 +107,12 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
             if flag.option is None:
                 others[key] = text
             elif (value := parse(flag.option, text, Layer.ARGUMENT, f"argument {name}")) is not None:
-                given[flag.option.path] = concat(given.get(flag.option.path), value)
+                sourced[flag.option.path] = concat(sourced.get(flag.option.path), value)
     if not rest and not problems.found:
         raise SettingsError(f"no script to run.\n{USAGE}")
     problems.raise_if_any()
     return Arguments(
-        given=given,
+        sourced=sourced,
         config_file=others.get(_CONFIG_FILE),
         explain=_EXPLAIN in others,
         script=rest[0],

@@ -1,4 +1,4 @@
-"""What settings must not say together. Every check finds its problems on its own, so that all are told."""
+"""Check settings against each other and the host; each check yields its problems, and all are reported."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
         return
     if processes % machines and not facts.reaches_hosts:
         yield (
-            f"{processes} processes cannot be divided evenly among {machines} machines: "
+            f"{processes} processes cannot be divided by {machines} machines: "
             "--num_processes counts those of all machines."
         )
     if launch.machine_rank >= machines:
@@ -226,9 +226,9 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
         if value_at(facts.settings, section):
             continue
         names = [
-            given.origin
-            for path, given in facts.merged.sourced.items()
-            if path.startswith(f"{section}.") and given.layer is Layer.ARGUMENT
+            one.origin
+            for path, one in facts.merged.sourced.items()
+            if path.startswith(f"{section}.") and one.layer is Layer.ARGUMENT
         ]
         if names:
             is_one = "is" if len(names) == 1 else "are"
@@ -272,26 +272,26 @@ def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
         )
         if getattr(section, name) is not None
     ]
-    given = [
+    origins = [
         one.origin for one in value if one.layer is facts.merged.source_of("deepspeed.hf_ds_config").layer
     ]
-    if given:
+    if origins:
         yield (
             f"{facts.merged.source_of('deepspeed.hf_ds_config').origin} names the file "
-            f"{section.hf_ds_config!r}, which decides about what {', '.join(given)} says, too: say it there."
+            f"{section.hf_ds_config!r}, which decides about what {', '.join(origins)} sets: set it there."
         )
 
 
 def _precision_has_no_recipe(facts: Facts) -> Iterator[str]:
-    given = [
+    origins = [
         one.origin
         for path, one in facts.merged.sourced.items()
         if path.startswith("fp8.") and one.layer is Layer.ARGUMENT
     ]
-    if given and facts.settings.precision.mixed_precision != "fp8":
+    if origins and facts.settings.precision.mixed_precision != "fp8":
         found = facts.merged.source_of("precision.mixed_precision")
         yield (
-            f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} about FP8, but the precision is "
+            f"{', '.join(origins)} {'is' if len(origins) == 1 else 'are'} about FP8, but the precision is "
             f"{facts.settings.precision.mixed_precision!r} ({found.origin}): leave out what is about FP8."
         )
 

@@ -74,7 +74,7 @@ def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
     with problems:
         file = read_config(line.config_file, environ)
     problems.raise_if_any()
-    merged = merge_sources(line.given, outside, parse_slurm(environ), file.given)
+    merged = merge_sources(line.sourced, outside, parse_slurm(environ), file.sourced)
     machine = probe_host(merged.settings, environ)
     return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
 

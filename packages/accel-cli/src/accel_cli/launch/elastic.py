@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _OF_SIGNAL = 128  # and its number: the exit code of a shell
 _TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 # What torch logs of every failure, and the summary says in its own words.
-_TOLD_ANYWAY = ("Sending process ", "failed (exitcode: ")
+_ALWAYS_LOGGED = ("Sending process ", "failed (exitcode: ")
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> int:
@@ -103,7 +103,7 @@ def _failed(error: Any, *, quiet: bool) -> int:
 
 def _is_news(record: logging.LogRecord) -> bool:
     """Whether a message of torch is none of those that the summary makes superfluous."""
-    return not str(record.msg).startswith(_TOLD_ANYWAY)
+    return not str(record.msg).startswith(_ALWAYS_LOGGED)
 
 
 def _write(text: str) -> None:

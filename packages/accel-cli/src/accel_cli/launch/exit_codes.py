@@ -22,7 +22,7 @@ def run_program(main: Callable[[Sequence[str]], None], arguments: Sequence[str])
         arguments: What it is given.
 
     Returns:
-        0, or 2 after an error of ours, which is told in a sentence.
+        0, or 2 after an `AccelError`, whose message is printed.
     """
     try:
         main(arguments)

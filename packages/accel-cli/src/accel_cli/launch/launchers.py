@@ -72,7 +72,7 @@ def _xla_formats(plan: LaunchPlan) -> Mapping[str, str]:
     return {"XLA_USE_BF16": "1"} if plan.merged.settings.precision.mixed_precision == "bf16" else {}
 
 
-_HERE = "accel_cli.launch"
+_PACKAGE = "accel_cli.launch"
 
 BUILT_IN: Mapping[str, Launcher] = {
     row.name: row
@@ -80,44 +80,44 @@ BUILT_IN: Mapping[str, Launcher] = {
         Launcher(
             name="sagemaker",
             applies=_in_the_cloud,
-            job=f"{_HERE}.run_sagemaker:job",
+            job=f"{_PACKAGE}.run_sagemaker:job",
             explain="the SageMaker SDK starts a job",
         ),
         Launcher(
             name="pod",
             applies=_on_a_pod,
-            job=f"{_HERE}.run_pod:job",
+            job=f"{_PACKAGE}.run_pod:job",
             explain="gcloud starts this command on the machines of the pod",
         ),
         Launcher(
             name="xla",
             applies=_on_tpu,
-            job=f"{_HERE}.run_xla:job",
+            job=f"{_PACKAGE}.run_xla:job",
             explain="torch_xla starts a process for every chip of this machine",
             environ=_xla_formats,
         ),
         Launcher(
             name="deepspeed",
             applies=_by_deepspeed,
-            job=f"{_HERE}.run_deepspeed:job",
+            job=f"{_PACKAGE}.run_deepspeed:job",
             explain="DeepSpeed's launcher starts the processes of all machines",
         ),
         Launcher(
             name="mpirun",
             applies=_by_mpi,
-            job=f"{_HERE}.run_mpi:job",
+            job=f"{_PACKAGE}.run_mpi:job",
             explain="mpirun starts the processes of all machines",
         ),
         Launcher(
             name="torchrun",
             applies=_several,
-            job=f"{_HERE}.run_torchrun:job",
+            job=f"{_PACKAGE}.run_torchrun:job",
             explain="torch.distributed.run starts the processes of this machine",
         ),
         Launcher(
             name="simple",
             applies=_one,
-            job=f"{_HERE}.run_simple:job",
+            job=f"{_PACKAGE}.run_simple:job",
             explain="one process, this one",
             check=require_script,
             environ=_rendezvous,

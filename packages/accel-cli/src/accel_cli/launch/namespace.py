@@ -1,7 +1,7 @@
 """Command lines and environments for those who have parsed the flags of `accel launch` themselves.
 
 `args` is a namespace with an attribute for each flag, spelled as the flag without dashes, and with
-`training_script` and `training_script_args`. What it lacks, and what is `None`, false or empty, was not said.
+`training_script` and `training_script_args`. What it lacks, and what is `None`, false or empty, is not set.
 """
 
 from __future__ import annotations
@@ -159,13 +159,15 @@ def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: 
 
 
 def plan_of(
-    args: Namespace, said: Mapping[str, Any] | None = None, file: Mapping[str, SourcedValue] | None = None
+    args: Namespace,
+    overrides: Mapping[str, Any] | None = None,
+    file: Mapping[str, SourcedValue] | None = None,
 ) -> LaunchPlan:
     """What to run by the flags of a namespace.
 
     Args:
         args: The flags; see the module.
-        said: Further flags, which win.
+        overrides: Further flags, which take precedence.
         file: What a file gives.
 
     Raises:
@@ -176,17 +178,17 @@ def plan_of(
             f"args.training_script is {getattr(args, 'training_script', None)!r}: name a script."
         )
     environ = read()
-    given = parse_namespace({**vars(args), **(said or {})})
-    merged = merge_sources(given, parse_environ(environ), file or {})
+    sourced = parse_namespace({**vars(args), **(overrides or {})})
+    merged = merge_sources(sourced, parse_environ(environ), file or {})
     words = tuple(map(str, getattr(args, "training_script_args", None) or ()))
     return make_plan(merged, str(args.training_script), words, environ, probe_host(merged.settings, environ))
 
 
 def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
-    """Read flags that somebody else has parsed.
+    """Read flags that another parser has parsed.
 
     Args:
-        flags: Value by flag without dashes. `None`, false and empty ones were not said.
+        flags: Value by flag without dashes. `None`, false and empty ones are not set.
 
     Raises:
         SettingsError: Values cannot be used; the message names all.
@@ -201,9 +203,9 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
         texts = [flag.const] if flag.const is not None else value if isinstance(value, list) else [value]
         for text in texts:
             with problems:
-                given = parse(flag.option, as_text(text), Layer.ARGUMENT, f"args.{attribute}")
-                if given is not None:
-                    found[flag.option.path] = concat(found.get(flag.option.path), given)
+                found_value = parse(flag.option, as_text(text), Layer.ARGUMENT, f"args.{attribute}")
+                if found_value is not None:
+                    found[flag.option.path] = concat(found.get(flag.option.path), found_value)
     problems.raise_if_any()
     return found
 

@@ -125,7 +125,7 @@ def _line(args: Namespace) -> Line:
     if not script:
         raise SettingsError(f"args.training_script is {script!r}: name a script.")
     return Line(
-        given=parse_namespace(vars(args)),
+        sourced=parse_namespace(vars(args)),
         config_file=getattr(args, "config_file", None),
         script=str(script),
         script_arguments=tuple(map(str, getattr(args, "training_script_args", None) or ())),

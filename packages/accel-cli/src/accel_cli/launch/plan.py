@@ -60,7 +60,7 @@ PASSED_THROUGH: Mapping[str, SourcedValue] = {
     for option in OPTIONS
     if option.launch_default is not None
 }
-"""What workers are told where nobody says anything, and their own default is another."""
+"""Variables that workers get for settings that are not set and whose default differs under `accel launch`."""
 
 _OF_SIZES = "fsdp.min_num_params"  # which the plugin warns of beside another policy
 

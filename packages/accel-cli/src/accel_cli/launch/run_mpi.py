@@ -1,4 +1,4 @@
-"""`mpirun` of several makes: each is told the same things by other flags."""
+"""Command lines of `mpirun` of Open MPI, Intel MPI and MVAPICH, whose flags differ."""
 
 from __future__ import annotations
 

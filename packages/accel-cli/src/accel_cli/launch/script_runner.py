@@ -83,7 +83,7 @@ def _run_file(script: str, names: dict[str, Any]) -> None:
 def _rank() -> int:
     try:
         return detect(read()).rank
-    except SettingsError:  # which the script will be told
+    except SettingsError:  # the script will raise it
         return 0
 
 

@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
     from types import FrameType
 
-_ENDING = ("SIGINT", "SIGTERM", "SIGHUP")
-_TOLD = ("SIGUSR1", "SIGUSR2")
-_SAME = 0.5  # seconds in which Ctrl-C comes from one press of the keys, by way of several programs
+_STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+_FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
+_SAME = 0.5  # seconds in which several SIGINT count as one Ctrl-C, since a shell and a terminal both send it
 AGAIN = "accel launch: waiting for the processes to end; Ctrl-C ends them at once\n"
-"""What is said when a signal asks to end."""
+"""Printed when a signal asks to end."""
 
 
 class Relay:
-    """Takes the signals that this process gets.
+    """Handler of the signals of this process.
 
-    The first that asks to end becomes an error, upon which torch hands it to the workers and waits. Ctrl-C
-    after that kills them. Those that only tell something are passed on.
+    The first signal that asks to end raises an error, upon which torch sends it to the workers and waits.
+    Ctrl-C after that kills them. User signals (SIGUSR1, SIGUSR2) are forwarded.
 
     Args:
         error: Makes the error from a message and the signal.
-        quiet: Do not tell what comes next.
+        quiet: Do not print that the launcher waits.
     """
 
     def __init__(self, error: Callable[[str, signal.Signals], Exception], *, quiet: bool = False) -> None:
@@ -39,19 +39,21 @@ class Relay:
         self._again_from = 0.0
         self._workers: list[int] = []
         # By nohup, or a shell that runs this in the background.
-        self._ignored = {number for number in _numbers(_ENDING) if signal.getsignal(number) == signal.SIG_IGN}
+        self._ignored = {
+            number for number in _numbers(_STOP_SIGNALS) if signal.getsignal(number) == signal.SIG_IGN
+        }
 
     def end(self, number: int, frame: FrameType | None) -> None:
-        """End the workers: the handler of what asks for it.
+        """Handle a signal that asks to end: end the workers.
 
         Raises:
-            Exception: The one of `error`, the first time.
+            Exception: The result of `error`, at the first signal.
         """
         del frame
         if number in self._ignored:
             return
         if self.first is not None:
-            # A terminal that is closed tells everybody, and so does the shell in it.
+            # A terminal that is closed signals all its processes, and so does its shell.
             if number == signal.SIGINT and time.monotonic() > self._again_from:
                 kill(self._workers, getattr(signal, "SIGKILL", signal.SIGTERM))
             return
@@ -62,8 +64,8 @@ class Relay:
                 os.write(2, AGAIN.encode())
         raise self._error(f"got {self.first.name}", self.first)
 
-    def tell(self, number: int, frame: FrameType | None) -> None:
-        """Pass a signal on: the handler of what asks for no end."""
+    def forward(self, number: int, frame: FrameType | None) -> None:
+        """Handle a user signal: send it to the workers."""
         del frame
         for worker in children():
             with contextlib.suppress(OSError):
@@ -71,8 +73,11 @@ class Relay:
 
     @contextlib.contextmanager
     def listening(self) -> Generator[None]:
-        """Take signals inside. Afterwards nothing is left of the workers that a signal has ended."""
-        handlers = {**dict.fromkeys(_numbers(_ENDING), self.end), **dict.fromkeys(_numbers(_TOLD), self.tell)}
+        """Install the handlers for the block; after it, kill descendants of workers that a signal ended."""
+        handlers = {
+            **dict.fromkeys(_numbers(_STOP_SIGNALS), self.end),
+            **dict.fromkeys(_numbers(_FORWARDED_SIGNALS), self.forward),
+        }
         before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         try:
             yield

@@ -58,7 +58,7 @@ class Accelerator(
         cpu: Whether to stay on the CPU although there is an accelerator.
         dataloader_config: How loaders are prepared.
         deepspeed_plugin: Train with DeepSpeed's engine; a dictionary is the same as `deepspeed_plugins`.
-        fsdp_plugin: Train with parameters, gradients and optimizer states divided among the processes. As
+        fsdp_plugin: Train with parameters, gradients and optimizer states sharded across ranks. As
             with the other plugins, an earlier `Accelerator` of this process, and else the environment,
             decides if it is `None`.
         torch_tp_plugin: Train with the layers divided; `parallelism_config` says the same and more.
@@ -71,7 +71,7 @@ class Accelerator(
         project_config: That and more about them.
         gradient_accumulation_plugin: The number of micro-batches and more about them.
         step_scheduler_with_optimizer: Whether schedulers step only when their optimizers have, and as
-            `step_scheduler_per` says; else they step whenever they are told.
+            `step_scheduler_per` says; else they step at every call.
         kwargs_handlers: Options of what PyTorch does for us: one each of `AutocastKwargs`,
             `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`, `ProfileKwargs`.
         dynamo_backend: With which compiler `prepare` compiles models; else `ACCELERATE_DYNAMO_BACKEND`.

@@ -137,7 +137,7 @@ class PrepareFacet(Facet):
     @overload
     def prepare(self, *args: Any, device_placement: Placement = ...) -> Any: ...
     def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
-        """Make objects ready for this run: placed, wrapped, divided among the processes.
+        """Prepare objects for this run: move and wrap models, shard what the strategy shards.
 
         Args:
             *args: Models, optimizers, data loaders and schedulers, in any order and number. Anything else,
@@ -292,7 +292,7 @@ class PrepareFacet(Facet):
 
     @property
     def split_batches(self) -> bool:
-        """Whether a loader's batch is divided among the processes."""
+        """Whether each batch of a loader is sharded across ranks."""
         return self._parts.dataloading.split_batches
 
     @property
@@ -344,6 +344,6 @@ class PrepareFacet(Facet):
         parts = self._parts
         if something in parts.prepared:
             return something
-        place = parts.device_placement if placement is None else placement
-        bundle, placements = sort_one(kind, something, place=place)
+        move = parts.device_placement if placement is None else placement
+        bundle, placements = sort_one(kind, something, move=move)
         return run_stages(bundle, Request(parts=parts, placements=placements, **request)).in_order()[0]

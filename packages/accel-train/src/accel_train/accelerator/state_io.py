@@ -206,7 +206,7 @@ class StateIoFacet(Facet):
     ) -> None:
         """Save the weights of a model in the form that other libraries load. Call it on every process.
 
-        Where models are divided among processes, the one that writes holds no more than one file at a time.
+        Of a sharded model, the process that writes holds no more than one file at a time.
         Offloaded weights are saved, too, also into the folder from which they are mapped.
 
         Args:
@@ -242,10 +242,10 @@ class StateIoFacet(Facet):
             deque(tensors, maxlen=0)  # to its end, whatever happened: the other processes go there, too
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """The whole state dict of a model. Call it on every process.
+        """Gather the full state dict of a model. Call it on every process.
 
-        Where models are divided among processes it is brought together on the CPU of the main process (with
-        `save_on_each_node`, of the first one of every host), and is empty on the others.
+        That of a sharded model is gathered on the CPU of the main process (with `save_on_each_node`, of the
+        first process of every node), and is empty on the others.
 
         Args:
             model: Prepared or not.

@@ -168,7 +168,7 @@ class SteppingFacet(Facet):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Generator[None]:
-        """Let processes run out of batches at different times, without waiting for each other in vain.
+        """Let ranks have different numbers of batches: a rank without batches takes part in the collectives.
 
         Args:
             joinables: The prepared models, and optimizers that are `torch.distributed` joinables.
@@ -249,8 +249,8 @@ class SteppingFacet(Facet):
         known = self._scaled_optimizers("unscale_gradients()")
         self._normalize_gradients()
         if optimizer is not None:
-            given: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-            known = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in given]
+            listed: Sequence[Any] = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+            known = [one.optimizer if isinstance(one, AcceleratedOptimizer) else one for one in listed]
         self._parts.precision.unscale(known)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -347,12 +347,12 @@ class SteppingFacet(Facet):
         parts.items.add(num_items)
         parts.backward(loss, accumulation=1, sync=sync, **kwargs)
         if sync and not parts.items.is_held:
-            parts.items.settle()
+            parts.items.normalize()
 
     def _normalize_gradients(self) -> None:
         """Complete the gradients of a window that nobody has declared complete, as without `accumulate`."""
         if self._parts.gradient_state.sync_gradients:
-            self._parts.items.settle()
+            self._parts.items.normalize()
 
     def _scaled_optimizers(self, what: str) -> list[Optimizer]:
         parts = self._parts

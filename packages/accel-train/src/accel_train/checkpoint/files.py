@@ -15,8 +15,8 @@ from accel_train.checkpoint.manifest import FileRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
-_PIECE = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
-_STRETCH = 64 << 20  # bytes after which the system is told to write them out, rather than all at the end
+_CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
+_STRETCH = 64 << 20  # bytes after which the system is asked to write them out, rather than all at the end
 
 
 class FileWriter:
@@ -51,12 +51,12 @@ class FileWriter:
             OSError: The disk is full, or fails.
         """
         view = memoryview(data).cast("B")
-        if len(self._pending) + len(view) < _PIECE:
+        if len(self._pending) + len(view) < _CHUNK:
             self._pending += view
         else:
             self.flush()
-            for begin in range(0, len(view), _PIECE):
-                self._write_out(view[begin : begin + _PIECE])
+            for begin in range(0, len(view), _CHUNK):
+                self._write_out(view[begin : begin + _CHUNK])
         return len(view)
 
     def flush(self) -> None:
@@ -113,7 +113,7 @@ def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
         to_disk: Whether to make sure that it is on disk.
     """
     digest, size = xxhash.xxh3_64(), 0
-    buffer = memoryview(bytearray(_PIECE))
+    buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             digest.update(buffer[:count])

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOCK_PATIENCE = 10.0  # seconds that a save waits for another job's to end
-_SETTLE_PATIENCE = 60.0  # seconds that a load waits for a living process to replace a checkpoint
+_LOCK_TIMEOUT = 10.0  # seconds that a save waits for another job's to end
+_REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint
 _POLL = 0.02  # seconds between two looks
 
 
@@ -93,7 +93,7 @@ def _locked(target: Path) -> FolderLock:
     while True:
         inside = target.is_dir()
         path = layout.lock_inside(target) if inside else layout.lock_path(target)
-        held = lock(path, target, patience=_LOCK_PATIENCE)
+        held = lock(path, target, timeout=_LOCK_TIMEOUT)
         if target.is_dir() == inside:
             return held
         held.release()  # who had it has made the folder
@@ -160,19 +160,19 @@ def recover(target: Path) -> None:
     remove(source)
 
 
-def settle(target: Path, *, repair: bool = True, patience: float = _SETTLE_PATIENCE) -> None:
-    """Return when nobody is replacing the checkpoint in a folder.
+def wait_until_replaced(target: Path, *, repair: bool = True, timeout: float = _REPLACE_TIMEOUT) -> None:
+    """Wait until no process is replacing the checkpoint in a folder.
 
     Args:
         target: The folder of a checkpoint.
-        repair: Whether to complete what a process has left that died while it was at it.
-        patience: Seconds to wait for a process that lives.
+        repair: Whether to complete the replacement of a process that died during it.
+        timeout: Seconds to wait for a living process.
 
     Raises:
-        CheckpointError: It still is at it, or what it has left is damaged.
-        OSError: What it has left cannot be completed.
+        CheckpointError: The process is still at it, or a replacement is damaged.
+        OSError: A replacement cannot be completed.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while is_being_replaced(target):
         path = layout.lock_inside(target)
         held = try_lock(path) if repair else None
@@ -188,7 +188,7 @@ def settle(target: Path, *, repair: bool = True, patience: float = _SETTLE_PATIE
 
 
 def is_being_replaced(target: Path) -> bool:
-    """Whether the files of a new checkpoint are taking the places of those of an older one."""
+    """Whether the files of a new checkpoint are replacing those of an older one."""
     return (target / layout.COMMIT_NAME / layout.MANIFEST_NAME).is_file()
 
 
@@ -266,7 +266,7 @@ def complete_ones(project: Path) -> list[int]:
     for iteration in numbers(project):
         folder = project / layout.numbered_name(iteration)
         try:
-            settle(folder, patience=0)
+            wait_until_replaced(folder, timeout=0)
             check(folder)
         except (OSError, CheckpointError) as error:
             logger.warning("Passed over: %s", error)

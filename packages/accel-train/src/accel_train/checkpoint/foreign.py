@@ -37,7 +37,7 @@ def check_foreign(folder: Path) -> None:
             "checkpoint consists of."
         )
     for name in names:
-        if name in layout.BESIDE_ENGINE_FOLDERS:
+        if name in layout.ENGINE_ROOT_FILES:
             continue
         if name.endswith(SAFETENSORS_SUFFIX):
             SafetensorsFile(folder / name)

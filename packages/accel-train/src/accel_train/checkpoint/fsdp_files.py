@@ -108,8 +108,8 @@ def load_fsdp_model(
     elif form is StateForm.NATIVE:
         access.local.load_model(model, folder, model_index)
     else:
-        place = _folder(folder, layout.sharded_model_name(model_index))
-        restore_model_shards(access.run, place, model, **strict)
+        source = _folder(folder, layout.sharded_model_name(model_index))
+        restore_model_shards(access.run, source, model, **strict)
     accelerator.wait_for_everyone()
 
 
@@ -185,8 +185,8 @@ def load_fsdp_optimizer(
     elif form is StateForm.NATIVE:
         access.local.load_optimizer(inner, model, folder, optimizer_index)
     else:
-        place = _folder(folder, layout.sharded_optimizer_name(optimizer_index))
-        restore_optimizer_shards(access.run, place, inner)
+        source = _folder(folder, layout.sharded_optimizer_name(optimizer_index))
+        restore_optimizer_shards(access.run, source, inner)
     accelerator.wait_for_everyone()
 
 
@@ -268,5 +268,5 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def _folder(given: Path, name: str) -> Path:
-    return given if is_sharded_folder(given) else given / name
+def _folder(path: Path, name: str) -> Path:
+    return path if is_sharded_folder(path) else path / name

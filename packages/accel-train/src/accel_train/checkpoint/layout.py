@@ -28,7 +28,7 @@ LOCK_NAME = ".accel-lock"
 
 _SAVING = "saving-"
 _DELETING = "deleting-"
-_LEFTOVER = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
+_STALE = re.compile(rf"(\.(.+))?\.({_SAVING}|{_DELETING})[0-9a-f]+")
 _NUMBERED = re.compile(r"checkpoint_(\d+)")
 _OURS = re.compile(
     rf"""({SAFE_MODEL_NAME}(_\d+)?\{SAFETENSORS_SUFFIX}
@@ -43,7 +43,7 @@ _OURS = re.compile(
 )
 _OUR_FOLDERS = re.compile(rf"({FSDP_MODEL_NAME}|{OPTIMIZER_NAME})_\d+|{MODEL_NAME}(_\d+)?")
 
-BESIDE_ENGINE_FOLDERS = frozenset({"latest", "zero_to_fp32.py", "zero_to_torch.py"})
+ENGINE_ROOT_FILES = frozenset({"latest", "zero_to_fp32.py", "zero_to_torch.py"})
 """What DeepSpeed writes beside the folders of its engines."""
 
 
@@ -124,7 +124,7 @@ def is_of_checkpoint(name: str) -> bool:
         >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
         (True, False)
     """
-    return name in BESIDE_ENGINE_FOLDERS or _OURS.fullmatch(name) is not None
+    return name in ENGINE_ROOT_FILES or _OURS.fullmatch(name) is not None
 
 
 def is_folder_of_checkpoint(name: str) -> bool:
@@ -208,7 +208,7 @@ def target_of_trash(name: str) -> str | None:
         >>> target_of_trash(".checkpoint_3.saving-12ab"), target_of_trash("checkpoint_3")
         ('checkpoint_3', None)
     """
-    found = _LEFTOVER.fullmatch(name)
+    found = _STALE.fullmatch(name)
     return None if found is None else (found[2] or "")
 
 

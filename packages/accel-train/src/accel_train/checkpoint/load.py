@@ -75,7 +75,7 @@ def load(
         CheckpointError: There is none, or it is damaged, or does not fit what was prepared.
         DistributedOperationException: Another rank does something else.
     """
-    run.settle()
+    run.finish()
     to_model = dict(model_options)
     location = to_model.pop("map_location", "cpu")
     location = run.runtime.device if location == "on_device" else location or "cpu"
@@ -104,7 +104,7 @@ def load(
 
 def has_checkpoint(run: Run) -> bool:
     """Whether there is a complete numbered checkpoint; ask on every rank."""
-    run.settle()
+    run.finish()
     if not run.is_automatic:
         return False
     return bool(complete_everywhere(_listings(_answers(run, None, "has_checkpoint"))))

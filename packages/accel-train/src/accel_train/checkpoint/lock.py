@@ -1,4 +1,4 @@
-"""Locks on the folders of checkpoints, by which a living writer is told from one that died.
+"""Locks on checkpoint folders, which a living writer holds and one that died does not.
 
 The system drops a lock when its process dies, whatever kills it. They are POSIX record locks: other hosts see
 them on network file systems, and forked children (workers of data loaders) do not keep them.
@@ -89,26 +89,26 @@ def try_lock(path: Path) -> FolderLock | None:
         return FolderLock(path, descriptor)
 
 
-def lock(path: Path, folder: Path, *, patience: float) -> FolderLock:
+def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
     """Take a lock; say so if somebody else has it, and wait.
 
     Args:
         path: Of the lock.
         folder: What it protects, for the messages.
-        patience: Seconds to wait at most.
+        timeout: The longest time to wait, in seconds.
 
     Raises:
         CheckpointWriteError: Somebody else has it all the time.
         OSError: The file cannot be made.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     found = try_lock(path)
     if found is None:
-        told = f"{holder(path)} saves to {str(folder)!r} at this moment; give every job a folder of its own"
-        logger.warning("%s. Waiting until it is done.", told)
+        problem = f"{holder(path)} saves to {str(folder)!r} at this moment; use another folder for each job"
+        logger.warning("%s. Waiting until it is done.", problem)
         while found is None:
             if time.monotonic() > end:
-                raise CheckpointWriteError(f"{told}.")
+                raise CheckpointWriteError(f"{problem}.")
             time.sleep(_POLL)
             found = try_lock(path)
     return found
@@ -126,7 +126,7 @@ def holder(path: Path) -> str:
 
 
 def _is_locked(descriptor: int) -> bool:
-    """Lock a file if nobody else has; where the file system knows no locks, everybody succeeds."""
+    """Try to lock a file; on a file system without locks this always succeeds."""
     if fcntl is None:
         return True
     try:

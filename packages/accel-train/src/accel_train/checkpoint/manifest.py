@@ -146,7 +146,7 @@ def _inside(name: str) -> str:
 
 
 def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
-    """Divide the files among several ranks, so that each has about as many bytes to verify.
+    """Split the files across ranks, so that each has about as many bytes to verify.
 
     Args:
         files: By name.

@@ -83,20 +83,20 @@ def _merge(folder: Path, target: Path, *, safe: bool) -> None:
         remove(temporary)
 
 
-def _folder_of_model(given: Path) -> Path:
-    """The folder with the shards of one model."""
-    if is_sharded_folder(given):
-        return given
-    inside = [path for path in sorted(given.glob(f"{layout.FSDP_MODEL_NAME}_*")) if is_sharded_folder(path)]
+def _folder_of_model(source: Path) -> Path:
+    """Find the folder with the shards of one model."""
+    if is_sharded_folder(source):
+        return source
+    inside = [path for path in sorted(source.glob(f"{layout.FSDP_MODEL_NAME}_*")) if is_sharded_folder(path)]
     if len(inside) == 1:
         return inside[0]
     if not inside:
         raise CheckpointError(
-            f"{str(given)!r} holds no shards of a model: give the folder {layout.sharded_model_name(0)!r} of "
-            "a checkpoint that was saved with SHARDED_STATE_DICT."
+            f"{str(source)!r} holds no shards of a model: pass the folder "
+            f"{layout.sharded_model_name(0)!r} of a checkpoint that was saved with SHARDED_STATE_DICT."
         )
     raise CheckpointError(
-        f"{str(given)!r} holds the shards of {len(inside)} models: give one of "
+        f"{str(source)!r} holds the shards of {len(inside)} models: pass one of "
         f"{', '.join(repr(str(path)) for path in inside)}."
     )
 

@@ -109,7 +109,7 @@ def _verified(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Sourc
     manifest, problem, blocked = None, "", True
     stamp = folders.identity(folder)
     try:
-        folders.settle(folder, repair=run.commits)
+        folders.wait_until_replaced(folder, repair=run.commits)
         blocked = False
         stamp = folders.identity(folder)
         manifest = folders.check(folder)

@@ -114,16 +114,16 @@ class Run:
 
     @cached_property
     def staging(self) -> HostStaging:
-        """Host memory for what is written in the background."""
+        """Host memory for tensors that are written in the background."""
         return HostStaging()
 
     def recipe_state(self) -> dict[str, Any]:
-        """What the precision recipe must have to resume; empty where there is nothing."""
+        """Return the state that the precision recipe needs to resume; empty if it has none."""
         read = None if self.recipe is None else self.recipe.state_dict
         return {} if read is None else read()
 
-    def settle(self) -> None:
-        """Wait until nothing is being written, and raise what has gone wrong with it."""
+    def finish(self) -> None:
+        """Wait until no save is being written; raise its error."""
         saving, self.saving = self.saving, None
         if saving is not None:
-            saving.settle()
+            saving.finish()

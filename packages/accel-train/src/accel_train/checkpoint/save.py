@@ -107,7 +107,7 @@ def save(
         CheckpointWriteError: Some rank could not write. Older checkpoints stand.
         DistributedOperationException: Another rank does something else.
     """
-    run.settle()
+    run.finish()
     check_shared(run)
     target = target_of(run, output_dir)
     request = Request(

@@ -78,7 +78,7 @@ def parts_of_folder(folder: str, state: Mapping[str, Any], rank: int) -> list[Pa
 
 
 def check_shared(run: Run) -> None:
-    """Refuse to divide a checkpoint between hosts of which each keeps its own.
+    """Refuse a sharded checkpoint whose nodes write to folders of their own.
 
     Raises:
         SettingsError: That is what would happen.

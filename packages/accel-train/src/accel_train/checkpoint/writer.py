@@ -269,11 +269,11 @@ class Saving:
         return self._path
 
     def start(self) -> None:
-        """Begin to write; called once."""
+        """Start the writer thread; called once."""
         self._thread.start()
 
-    def settle(self) -> None:
-        """Wait, and raise what nobody has been told yet."""
+    def finish(self) -> None:
+        """Wait until the save has ended; raise its error unless `wait` has raised it."""
         if self._raised:
             self._thread.join()
         else:

@@ -288,7 +288,7 @@ class DataLoaderAdapter(MaybeStateful):
 
     @property
     def divider(self) -> Any | None:
-        """What divides the data among the ranks, if anything here does; it has `even_batches`."""
+        """The object of this loader that shards the data and has `even_batches`; `None` if none does."""
         if self._indices is not None:
             return self._indices.shard
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None

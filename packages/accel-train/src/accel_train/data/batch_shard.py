@@ -59,7 +59,7 @@ class ShardPlan:
             )
         if self.split and (self.batch_size or 0) % self.num_processes:
             raise ValueError(
-                "split_batches=True divides every batch among the processes, but "
+                "split_batches=True shards every batch across the processes, but "
                 f"batch_size={self.batch_size!r} is not a multiple of num_processes={self.num_processes!r}."
             )
 
@@ -182,8 +182,8 @@ class BatchSamplerShard(BatchSampler):
         batch_sampler: The batch sampler to divide; any iterable of lists of indices will do.
         num_processes: The number of ranks.
         process_index: This rank.
-        split_batches: Every batch is divided among the ranks; otherwise the ranks take turns in getting
-            whole batches.
+        split_batches: Shard every batch across ranks; otherwise the ranks get full batches, one after the
+            other.
         even_batches: Where the samples run out before every rank has a whole batch, begin again with the
             first ones, so that all ranks get equally many batches of the same size. Of batch samplers
             without a `batch_size`, whole batches are repeated.

@@ -58,7 +58,7 @@ class MainReading:
         return launched(Sender(self._parts(), self._collectives).pairs(), start_copy)
 
     def _parts(self) -> Iterator[list[Delivery | None]]:
-        inner = self._inner = self._open_inner()  # here, where the others are told if it fails
+        inner = self._inner = self._open_inner()  # here, where a failure reaches the other ranks
         for step_batches in self._division.rounds(inner.batches):
             if not self._read and not self.taken:
                 inner.opened()
@@ -125,7 +125,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     Args:
         dataset: The dataset to load; only the main process reads it.
-        split_batches: Whether every batch is divided among the processes; otherwise each gets a whole one.
+        split_batches: Whether every batch is sharded across ranks; otherwise each gets a full one.
         skip_batches: How many batches the first pass leaves out; later ones are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         _drop_last: Whether a last round of batches that is not complete is left out.

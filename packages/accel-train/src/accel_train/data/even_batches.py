@@ -26,7 +26,7 @@ def evenness(loaders: Iterable[Any], even_batches: bool | None) -> Generator[Non
         for loader in loaders:
             if (divider := loader.divider) is None:
                 logger.warning(
-                    "even_batches=%r has no effect on %s: nothing divides its data among the processes.",
+                    "even_batches=%r has no effect on %s: nothing shards its data across the processes.",
                     even_batches,
                     type(loader).__name__,
                 )

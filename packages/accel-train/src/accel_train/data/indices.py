@@ -93,7 +93,7 @@ def index_source(
     return IndexSource(shard=shard, collates=collates, single=single)
 
 
-_CARRIED = (
+_COPIED_OPTIONS = (
     "num_workers",
     "collate_fn",
     "pin_memory",
@@ -113,7 +113,7 @@ def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
     Args:
         dataloader: The loader.
     """
-    options = {name: getattr(dataloader, name) for name in _CARRIED}
+    options = {name: getattr(dataloader, name) for name in _COPIED_OPTIONS}
     if dataloader.pin_memory_device:
         options["pin_memory_device"] = dataloader.pin_memory_device
     if is_stateful(dataloader):

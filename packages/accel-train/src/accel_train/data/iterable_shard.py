@@ -19,7 +19,7 @@ Collate = Callable[[Any], Any]
 
 @runtime_checkable
 class SeekableDataset(Protocol):
-    """An iterable dataset that can begin anywhere, so that nothing is read in vain when a run is resumed."""
+    """An iterable dataset that can begin anywhere, so that a resumed run does not read what it skips."""
 
     def iterate_from(self, position: int) -> Iterator[Any]:
         """Iterate from sample number `position` on; in a loader's worker, of that worker's part."""

@@ -33,7 +33,7 @@ class Next(IntEnum):
 
 @dataclass(slots=True)
 class TensorPayload:
-    """A part of a round, taken apart for sending.
+    """The flattened batches of one rank in a round, for sending.
 
     Args:
         template: Its structure.

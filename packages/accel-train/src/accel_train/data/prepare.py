@@ -49,16 +49,16 @@ def prepare_data_loader(
     """Make the loader of this rank out of a torch loader over the whole data.
 
     The given loader is not changed. A loader that this function returned is given back as it is, and data
-    that is divided among the ranks already (an `IterableDatasetShard`, a dataset that `datasets` has split
-    by node) is not divided again.
+    that is sharded already (an `IterableDatasetShard`, a dataset that `datasets` has split by node) is not
+    sharded again.
 
     Args:
         dataloader: The loader, the same on all ranks.
         device: Where batches are moved to; the device of this process if `None`.
         num_processes: The number of ranks that share the data; all if `None`.
         process_index: Which of them this is.
-        split_batches: Whether a batch of the loader is divided among the ranks. Otherwise every rank gets
-            whole batches, and the global batch is `num_processes` times as large.
+        split_batches: Whether each batch of the loader is sharded across ranks. Otherwise every rank gets
+            full batches, and the global batch is `num_processes` times as large.
         put_on_device: Whether batches are moved to the device.
         rng_types: The sources of randomness that ranks share from the beginning of each pass on. If the order
             of samples is random, its source is always shared.
@@ -121,7 +121,7 @@ def prepare_data_loader(
 def _data_parallel_shape(
     mesh: Any, num_processes: int | None, process_index: int | None
 ) -> tuple[int, int, int]:
-    """Among how many the data is divided, which part this rank gets, how many share an order of samples."""
+    """Return the number of data shards, the shard of this rank, and how many ranks share a sample order."""
     topology = current_or_single().topology
     shard_of = [*range(topology.world_size)] if mesh is None else shard_of_ranks(mesh)
     world = len(set(shard_of)) if num_processes is None else num_processes
@@ -173,7 +173,7 @@ def _dispatcher(
     size = dataloader.batch_size or getattr(_indices_of(dataloader), "batch_size", None)
     if split and size is not None and size % world:
         raise ValueError(
-            f"split_batches=True divides every batch among the processes, but batch_size={size!r} is not a "
+            f"split_batches=True shards every batch across the processes, but batch_size={size!r} is not a "
             f"multiple of num_processes={world!r}."
         )
     return DataLoaderDispatcher(
@@ -249,11 +249,11 @@ def _check_samplers(dataloader: DataLoader[Any], *, several: bool, pads: bool) -
     sampler = get_sampler(dataloader)
     if several and isinstance(sampler, DistributedSampler):
         raise ValueError(
-            f"The loader has a {type(sampler).__name__}, which divides the samples among the processes, "
-            "and so does prepare: every process would get a part of a part. Make the loader without it."
+            f"The loader has a {type(sampler).__name__}, which shards the samples across the processes, "
+            "and so does prepare(): every process would get a shard of a shard. Make the loader without it."
         )
     if several and pads and not dataloader.in_order:
         raise ValueError(
-            "in_order=False with even_batches=True: which batch is the one that was completed could not "
-            "be told. Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
+            "in_order=False with even_batches=True: the completed batch could not be recognised. "
+            "Set even_batches=False (in DataLoaderConfiguration) or leave in_order as it is."
         )

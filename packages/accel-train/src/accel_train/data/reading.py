@@ -233,7 +233,7 @@ class StreamReading:
 
 
 class FakeWorkerInfo:
-    """A `worker_init_fn` that lets every worker stand in for another, so that the right one begins.
+    """A `worker_init_fn` that gives every worker the id of another, so that the right one begins.
 
     Torch's loader begins with worker 0; a pass that goes on where worker 2 had its turn calls that one 0.
 

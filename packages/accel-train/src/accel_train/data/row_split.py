@@ -76,9 +76,9 @@ class Division:
 
     def _full_batches(self, batches: Sequence[Any], rows: int | None) -> list[Delivery | None]:
         """Batches that do not fit together are given away as they are."""
-        given: list[Delivery | None] = [Delivery(batch, None, rows) for batch in batches]
+        deliveries: list[Delivery | None] = [Delivery(batch, None, rows) for batch in batches]
         missing = self.num_processes - len(batches)
-        return given + [Delivery(batches[0], 0, rows) if self.even else None for _ in range(missing)]
+        return deliveries + [Delivery(batches[0], 0, rows) if self.even else None for _ in range(missing)]
 
     def _slices(self, batch: Any, rows: int) -> list[Delivery | None]:
         """Equal slices, completed from the first rows or of almost equal length."""
@@ -88,7 +88,7 @@ class Division:
             size, larger = size + 1, 0
             batch = select_rows(batch, [i % rows for i in range(size * self.num_processes)], rows)
         total = size * self.num_processes if padded else rows
-        given: list[Delivery | None] = []
+        deliveries: list[Delivery | None] = []
         first = 0
         for rank in range(self.num_processes):
             last = first + size + (rank < larger)
@@ -96,9 +96,9 @@ class Division:
             if last > first:
                 real = min(max(rows - first, 0), last - first) if padded else None
                 part = Delivery(self._slice(batch, slice(first, last), rank, total), real, rows)
-            given.append(part)
+            deliveries.append(part)
             first = last
-        return given
+        return deliveries
 
     def _slice(self, batch: Any, rows: slice, rank: int, total: int) -> Any:
         if self.slice_fn is None:

@@ -75,9 +75,9 @@ def sync_shuffle(
     generator = getattr(sampler, "generator", None)
     if not isinstance(generator, torch.Generator) or isinstance(sampler, SeedableRandomSampler):
         generator = None
-    kept = (kind for kind in dict.fromkeys(types) if generator is not None or kind is not RNGType.GENERATOR)
+    used = (kind for kind in dict.fromkeys(types) if generator is not None or kind is not RNGType.GENERATOR)
     return SharedOrder(
-        rng_types=tuple(kept),
+        rng_types=tuple(used),
         generator=generator,
         indices=_replaced(indices, found, sampler),
         batched=batched,

@@ -14,8 +14,8 @@ STAGE_NAMES: tuple[str, ...] = (
 )
 """Every stage sees the bundle that the stages before it have changed.
 
-A recipe converts models while their parameters are whole. Precision comes before the strategy wraps, so
+A recipe converts models before their parameters are sharded. Precision comes before the strategy wraps, so
 that the strategy's own communication stays outside autocast; compiling comes after, so that the compiler sees
-where gradients are brought together; optimizers, loaders and schedulers come last, in the order in which they
+the all-reduce of gradients; optimizers, loaders and schedulers come last, in the order in which they
 depend on each other.
 """

@@ -103,13 +103,13 @@ def sort_arguments(
     return Bundle(**sorted_, order=tuple(order), placements=placements.models), placements
 
 
-def sort_one(kind: str, argument: Any, *, place: bool) -> tuple[Bundle, Placements]:
+def sort_one(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, Placements]:
     """The same for one argument whose kind is known.
 
     Args:
         kind: The field of `Bundle` that it belongs to.
         argument: The model, optimizer, scheduler or loader. Any object may be a scheduler.
-        place: Whether it may be moved to the device.
+        move: Whether it may be moved to the device.
 
     Raises:
         TypeError: The argument is of another kind.
@@ -119,7 +119,7 @@ def sort_one(kind: str, argument: Any, *, place: bool) -> tuple[Bundle, Placemen
         names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in types)
         raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is no {names}.")
     fields: dict[str, Any] = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
-    placed = {kind: (place,)} if kind in Placements.__dataclass_fields__ else {}
+    placed = {kind: (move,)} if kind in Placements.__dataclass_fields__ else {}
     placements = Placements(**placed)
     return Bundle(**fields, placements=placements.models), placements
 

@@ -114,8 +114,8 @@ def _optimizers(bundle: Bundle, request: Request) -> Bundle:
         engine = partial(_engine_optimizer, parts.after_step)
         return replace(bundle, optimizers=tuple(wrap(one, engine) for one in bundle.optimizers))
     wrapped = tuple(
-        AcceleratedOptimizer(optimizer, place, parts.precision.scaler, step=parts.step, window=parts.items)
-        for optimizer, place in zip(bundle.optimizers, request.placements.optimizers, strict=True)
+        AcceleratedOptimizer(optimizer, move, parts.precision.scaler, step=parts.step, window=parts.items)
+        for optimizer, move in zip(bundle.optimizers, request.placements.optimizers, strict=True)
     )
     return replace(bundle, optimizers=wrapped)
 
@@ -136,7 +136,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
             num_processes=sharding.num_shards,
             process_index=sharding.shard_index,
             split_batches=config.split_batches,
-            put_on_device=place and sharding.put_on_device,
+            put_on_device=move and sharding.put_on_device,
             rng_types=[*parts.rng_types],
             dispatch_batches=config.dispatch_batches,
             even_batches=config.even_batches,
@@ -147,7 +147,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=parts.strategy.mesh,
         )
-        for loader, place in zip(bundle.dataloaders, request.placements.dataloaders, strict=True)
+        for loader, move in zip(bundle.dataloaders, request.placements.dataloaders, strict=True)
     )
     for loader in loaders:
         loader.resume_mid_epoch = config.resume_mid_epoch

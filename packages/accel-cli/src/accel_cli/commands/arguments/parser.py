@@ -94,22 +94,22 @@ class Parser(ArgumentParser):
         return "." if at is None else f"; did you mean {flags[at]}?"
 
 
-def number(low: float, *, whole: bool = True) -> Callable[[str], float]:
+def number(low: float, *, integer: bool = True) -> Callable[[str], float]:
     """Return a parser of numbers.
 
     Args:
         low: The least value allowed.
-        whole: Refuse fractions.
+        integer: Refuse fractions.
 
     Example:
         >>> number(1)("8")
         8
     """
-    kind = "whole number" if whole else "number"
+    kind = "whole number" if integer else "number"
 
     def read(text: str) -> float:
         try:
-            value = int(text) if whole else float(text)
+            value = int(text) if integer else float(text)
         except ValueError:
             value = low - 1
         if not low <= value < float("inf"):

@@ -30,7 +30,7 @@ _LARGE = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Findings:
-    """What was found.
+    """The findings of a check.
 
     Args:
         records: The records of the ranks.
@@ -170,11 +170,11 @@ def _title(record: Record) -> str:
 
 def _print_findings(found: Findings, merged: Merged, options: Namespace, memory: int | None) -> None:
     if not options.quiet:
-        given = [
+        changed = [
             f"  {path}: {redact(path, str(one.value))} ({one.origin})"
             for path, one in sorted(merged.sourced.items())
         ]
-        show("settings that differ from the defaults:", *(given or ["  none"]), "")
+        show("settings that differ from the defaults:", *(changed or ["  none"]), "")
         show(_ranks_table(found, memory))
         files = _files_table(found)
         if files is not None:

@@ -1,6 +1,6 @@
-"""What takes the place of communication, storage and data in a process that plays one rank of many.
+"""Patch communication, storage and data in a process that runs as one rank of many.
 
-Each stand-in is set into the module that has the real one, before the modules that use it are imported.
+Each fake is set into the module that has the real object, before the modules that use it are imported.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _END: Any = object()
 
 
 def install(recorder: CollectiveRecorder, order: Order) -> None:
-    """Set all stand-ins.
+    """Apply all patches.
 
     Args:
-        recorder: Who is told what happens.
-        order: Which rank is played.
+        recorder: Records collectives, files and memory.
+        order: The rank to run as.
     """
     _values()
     _moves(recorder)
@@ -64,16 +64,16 @@ def _set(path: str, **patches: Any) -> None:
 
 
 def _values() -> None:
-    """What reads a tensor's memory without asking the dispatcher."""
+    """Patch the methods that read a tensor's memory without the dispatcher."""
     tensor: Any = torch.Tensor
     for name, make in (("tolist", _list), ("numpy", _array), ("__array__", _array)):
         setattr(tensor, name, _instead(getattr(tensor, name), make))
 
 
 def _moves(recorder: CollectiveRecorder) -> None:
-    """What a script puts into main memory is not the device's; here both are the CPU.
+    """Patch moves to the host, whose memory is not the device's; in the check, both are the CPU.
 
-    A device that is named by a text is likely the CPU that was found here, `cpu()` never is.
+    A device that is named by a string is likely the device of the run; `cpu()` always means the host.
     """
     tensor: Any = torch.Tensor
     to_cpu, to = tensor.cpu, tensor.to
@@ -91,7 +91,7 @@ def _moves(recorder: CollectiveRecorder) -> None:
 
 
 def _conversions() -> None:
-    """`Module.to` and its like. PyTorch's exchange tensors without values, which nobody else may refer to."""
+    """Patch `Module.to` and similar methods, which swap fake tensors and fail if others refer to them."""
     kind: Any = torch.nn.Module
     real = kind._apply
 
@@ -126,16 +126,16 @@ def _converted(parameter: Any, fn: Callable[[Any], Any]) -> Any:
 
 
 _OF_PROPAGATION = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta")
-"""What finds the shape of a result by whole tensors without values; versions of torch have one of the two."""
+"""The methods that infer the shape of a result from full fake tensors; each torch version has one of them."""
 
 _OF_MESHES = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate")
 """The methods of a device mesh that need the values of its tensor of ranks; torch 2.6 lacks some."""
 
 
 def _division(recorder: CollectiveRecorder) -> None:
-    """What divides models: meshes keep their values, and models are emptied with their names.
+    """Patch sharding: meshes keep real values, and models move to meta parameter by parameter.
 
-    `Module.to` would exchange tensors without values in place.
+    `Module.to` would swap fake tensors in place.
     """
     for name in _OF_MESHES:
         if name in vars(DeviceMesh):
@@ -157,17 +157,17 @@ def _division(recorder: CollectiveRecorder) -> None:
                 values.put_tensor(model, name, new)
 
     values._empty = empty
-    # Models that libraries make stay whole: nothing of DeepSpeed runs here.
+    # Models that libraries make are not sharded: nothing of DeepSpeed runs here.
     _set("accel_plugins.deepspeed.plugin.DeepSpeedPlugin", set_deepspeed_weakref=lambda _: None)
 
 
 class Chunks:
-    """The parts of a tensor of which FSDP needs two; making all takes time where there are many ranks.
+    """Lazy chunks of a tensor: FSDP needs two of them, and making all is slow in a large world.
 
     Args:
-        tensor: What is divided.
-        num_chunks: Into how many parts, of which the last ones may be empty.
-        dim: Along which dim.
+        tensor: The tensor to split.
+        num_chunks: Number of chunks, of which the last ones may be empty.
+        dim: The dim to split.
     """
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
@@ -182,7 +182,7 @@ class Chunks:
 
 
 def _optimizers() -> None:
-    """Optimizers change all weights at once, as they do on accelerators."""
+    """Let optimizers use their foreach implementation, as on accelerators."""
     owner: Any = import_module("torch.optim.optimizer")
     real = owner._get_foreach_kernels_supported_devices
     owner._get_foreach_kernels_supported_devices = lambda: [*real(), "cpu"]
@@ -231,10 +231,10 @@ def _communication(recorder: CollectiveRecorder, order: Order) -> None:
 
 
 class Planned:
-    """A checkpoint that is only planned; it is done at once.
+    """Fake of a background save, which is complete at once.
 
     Args:
-        path: The folder.
+        path: The folder of the checkpoint.
     """
 
     done = True
@@ -243,7 +243,7 @@ class Planned:
         self.path = path
 
     def wait(self) -> str:
-        """Wait for nothing."""
+        """Return the folder."""
         return self.path
 
 
@@ -261,7 +261,7 @@ def _storage(recorder: CollectiveRecorder) -> None:
             files = [*files_of(run, safe=safe)]
         for name, nbytes, full_nbytes in files:
             recorder.wrote(str(folder / name), nbytes, form=form, full_nbytes=full_nbytes)
-        if form == "whole" and recorder.meter is not None:  # brought together before it is written
+        if form == "whole" and recorder.meter is not None:  # gathered before it is written
             recorder.holds_on_host(sum(nbytes for _, nbytes, _ in files))
         return Planned(str(folder))
 
@@ -273,7 +273,7 @@ def _storage(recorder: CollectiveRecorder) -> None:
         recorder.wrote(str(Path(folder) / "model*.safetensors"), sum(map(nbytes_of, held(parts, kwargs))))
 
     def held(parts: Any, options: Any) -> Iterator[Any]:
-        """Hold on to parts as long as what writes them would."""
+        """Hold references to the parts as long as the writer would."""
         limit = convert_file_size_to_int(options.get("max_shard_size", DEFAULT_SHARD_SIZE))
         shards = filled(((part, nbytes_of(part)) for part in parts), limit)
         for shard, _ in shards:
@@ -304,7 +304,7 @@ def _data(recorder: CollectiveRecorder, batches: int) -> None:
     real_pass, real_iter = prepared.PreparedLoader._pass, DataLoader.__iter__
 
     def limited(make: Callable[[], Iterator[Any]], loader: Any) -> Iterator[Any]:
-        """The first batches without values, read where tensors have them; the last one is told as such."""
+        """Yield the first batches as fake tensors, read outside of fake mode; mark the last one."""
         vars(loader).update(num_workers=0, prefetch_factor=None, persistent_workers=False, pin_memory=False)
         with recorder.outside():
             batches_there = make()

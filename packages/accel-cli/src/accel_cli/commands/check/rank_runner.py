@@ -17,11 +17,11 @@ from accel_cli.commands.check.trace import Order, Record
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-PLAYER = "accel_cli.commands.check.rank_worker"
+WORKER = "accel_cli.commands.check.rank_worker"
 
 DIVIDES = sys.platform == "linux"
-"""Whether one process imports what all need and then divides itself; elsewhere every rank has one of its own,
-as libraries of other systems do not outlive that."""
+"""Whether one process imports common modules and forks the ranks; on other systems, whose libraries do not
+survive a fork, every rank is spawned."""
 
 
 def play(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int) -> list[Record]:
@@ -50,7 +50,7 @@ def _run(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int,
     environment = orders[0].environment if len(orders) == 1 else {}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", PLAYER, str(path)],
+            [sys.executable, "-m", WORKER, str(path)],
             env={**variables, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -167,13 +167,13 @@ def _write(order: Order, record: Record) -> None:
 
 
 def _wait_for_start(path: Path) -> None:
-    given = json.loads(path.read_text(encoding="utf-8"))
-    orders = [Order.from_text(text) for text in given["orders"]]
+    job = json.loads(path.read_text(encoding="utf-8"))
+    orders = [Order.from_text(text) for text in job["orders"]]
     import_often_needed(Path(orders[0].script))
     if len(orders) == 1:
         main(orders[0])
     else:
-        conduct(orders, timeout=given["timeout"], at_once=given["at_once"])
+        conduct(orders, timeout=job["timeout"], at_once=job["at_once"])
 
 
 if __name__ == "__main__":

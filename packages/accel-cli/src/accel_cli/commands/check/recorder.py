@@ -1,4 +1,4 @@
-"""Follows a script that computes with tensors without values."""
+"""Record the collectives, files and memory of a script that runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Chosen:
     """The strategy of a rank.
 
     Args:
-        name: Of the strategy; empty if no `Accelerator` was made.
-        counted_as: The name that estimates have for it, if its own code does not run.
-        axes: Along which the ranks divide the work.
-        offloaded: Whether what stays from step to step is in main memory.
+        name: Name of the strategy; empty if no `Accelerator` was made.
+        counted_as: Its name among the estimates, if its own code does not run.
+        axes: Sizes of the mesh axes.
+        offloaded: Whether parameters, gradients and optimizer states are on the host.
         precision: The mixed precision.
     """
 
@@ -50,17 +50,17 @@ class Chosen:
 
 @dataclass(kw_only=True)
 class CollectiveRecorder:
-    """What is seen of one rank.
+    """Recorder of one rank.
 
     Args:
-        events: What it would have done with others.
-        files: What it would have written.
-        models: What it has prepared.
-        strategy: Which strategy would train.
-        fakes: Makes tensors without values.
-        ledger: Counts what the passes of whole models keep.
-        meter: Counts what a rank has of divided models, and all else.
-        buckets: What DeepSpeed would set aside.
+        events: Its collectives.
+        files: The files that it would have written.
+        models: The models that it has prepared.
+        strategy: The strategy that would train.
+        fakes: The mode of fake tensors.
+        ledger: Tracks the memory of passes of unsharded models.
+        meter: Tracks the memory of sharded models and everything else.
+        buckets: The buckets that DeepSpeed would allocate.
     """
 
     events: list[Event] = field(default_factory=list[Event])
@@ -77,7 +77,7 @@ class CollectiveRecorder:
 
     @contextlib.contextmanager
     def watching(self) -> Generator[None]:
-        """Within it, tensors have no values."""
+        """Run the block on fake tensors."""
         with contextlib.ExitStack() as stack:
             self._stack = stack
             stack.enter_context(self.fakes)
@@ -85,11 +85,11 @@ class CollectiveRecorder:
             yield
 
     def prepared(self, models: Sequence[nn.Module], *, sharded: bool = False) -> None:
-        """Begin to count what models take.
+        """Track the memory of prepared models.
 
         Args:
-            models: As they are after it.
-            sharded: Whether the strategy's own code has divided them.
+            models: The models as `prepare()` returns them.
+            sharded: Whether the strategy's own code has sharded them.
         """
         self.models += models
         if sharded:
@@ -111,7 +111,7 @@ class CollectiveRecorder:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Generator[None]:
-        """Within it, what comes into being is an optimizer's."""
+        """Attribute tensors that are created within the block to the optimizer."""
         with contextlib.ExitStack() as stack:
             if self.ledger is not None:
                 stack.enter_context(self.ledger.stepping())
@@ -121,7 +121,7 @@ class CollectiveRecorder:
 
     @contextlib.contextmanager
     def uncounted(self) -> Generator[None]:
-        """Within it, tensors that come and go take no memory of the rank."""
+        """Leave tensors that are created and freed within the block uncounted."""
         meter = self.meter
         if meter is None:
             yield
@@ -134,7 +134,7 @@ class CollectiveRecorder:
 
     @contextlib.contextmanager
     def silence(self) -> Generator[None]:
-        """Within it, what ranks do together is part of something that was noted."""
+        """Record no collectives within the block: they belong to one that is recorded already."""
         self._silent += 1
         try:
             yield
@@ -142,43 +142,46 @@ class CollectiveRecorder:
             self._silent -= 1
 
     def saw(self, kind: str) -> None:
-        """Note something that all ranks have to do together."""
+        """Record a collective."""
         if not (self.is_outside or self._silent):
             self.events.append(Event(kind=kind, where=source_line()))
 
     def wrote(self, name: str, nbytes: int, *, form: str = "", full_nbytes: int | None = None) -> None:
-        """Note a file.
+        """Record a file.
 
         Args:
             name: Its path.
-            nbytes: Its size, about.
-            form: How the checkpoint is divided that it belongs to, if it does.
-            full_nbytes: Bytes of the parts of all ranks, if it is one of them.
+            nbytes: Its approximate size.
+            form: The form of its checkpoint, if it belongs to one.
+            full_nbytes: Bytes of the shards of all ranks, if it is a shard.
         """
         size = nbytes if full_nbytes is None else full_nbytes
         self.files.append(File(name=name, nbytes=nbytes, where=source_line(), form=form, full_nbytes=size))
 
     @property
     def is_outside(self) -> bool:
-        """Whether tensors have values just now."""
+        """Whether tensors are real at present."""
         return self._outside > 0
 
     @contextlib.contextmanager
     def outside(self) -> Generator[None]:
-        """Within it, tensors have values."""
+        """Run the block on real tensors."""
         self._outside += 1
         try:
-            with _disable_current_modes(), MadeUpValues(self.saw):  # what a script made before has none
+            with (
+                _disable_current_modes(),
+                MadeUpValues(self.saw),
+            ):  # tensors that a script made before are fake
                 yield
         finally:
             self._outside -= 1
 
     def moved(self, tensor: Tensor, *, to_host: bool) -> Tensor:
-        """The same in main memory, as `Tensor.cpu` would move it from a device, or back.
+        """Copy a tensor to the host, as `Tensor.cpu` does, or to the device.
 
         Args:
-            tensor: Without values.
-            to_host: Whether it shall be in main memory.
+            tensor: A fake tensor.
+            to_host: Whether to copy to the host.
         """
         counters = [one for one in (self.ledger, self.meter) if one is not None]
         if not counters or any(one.has_on_host(tensor) for one in counters) == to_host:
@@ -189,29 +192,29 @@ class CollectiveRecorder:
             return tensor.clone()
 
     def holds_on_host(self, nbytes: int) -> None:
-        """Note that something was in main memory for a while that does not come into being here."""
+        """Record a temporary use of host memory for which no tensor exists in the check."""
         self._held = max(self._held, nbytes)
 
     @property
     def host(self) -> int:
-        """Most bytes that were in main memory because they were moved there."""
+        """Peak of the bytes that were moved to the host."""
         counters = [one.host for one in (self.ledger, self.meter) if one is not None]
         return max([self._held, *counters])
 
     def without_values(self, data: Any) -> Any:
-        """The same data in tensors without values, on the CPU."""
+        """Replace the tensors of nested data by fake ones on the CPU."""
         return tree_map(
             lambda leaf: torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf, data
         )
 
 
 def source_line() -> str:
-    """File and line of the script that is running."""
+    """Return file and line of the script that is running."""
     return source_location(call_site(sys._getframe(1)))[0]  # pyright: ignore[reportPrivateUsage] - public in all but name
 
 
 def nbytes_of(data: Any) -> int:
-    """Bytes of all tensors in nested data, each storage once."""
+    """Sum the bytes of all tensors in nested data, each storage once."""
     storages: dict[int, int] = {}
 
     def add(leaf: Any) -> Any:

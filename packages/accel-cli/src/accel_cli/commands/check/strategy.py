@@ -1,7 +1,7 @@
-"""The strategy of a rank that is tried: what all ranks would do is noted.
+"""The strategy of a checked rank, with a recorder of its collectives.
 
-Strategies that divide models with PyTorch's own means run as they are, on a process group that sends nothing.
-Of the others models stay as they are, and an estimate tells their memory.
+Strategies that shard models with PyTorch's own API run as they are, on a fake process group. Under the others
+models stay unsharded, and their memory is estimated.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ if TYPE_CHECKING:
     from accel_state.settings.model import Settings
 
 REAL = frozenset({"fsdp2", "tp"})
-"""Strategies whose own code divides models here: copies, shards, tensor and context parallelism."""
+"""Strategies whose own code runs in the check: DDP, FSDP2, tensor and context parallelism."""
 
 
 class UnchangedWrapper:
-    """Leaves models as they are."""
+    """Model wrapper that leaves models as they are."""
 
     def check(self, bundle: Bundle) -> None:
-        """Let everything pass."""
+        """Accept everything."""
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Return the bundle."""
@@ -64,12 +64,12 @@ class UnchangedWrapper:
 
 
 class ObservedWrapper:
-    """Tells an observer which models are prepared.
+    """Model wrapper that records which models are prepared.
 
     Args:
-        recorder: Who is told.
-        inner: Does the work.
-        shards: Whether models are divided by it.
+        recorder: Receives the models.
+        inner: The strategy's wrapper.
+        shards: Whether it shards models.
     """
 
     def __init__(self, recorder: CollectiveRecorder, inner: Any, *, shards: bool) -> None:
@@ -78,12 +78,12 @@ class ObservedWrapper:
         self._shards = shards
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what the strategy refuses."""
+        """Check as the strategy's wrapper does."""
         with self._recorder.silence():
             self._inner.check(bundle)
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Wrap, and tell."""
+        """Wrap, and record the models."""
         if bundle.models and not evaluation:
             self._recorder.saw("prepare")
         with self._recorder.silence():
@@ -98,12 +98,12 @@ class ObservedWrapper:
 
 
 class ObservedStepper:
-    """Steps as it is told, and tells an observer when ranks would bring gradients together.
+    """Stepper that records when gradients would be all-reduced.
 
     Args:
-        recorder: Who is told.
-        inner: Does the work.
-        communicates: Whether it communicates by itself, so that the observer sees it anyway.
+        recorder: Receives the collectives.
+        inner: The strategy's stepper.
+        communicates: Whether it communicates by itself, so that the recorder sees it anyway.
     """
 
     def __init__(self, recorder: CollectiveRecorder, inner: Any, *, communicates: bool) -> None:
@@ -121,11 +121,11 @@ class ObservedStepper:
         self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which gradients stay local."""
+        """Accumulate gradients without reducing them."""
         return self._inner.no_sync(model) if self._communicates else contextlib.nullcontext()
 
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step the optimizer, and tell that what it makes is its state."""
+        """Step the optimizer; attribute the tensors that it creates to its state."""
         with self._recorder.stepping(optimizer):
             if self._communicates:
                 with on_parts(optimizer):
@@ -137,11 +137,11 @@ class ObservedStepper:
 def loading(
     recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
 ) -> Callable[[str | StrategySpec], Any]:
-    """Make what takes the place of `accel_plugins.registry.load`.
+    """Make the patch of `accel_plugins.registry.load`.
 
     Args:
-        recorder: Who is told.
-        load: The real one.
+        recorder: The recorder of the rank.
+        load: The original function.
     """
 
     def observed(strategy: str | StrategySpec) -> Callable[..., Strategy]:
@@ -152,7 +152,7 @@ def loading(
         ) -> Strategy:
             is_real = name in REAL
             make = load(name) if is_real else partial(_fake_strategy, recorder, name)
-            with recorder.outside():  # meshes of ranks need their values
+            with recorder.outside():  # meshes need real values
                 plain = make(settings, runtime, precision, handlers)
             recorder.strategy = _chosen(name, plain, handlers, plain.precision or precision)
             wrapper = ObservedWrapper(recorder, plain.wrapper, shards=is_real)
@@ -261,7 +261,7 @@ _OFFLOADED = {
     (False, True): ", weights offloaded",
 }
 
-# By the name of the strategy; others are taken for copies.
+# By the name of the strategy; others are estimated as DDP.
 _COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
     "single": _as_one,
     "ddp": _as_ddp,
@@ -275,5 +275,5 @@ def _plugin(handlers: Mapping[type, Any]) -> FullyShardedDataParallelPlugin:
 
 
 def _engine(handlers: Mapping[type, Any]) -> DeepSpeedPlugin:
-    given = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
-    return next(iter(given.values())) if isinstance(given, dict) else given
+    handler = handlers.get(DeepSpeedPlugin) or DeepSpeedPlugin()
+    return next(iter(handler.values())) if isinstance(handler, dict) else handler

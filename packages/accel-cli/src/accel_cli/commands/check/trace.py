@@ -1,4 +1,4 @@
-"""What a rank did when it was tried, and how the ranks differ. Plain data."""
+"""The records of checked ranks, and their differences. Plain data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What a process that plays a rank is told.
+    """The arguments of a process that runs as a rank.
 
     Args:
         script: The user's script.
         arguments: Its arguments.
-        rank: The rank to play.
-        world: Of how many.
-        local_world: How many of them are on a machine.
-        batches: How many batches every loader gives.
+        rank: The rank to run as.
+        world: World size.
+        local_world: Ranks of a node.
+        batches: Number of batches of every loader.
         output: The file to write the record to.
     """
 
@@ -36,7 +36,7 @@ class Order:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which launchers tell a process which rank it is."""
+        """The variables by which launchers pass rank and world size to a process."""
         variables = {
             "RANK": self.rank,
             "WORLD_SIZE": self.world,
@@ -61,10 +61,10 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that all ranks have to do together.
+    """A collective.
 
     Args:
-        kind: What, such as `"gather"`.
+        kind: The operation, such as `"gather"`.
         where: File and line of the script.
     """
 
@@ -78,10 +78,10 @@ class File:
 
     Args:
         name: Its path.
-        nbytes: Its size, about.
+        nbytes: Its approximate size.
         where: File and line of the script.
-        form: How the checkpoint is divided that it belongs to, if it does.
-        full_nbytes: Bytes of it and of the parts that other ranks write.
+        form: The form of its checkpoint, if it belongs to one.
+        full_nbytes: Bytes of it and of the shards that other ranks write.
     """
 
     name: str
@@ -93,22 +93,22 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """What one rank did.
+    """The record of one rank.
 
     Args:
-        rank: Which one.
+        rank: The rank.
         strategy: The name of the strategy that would train; empty if no `Accelerator` was made.
-        counted_as: The name that estimates have for it, if its own code has not run.
-        axes: Along which the ranks divide the work, and how many there are along each.
-        offloaded: Whether parameters, gradients and optimizer states are in main memory.
+        counted_as: Its name among the estimates, if its own code has not run.
+        axes: Sizes of the mesh axes.
+        offloaded: Whether parameters, gradients and optimizer states are on the host.
         precision: The mixed precision.
-        buckets: What DeepSpeed sets aside.
+        buckets: The buckets that DeepSpeed allocates.
         sizes: The models, in elements; None if none was prepared.
-        moments: The fullest moments of its passes.
-        parts: What it holds when it holds most, in bytes by kind, if the strategy's own code has run.
-        host: Bytes of main memory for what is moved there, such as a model that is brought together.
-        events: What it would have done together with the others, in order.
-        files: What it would have written.
+        moments: The moments of its passes that need most memory.
+        parts: Its peak in bytes by kind, if the strategy's own code has run.
+        host: Peak of host bytes for tensors that are moved there, such as a gathered model.
+        events: Its collectives, in order.
+        files: The files that it would have written.
         stopped: Why and where the script ended before its end; empty if it did not.
     """
 
@@ -148,12 +148,12 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first point at which two ranks part.
+    """The first collective in which two ranks differ.
 
     Args:
-        ranks: The ranks that do as the second says.
-        first: What rank `of` does; None if it has ended.
-        second: What these do; None if they have ended.
+        ranks: The ranks that call `second`.
+        first: The collective of rank `of`; None if it has ended.
+        second: The collective of `ranks`; None if they have ended.
         of: The rank that they are compared with.
     """
 
@@ -168,10 +168,10 @@ class Difference:
 
 
 def differences(records: Sequence[Record]) -> list[Difference]:
-    """Find where ranks part; each is compared with the first.
+    """Find the first difference of each rank from the first one.
 
     Args:
-        records: Of the ranks that were tried.
+        records: The records of the ranks.
 
     Example:
         >>> one = Record(rank=0, events=(Event(kind="gather", where="train.py:3"),))
@@ -197,7 +197,7 @@ def _part(first: Record, second: Record) -> tuple[Event | None, Event | None] | 
     if len(first.events) == len(second.events):
         return None
     shorter = min(first, second, key=lambda record: len(record.events))
-    if shorter.stopped:  # what it would have done after that is not known
+    if shorter.stopped:  # its collectives after that are not known
         return None
     at = len(shorter.events)
     return tuple((record.events[at : at + 1] or (None,))[0] for record in (first, second))  # pyright: ignore[reportReturnType] - two of them
@@ -208,11 +208,11 @@ def _does(event: Event | None) -> str:
 
 
 def ranks_to_try(world: int, local_world: int) -> tuple[int, ...]:
-    """The ranks that scripts treat differently: the first and the last, and the first of other machines.
+    """Return the ranks that scripts treat differently: the first, the last, and the first of other nodes.
 
     Args:
-        world: How many there are.
-        local_world: How many on a machine.
+        world: World size.
+        local_world: Ranks of a node.
 
     Example:
         >>> ranks_to_try(128, 8), ranks_to_try(1, 8)

@@ -1,1 +1,1 @@
-"""How much memory a model takes: its weights, and its training by strategy."""
+"""Estimate the memory of a model: its weights, and its training by strategy."""

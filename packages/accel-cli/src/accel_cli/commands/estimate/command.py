@@ -1,4 +1,4 @@
-"""`accel estimate-memory`: read a model's description, do the arithmetic, show it."""
+"""`accel estimate-memory`: build a meta model, estimate its memory, print tables."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_ena
 
 
 def run(options: Namespace) -> int:
-    """Show what a model takes.
+    """Print the memory of a model.
 
     Args:
-        options: What `accel_cli.commands.arguments.estimate` reads.
+        options: The arguments, parsed by `accel_cli.commands.arguments.estimate`.
 
     Raises:
         SettingsError: There is no such model, or a size cannot be read.
@@ -77,7 +77,7 @@ def _size(text: str | None, flag: str) -> int | None:
 
 
 def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
-    """The run as it is, and with activations that are computed again."""
+    """Return the run as it is, and with activation checkpointing."""
     width = 4 if options.mixed_precision == "no" else 2
     sizes = sizes_of(model)
     devices = options.num_devices or 1
@@ -92,11 +92,11 @@ def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
 
 
 def _trace(model: Any, options: Namespace, *, again: bool = False) -> tuple[Moment, ...]:
-    """The moments of the passes; none if the model cannot compute activations again."""
+    """Return the moments of the passes; none if the model does not support activation checkpointing."""
     if not hasattr(model, "config"):
         raise UnsupportedError(
-            f"argument --batch_size: {options.model_name!r} has no configuration of transformers that says "
-            "how it computes; leave it out."
+            f"argument --batch_size: {options.model_name!r} has no configuration of transformers, "
+            "which the passes need; leave it out."
         )
     if again:
         enable = next((getattr(model, name) for name in _CHECKPOINTING if hasattr(model, name)), None)
@@ -110,7 +110,7 @@ def _trace(model: Any, options: Namespace, *, again: bool = False) -> tuple[Mome
         return moments_of(model.train(), passes, dtype=dtype)
     except (RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedError(
-            f"argument --batch_size: the passes of {type(model).__name__} cannot be followed without values "
+            f"argument --batch_size: the passes of {type(model).__name__} cannot run on fake tensors "
             f"({str(error).splitlines()[0]}); leave it out."
         ) from None
 
@@ -170,12 +170,12 @@ def _advice(suggestion: Suggestion | None, again: Job, memory: int) -> list[str]
         return [f"suggested: {suggestion.estimate.strategy}", text]
     needed = devices_needed(again, memory)
     if needed is None:
-        return ["nothing fits, on any number of devices: take a smaller batch or shorter sequences."]
+        return ["nothing fits, on any number of devices: use a smaller batch or shorter sequences."]
     return [f"nothing fits; FSDP2 would on {needed} devices with activation checkpointing."]
 
 
 def _placement(model: nn.Module, memory: int, devices: int) -> str:
-    """The device map of inference in half precision."""
+    """Describe the device map of inference in half precision."""
     budget = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
     device_map = infer_auto_device_map(
         model,

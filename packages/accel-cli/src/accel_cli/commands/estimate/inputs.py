@@ -1,4 +1,4 @@
-"""A batch for a model of transformers, and the loss that it gives; only shapes matter."""
+"""A batch for a model of transformers, and its loss; only shapes matter."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ INPUTS: Mapping[str, Callable[[Any, int, int], Tensor]] = {
     "input_values": _waves,
     "input_features": _spectra,
 }
-"""By the name of a model's main input."""
+"""The inputs to make, by the name of a model's main input."""
 
 # By what the name of a model's class ends in, whether there is a label for each token or for each sample.
 _LABELS = {
@@ -60,8 +60,8 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
     """Make the function that runs a model on a batch.
 
     Args:
-        batch: Samples.
-        length: Tokens, or frames, of each.
+        batch: Batch size.
+        length: Sequence length, in tokens or frames.
 
     Returns:
         A function for `moments_of`; like most scripts it holds on to all that the model returns. It raises
@@ -72,16 +72,16 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
         main: str = getattr(model, "main_input_name", "") or ""
         if main not in INPUTS:
             raise UnsupportedError(
-                f"{type(model).__name__} takes {main!r} as its input; what its passes keep is known for "
+                f"{type(model).__name__} takes {main!r} as its input; passes can be estimated for "
                 f"{', '.join(INPUTS)}. Leave --batch_size out."
             )
-        given = {main: INPUTS[main](model.config, batch, length)}
+        keywords = {main: INPUTS[main](model.config, batch, length)}
         if getattr(model.config, "is_encoder_decoder", False):
-            given["decoder_input_ids"] = _ids(model.config, batch, length)
+            keywords["decoder_input_ids"] = _ids(model.config, batch, length)
         for_tokens = next((_LABELS[end] for end in _LABELS if type(model).__name__.endswith(end)), None)
         if for_tokens is not None:
-            given["labels"] = torch.ones((batch, length) if for_tokens else (batch,), dtype=torch.int64)
-        output = model(**given)
+            keywords["labels"] = torch.ones((batch, length) if for_tokens else (batch,), dtype=torch.int64)
+        output = model(**keywords)
         loss = output[0].float().mean() if for_tokens is None else output.loss
         return loss, output
 

@@ -1,10 +1,10 @@
-"""What training takes on each device, by strategy: arithmetic on numbers of elements, nothing else.
+"""Estimate the training memory of each device, by strategy: arithmetic on numbers of elements.
 
-Training is with Adam, whose two moments are float32, as are the weights that it changes. Where the numbers
-of a strategy come from is said at each; the tests measure what one process, DDP, FSDP2 and ZeRO take, also
-offloaded: on the CPU, where device and host are one memory. What only accelerators have is not measured:
-pinned memory, which drivers round up, and shards that are on the device for a moment on their way to be
-gathered or to the host.
+Training is with Adam, whose two moments are float32, as are its master weights. Each strategy names the
+source of its numbers; the tests measure the memory of one process, DDP, FSDP2 and ZeRO, also offloaded, on
+the CPU, where device and host are one memory. What only accelerators have is not measured: pinned memory,
+which drivers round up, and shards that are on the device temporarily before they are gathered or copied to
+the host.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 MASTER = 4
-"""Bytes of an element of the weights that the optimizer changes, and of their gradients."""
+"""Bytes of an element of the master weights, and of their gradients."""
 
 ADAM = 8
-"""Bytes of Adam's two moments of an element."""
+"""Bytes of Adam's two moments per element."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """What DeepSpeed sets aside, in elements: keys of `zero_optimization` and their defaults.
+    """The buckets that DeepSpeed allocates, in elements: keys of `zero_optimization` and their defaults.
 
     See https://www.deepspeed.ai/docs/config-json.
 
     Args:
-        reduce: `reduce_bucket_size`, for gradients on their way. All of it is allocated, whatever the model.
+        reduce: `reduce_bucket_size`, for gradients being reduced. All of it is allocated, whatever the model.
         live: `stage3_max_live_parameters`, gathered at a time; those that are needed again soon stay.
-        prefetch: `stage3_prefetch_bucket_size`, which arrive at a time, in a row.
+        prefetch: `stage3_prefetch_bucket_size`, gathered ahead at a time, as one flat tensor.
     """
 
     reduce: int = 500_000_000
@@ -42,14 +42,14 @@ class Buckets:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """A model, in elements.
+    """The size of a model, in elements.
 
     Args:
-        parameters: All of them, a tied one once.
-        trainable: Those that get gradients.
-        blocks: Those of each block that sharding gathers on its own.
-        largest: Those of the largest parameter that gets gradients.
-        buffers: What is no parameter, in bytes.
+        parameters: Elements of all parameters, a tied one once.
+        trainable: Elements with gradients.
+        blocks: Elements of each block that FSDP gathers on its own.
+        largest: Elements of the largest parameter with a gradient.
+        buffers: Bytes of the buffers.
     """
 
     parameters: int
@@ -71,11 +71,11 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """What is alive at one moment of a forward and backward pass, beside the weights themselves.
+    """The live memory at one moment of a forward and backward pass, without the weights.
 
     Args:
-        activations: Bytes of inputs, results and whatever the backward pass will need.
-        casts: Bytes of weights in the precision of the computation.
+        activations: Bytes of inputs, outputs and tensors that are saved for the backward pass.
+        casts: Bytes of weights in the autocast dtype.
         gradients: Elements of the gradients that are complete.
     """
 
@@ -89,13 +89,13 @@ class Job:
     """A training run.
 
     Args:
-        sizes: The model.
-        devices: How many devices share the work.
+        sizes: The size of the model.
+        devices: Number of devices.
         width: Bytes of an element in the computation: 2 under mixed precision, else 4.
-        moments: The passes of one micro-batch; by default their end alone, with nothing but gradients.
-        at_once: Whether the optimizer changes all weights at once, which takes as much memory again as they
-            do. PyTorch does so on accelerators.
-        buckets: Of DeepSpeed.
+        moments: The passes of one micro-batch; by default their end alone, with gradients only.
+        at_once: Whether the optimizer uses its foreach implementation, whose temporaries are as large as the
+            weights. PyTorch does so on accelerators.
+        buckets: The buckets of DeepSpeed.
     """
 
     sizes: Sizes
@@ -111,14 +111,14 @@ class Job:
         return self.moments or (Moment(gradients=self.sizes.trainable),)
 
     def step(self, shards: int = 1, *, flat: bool = False) -> int:
-        """Bytes that the optimizer takes for itself while it changes the weights.
+        """Return the bytes of temporaries of an optimizer step.
 
         Args:
-            shards: Into how many shards they are divided.
+            shards: Number of shards of the weights.
             flat: Whether all weights are one tensor.
 
-        Adam divides by the root of its second moment: one copy of all (`torch.optim.adamw`, foreach) or two
-        of the largest.
+        Adam divides by the root of its second moment: one copy of all weights (`torch.optim.adamw`, foreach)
+        or two of the largest.
         """
         if self.at_once:
             return MASTER * _ceil(self.sizes.trainable, shards)
@@ -127,12 +127,12 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a strategy takes, in bytes.
+    """The memory of a strategy, in bytes.
 
     Args:
         strategy: Its name, of `STRATEGIES`.
-        parts: What a device holds when it holds most, by kind.
-        host: Main memory for each device.
+        parts: The peak of a device, by kind.
+        host: Host memory per device.
     """
 
     strategy: str
@@ -146,7 +146,7 @@ class Estimate:
 
 
 def estimate(strategy: str, job: Job) -> Estimate:
-    """Say what training takes under a strategy.
+    """Estimate the memory of training under a strategy.
 
     Args:
         strategy: A name of `STRATEGIES` or `VARIANTS`.
@@ -165,7 +165,7 @@ Parts = tuple[dict[str, int], int]
 
 
 def _replicated(job: Job, *, buckets: int) -> Parts:
-    """Everything everywhere. DDP's reducer holds the gradients once more, in its buckets."""
+    """Everything is replicated. DDP's reducer holds the gradients once more, in its buckets."""
     sizes = job.sizes
     top = max(job.passes, key=lambda one: one.activations + one.casts + MASTER * one.gradients)
     in_passes = top.activations + top.casts + MASTER * top.gradients
@@ -185,11 +185,11 @@ def _replicated(job: Job, *, buckets: int) -> Parts:
 
 
 def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
-    """A shard of everything, and what is gathered.
+    """A shard of everything, and the gathered parameters.
 
-    The parameters outside of blocks stay gathered for both passes, and their gradients wait for the end. Of
-    the blocks, one is in use and the next one is on its way; in the backward pass there are, besides, its
-    gradients and what is still being reduced (`torch.distributed.fsdp`, FSDPParamGroup).
+    The parameters outside of blocks stay gathered for both passes, and their gradients are reduced at the
+    end. Of the blocks, one is in use and the next one is prefetched; the backward pass adds the gradients of
+    the block and those that are still being reduced (`torch.distributed.fsdp`, FSDPParamGroup).
     """
     sizes, width = job.sizes, job.width
     shard = _ceil(sizes.trainable, job.devices)
@@ -198,7 +198,7 @@ def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
     blocks = sum(sizes.blocks)
 
     def at(moment: Moment) -> tuple[int, int, int]:
-        """Gradients, what is gathered or being reduced, and the rest."""
+        """Return the bytes of gradients, of gathered or reduced tensors, and of the rest."""
         outside = min(moment.gradients, sizes.rest)
         finished = min(moment.gradients, blocks)
         waiting = min(blocks, blocks - finished + sizes.block)
@@ -222,14 +222,14 @@ def _fsdp2(job: Job, *, keep: bool, offload: bool) -> Parts:
 
 
 def _reducing(blocks: tuple[int, ...], finished: int) -> int:
-    """The gradients of blocks that are not a shard yet, in elements.
+    """Return the elements of gradients of blocks that are not reduced to a shard yet.
 
-    When those of a block are complete they are copied to where they are reduced, and stay there while those
-    of the block before it come into being.
+    Complete gradients of a block are copied to the input of its reduce-scatter, which stays alive while the
+    gradients of the block before it are computed.
 
     Args:
-        blocks: The elements of each.
-        finished: How many gradients are complete; those of the last block come first.
+        blocks: Elements of each block.
+        finished: Elements of complete gradients; those of the last block come first.
     """
     sent = 0
     for block in reversed(blocks):
@@ -245,16 +245,16 @@ def _reducing(blocks: tuple[int, ...], finished: int) -> int:
 def _zero(
     job: Job, *, stage: int, optimizer_offloaded: bool = False, weights_offloaded: bool = False
 ) -> Parts:
-    """DeepSpeed: weights in the precision of the computation, and float32 copies of a shard of them.
+    """DeepSpeed: weights in the precision of the computation, and float32 master weights of a shard.
 
-    In the passes there is, besides, the bucket. Stages 1 and 2 have the gradients of the shard twice, as they
-    came and in a row, and stage 1 all others, too. Stage 3 has room for those of the shard, what is
-    gathered, and another bucket, in which gradients are put in order or weights arrive. In the step
-    gradients are copied to float32 (`deepspeed.runtime.zero`, stage_1_and_2.py and stage3.py).
+    The passes add the reduce bucket. Stages 1 and 2 hold the gradients of the shard twice, as they were
+    computed and as a flat tensor; stage 1 also all other gradients. Stage 3 holds those of the shard, the
+    gathered parameters, and another bucket, in which gradients are reordered or weights are gathered. The
+    step copies gradients to float32 (`deepspeed.runtime.zero`, stage_1_and_2.py and stage3.py).
 
-    Where the optimizer is offloaded, so are the copies, the moments, and gradients in float32; beside them
-    there is room for weights on their way back or, in stage 3, for gradients as they came. DeepSpeed's own
-    Adam takes nothing for itself.
+    An offloaded optimizer has the master weights, the moments and float32 gradients on the host, with a
+    buffer for updated weights or, in stage 3, for gradients in the precision of the computation. DeepSpeed's
+    own Adam needs no temporaries.
     """
     sizes, width, buckets = job.sizes, job.width, job.buckets
     shard = _ceil(sizes.trainable, job.devices)
@@ -268,7 +268,7 @@ def _zero(
     passing = width * sizes.largest if stage < 3 and optimizer_offloaded else 0
 
     def at(moment: Moment) -> tuple[int, int, int]:
-        """Gradients, what communicates, and the rest."""
+        """Return the bytes of gradients, of communication buffers, and of the rest."""
         mine = width * min(moment.gradients, shard)
         all_of_them = width * moment.gradients if stage == 1 else 0
         found = gather_buffer if stage == 3 else mine + (all_of_them or mine)
@@ -307,7 +307,7 @@ STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
     "ZeRO-3, offloaded": partial(_zero, stage=3, optimizer_offloaded=True, weights_offloaded=True),
     "FSDP2, offloaded": partial(_fsdp2, keep=False, offload=True),
 }
-"""The strategies; those further down take less of a device and more time."""
+"""The strategies, from fast to slow and from much to little device memory."""
 
 VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
     "DDP, gradients in buckets": partial(_replicated, buckets=0),
@@ -315,4 +315,4 @@ VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
     "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_offloaded=True),
     "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_offloaded=True),
 }
-"""What a script may ask for besides."""
+"""Further strategies, which a script may ask for."""

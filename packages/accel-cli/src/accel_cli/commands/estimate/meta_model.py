@@ -1,4 +1,4 @@
-"""A model without weights, from wherever it is described: a configuration, weight files, the hub."""
+"""Make a meta model from a configuration, weight files or the hub."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = "config.json"
 
 
 def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """Make the model on the meta device, or one with the same tensors if only its weights are there.
+    """Make the meta model, or modules with the same tensors if only weight files are there.
 
     Args:
         name: A configuration file, a folder or file with weights, or the id of a model on the hub.
@@ -31,7 +31,7 @@ def meta_model(name: str, *, library: str | None = None, trust_remote_code: bool
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
-        SettingsError: There is no such model, or nothing that describes it.
+        SettingsError: There is no such model, or neither a configuration nor weight files.
         MissingDependencyError: The library that defines it is not installed.
     """
     path = Path(name).expanduser()
@@ -67,7 +67,7 @@ def _has_weights(path: Path) -> bool:
 
 
 def meta_model_of_weights(path: Path) -> nn.Module:
-    """Make modules that hold what weight files hold, with the same names, on the meta device.
+    """Make modules on the meta device with the names and shapes of the tensors of weight files.
 
     Args:
         path: A file, or a folder of files. Only names and shapes are read of safetensors.
@@ -76,8 +76,8 @@ def meta_model_of_weights(path: Path) -> nn.Module:
         CheckpointError: They cannot be read.
 
     Example:
-        >>> skeleton = _tree({"layers.0.weight": ((2, 3), torch.float32)})
-        >>> [name for name, _ in skeleton.named_parameters()]
+        >>> model = _tree({"layers.0.weight": ((2, 3), torch.float32)})
+        >>> [name for name, _ in model.named_parameters()]
         ['layers.0.weight']
     """
     return _tree({name: entry for source in open_checkpoint(path) for name, entry in source.tensors.items()})
@@ -106,7 +106,7 @@ def _read_config(path: Path) -> Mapping[str, Any]:
     except OSError as error:
         raise SettingsError(f"configuration {str(path)!r} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise SettingsError(f"configuration {str(path)!r} is no table.")
+        raise SettingsError(f"configuration {str(path)!r} is not a JSON object.")
     return content
 
 
@@ -117,7 +117,7 @@ def _library_of(content: Mapping[str, Any]) -> str | None:
 
 
 def _config_on_hub(name: str) -> Path:
-    """The configuration of a model, from the local cache if it is there."""
+    """Download the configuration of a model, or find it in the local cache."""
     try:
         hub: Any = import_module("huggingface_hub")
     except ImportError:
@@ -165,7 +165,7 @@ def _class_of(transformers: Any, config: Any, trust: bool) -> Callable[[Any], An
     named = [getattr(transformers, one, None) for one in config.architectures or ()]
     if named and named[0] is not None:
         return named[0]
-    return lambda given: transformers.AutoModel.from_config(given, trust_remote_code=trust)
+    return lambda config: transformers.AutoModel.from_config(config, trust_remote_code=trust)
 
 
 def _timm(name: str, config: Path | None = None, content: Any = None, trust: bool = False) -> nn.Module:
@@ -186,7 +186,7 @@ def _timm(name: str, config: Path | None = None, content: Any = None, trust: boo
 
 
 _UNFIT = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a library raises that makes a model of values which fit together badly."""
+"""The exceptions of libraries for configurations with inconsistent values."""
 
 _BUILDERS: Mapping[str, Callable[[str, Path, Mapping[str, Any], bool], nn.Module]] = {
     "transformers": _transformers,

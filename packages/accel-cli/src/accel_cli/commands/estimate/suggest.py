@@ -1,4 +1,4 @@
-"""Which configuration fits given devices: the first of those that cost little time."""
+"""Suggest the fastest configuration that fits the devices."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HEADROOM = 0.9
-"""The part of a device's memory that may be planned with; the rest is for the driver, kernels and gaps."""
+"""The usable share of a device's memory; the rest is for the driver, kernels and fragmentation."""
 
 _MOST_DEVICES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A configuration.
+    """A suggested configuration.
 
     Args:
-        estimate: What it takes.
-        devices: On how many devices.
-        checkpointing: Whether activations are computed again in the backward pass.
+        estimate: Its memory.
+        devices: Number of devices.
+        checkpointing: Whether to use activation checkpointing.
         config: Keys and values for a config file.
     """
 
@@ -39,8 +39,8 @@ def fits(one: Estimate, memory: int, host: int | None = None, per_machine: int =
     Args:
         one: The estimate.
         memory: Bytes of a device.
-        host: Bytes of a machine's main memory; None if nobody said.
-        per_machine: Devices that share it.
+        host: Bytes of a node's host memory; None if unknown.
+        per_machine: Devices of a node.
 
     Example:
         >>> fits(Estimate(strategy="DDP", parts={"parameters": 90}), 100)
@@ -51,10 +51,10 @@ def fits(one: Estimate, memory: int, host: int | None = None, per_machine: int =
 
 
 def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
-    """The strategies to try, and whether to compute activations again, from fast to slow.
+    """Return the strategies to try, with and without activation checkpointing, from fast to slow.
 
     Args:
-        devices: How many there are.
+        devices: Number of devices.
     """
     if devices == 1:
         return (("one device", False), ("one device", True), ("FSDP2, offloaded", True))
@@ -75,10 +75,10 @@ def suggest(
 
     Args:
         job: The run.
-        again: The same with activations that are computed again.
+        again: The same with activation checkpointing.
         memory: Bytes of each device.
-        host: Bytes of each machine's main memory; None if nobody said.
-        per_machine: Devices of a machine.
+        host: Bytes of each node's host memory; None if unknown.
+        per_machine: Devices of a node.
 
     Returns:
         The suggestion, or None if nothing fits on so many devices.
@@ -92,10 +92,10 @@ def suggest(
 
 
 def devices_needed(again: Job, memory: int) -> int | None:
-    """On how many devices, a power of two, fully sharded training fits.
+    """Return the number of devices, a power of two, on which fully sharded training fits.
 
     Args:
-        again: The run, with activations that are computed again.
+        again: The run with activation checkpointing.
         memory: Bytes of each device.
 
     Returns:
@@ -110,12 +110,12 @@ def devices_needed(again: Job, memory: int) -> int | None:
 
 
 def config_of(strategy: str, job: Job, *, checkpointing: bool) -> dict[str, Any]:
-    """Write a configuration as the config file has it.
+    """Return the keys and values for a config file.
 
     Args:
         strategy: One of `candidates`.
         job: The run.
-        checkpointing: Compute activations again.
+        checkpointing: Whether to use activation checkpointing.
 
     Example:
         >>> from accel_cli.commands.estimate.memory import Sizes

@@ -1,6 +1,6 @@
-"""What a forward and backward pass keeps in memory, told without computing it.
+"""Find the memory peaks of a forward and backward pass without computing it.
 
-The passes run on tensors without values (`FakeTensorMode`), while a ledger of storages notes what is alive.
+The passes run on fake tensors (`FakeTensorMode`), while a ledger tracks the live storages.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _CAST = torch.ops.aten._to_copy.default
 
 
 class Ledger(TorchDispatchMode):
-    """Notes which storages are alive, from where it begins; weights of a module are not counted.
+    """Tracker of the storages that are created within it and alive; weights of a module are not counted.
 
     Args:
-        module: Its parameters and buffers are weights; copies of them in another element type are casts.
+        module: Its parameters and buffers are weights; copies of them in another dtype are casts.
 
     Attributes:
-        host: Most bytes of what was in main memory at a time: what was moved there, and all that comes of it.
+        host: Peak of host bytes: of tensors that were moved there, and of all computed from them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -60,19 +60,19 @@ class Ledger(TorchDispatchMode):
 
     @property
     def moments(self) -> tuple[Moment, ...]:
-        """The fullest moments for every number of finished gradients, with casts and without."""
+        """The moments of peak memory for every number of finished gradients, with casts and without."""
         return tuple(dict.fromkeys(moment for pair in self._tops.values() for moment in pair))
 
     def has_on_host(self, leaf: object) -> bool:
-        """Whether something is a tensor that was moved to main memory, or was computed from one there."""
+        """Whether a value is a tensor that was moved to the host, or computed from one there."""
         return isinstance(leaf, Tensor) and self._alive.get(storage_key(leaf), ("",))[0] == "host"
 
     def moving(self, *, to_host: bool) -> AbstractContextManager[None]:
-        """Within it, what comes into being is in main memory, or not."""
+        """Place tensors that are created within the block on the host, or on the device."""
         return self._counting("host" if to_host else "back")
 
     def add_weights(self, module: nn.Module) -> None:
-        """Take the parameters and buffers of another module for weights, too."""
+        """Count the parameters and buffers of another module as weights, too."""
         for tensor in [*module.parameters(), *module.buffers()]:
             key = storage_key(tensor)
             self._weights.add(key)
@@ -81,7 +81,7 @@ class Ledger(TorchDispatchMode):
                 self._bytes[kind] -= size
 
     def finish(self, parameter: Tensor) -> None:
-        """Count the gradient of a parameter as what it is; for `register_post_accumulate_grad_hook`."""
+        """Count the gradient of a parameter as complete; for `register_post_accumulate_grad_hook`."""
         key = storage_key(parameter.grad)
         kind, size, reference = self._alive.get(key, ("gradients", 0, None))
         if kind != "gradients":
@@ -93,7 +93,7 @@ class Ledger(TorchDispatchMode):
             self._update_peak()
 
     def stepping(self) -> AbstractContextManager[None]:
-        """Within it, what comes into being is an optimizer's state, which is not counted."""
+        """Leave tensors that are created within the block uncounted: they are optimizer state."""
         return self._counting("state")
 
     @contextlib.contextmanager
@@ -140,13 +140,13 @@ def moments_of(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[Moment, ...]:
-    """Say what is alive during a forward and backward pass of a model.
+    """Find the moments of peak memory during a forward and backward pass of a model.
 
     Args:
-        model: On any device, the meta device too. Nothing happens to its weights.
-        passes: Makes the inputs, runs the model that it is given, and returns a scalar, the loss; or a tuple
-            of it and whatever a script holds on to during the backward pass.
-        dtype: The element type of mixed precision; None for the model's own.
+        model: A model on any device, also meta. Its weights do not change.
+        passes: Makes the inputs, runs the model that it is passed, and returns a scalar, the loss; or a tuple
+            of it and all that a script holds on to during the backward pass.
+        dtype: The autocast dtype; None without autocast.
 
     Example:
         >>> model = nn.Linear(1000, 10, device="meta")
@@ -172,7 +172,7 @@ def moments_of(
 
 @contextlib.contextmanager
 def _placeholders(model: nn.Module) -> Generator[None]:
-    """Let every parameter be one without values, on the CPU; tied ones stay tied."""
+    """Replace every parameter by a fake one on the CPU; tied parameters stay tied."""
     fakes: dict[int, nn.Parameter] = {}
     replaced: list[tuple[Any, str, nn.Parameter]] = []
     for module in model.modules():
@@ -193,9 +193,9 @@ def _placeholders(model: nn.Module) -> Generator[None]:
 
 
 def storage_key(tensor: Any) -> int:
-    """Tell the storages of tensors apart, also where they have no values and so no address.
+    """Return a key of a tensor's storage, also of fake tensors, which have no address.
 
     Args:
-        tensor: A tensor that is alive.
+        tensor: A live tensor.
     """
     return tensor.untyped_storage()._cdata

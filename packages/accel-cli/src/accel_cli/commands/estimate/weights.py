@@ -1,4 +1,4 @@
-"""The numbers of a model: its bytes by element type, and its elements by block."""
+"""The size of a model: its bytes by dtype, and its elements by block."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ DTYPES: Mapping[str, ElementType] = {
     "int8": "int8",
     "int4": CustomDtype.INT4,
 }
-"""The element types that can be asked for."""
+"""The dtypes of `--dtypes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """A model in some element type, in bytes.
+    """The size of a model in one dtype, in bytes.
 
     Args:
-        total: All of it.
-        largest: Its largest layer.
-        layers: The names of the layers that are as large.
+        total: Bytes of all layers.
+        largest: Bytes of the largest layer.
+        layers: The names of the layers of that size.
     """
 
     total: int
@@ -42,10 +42,10 @@ class Weights:
 
 
 def weights_in(model: nn.Module, dtype: str) -> Weights:
-    """Say what a model's weights take.
+    """Compute the bytes of a model's weights.
 
     Args:
-        model: On any device, the meta device too.
+        model: A model on any device, also meta.
         dtype: A key of `DTYPES`.
 
     Example:
@@ -53,8 +53,8 @@ def weights_in(model: nn.Module, dtype: str) -> Weights:
         Weights(total=8, largest=8, layers=('0',))
     """
     sizes = compute_module_sizes(model, dtype=DTYPES[dtype])
-    kept = sorted(class_names(getattr(model, "_no_split_modules", None)))
-    largest, layers = get_max_layer_size(list(model.named_children()) or [("", model)], sizes, kept)
+    unsplit = sorted(class_names(getattr(model, "_no_split_modules", None)))
+    largest, layers = get_max_layer_size(list(model.named_children()) or [("", model)], sizes, unsplit)
     return Weights(total=sizes[""], largest=largest, layers=tuple(layers))
 
 
@@ -62,7 +62,7 @@ def sizes_of(model: nn.Module) -> Sizes:
     """Count a model's elements.
 
     Args:
-        model: On any device, the meta device too.
+        model: A model on any device, also meta.
 
     Example:
         >>> sizes_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -79,15 +79,15 @@ def sizes_of(model: nn.Module) -> Sizes:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The blocks that sharding gathers one by one.
+    """Find the blocks that FSDP gathers one by one.
 
-    They are those of the classes that are not split, if the model names them; else the items of its lists.
+    They are the modules of `_no_split_modules` if the model has that; else the items of its lists.
 
     Args:
-        model: On any device.
+        model: A model on any device.
     """
-    kept = class_names(getattr(model, "_no_split_modules", None))
-    named = [module for module in model.modules() if type(module).__name__ in kept]
+    unsplit = class_names(getattr(model, "_no_split_modules", None))
+    named = [module for module in model.modules() if type(module).__name__ in unsplit]
     if named:
         return _outermost(named)
     lists = [module for module in model.modules() if _is_list(module)]
@@ -95,7 +95,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _is_list(module: nn.Module) -> bool:
-    """A list of equal parts; a skeleton that was made from names has only its numbers to tell."""
+    """Whether a module is a list of layers; one made from names of weights has numbered children."""
     names = [name for name, _ in module.named_children()]
     if isinstance(module, nn.Sequential) or len(names) < 2:
         return False
@@ -103,6 +103,6 @@ def _is_list(module: nn.Module) -> bool:
 
 
 def _outermost(modules: list[nn.Module]) -> list[nn.Module]:
-    """Those that are in no other one."""
+    """Return the modules that are inside no other one."""
     inner = {id(part) for module in modules for part in module.modules() if part is not module}
     return [module for module in modules if id(module) not in inner]

@@ -55,7 +55,7 @@ class Trained:
 
     Args:
         losses: Of each backward pass, over all processes.
-        weights: The whole weights at the end; of the main process.
+        weights: The full weights at the end; of the main process.
         batch_size: Rows of each backward pass, over all processes.
     """
 

@@ -19,7 +19,7 @@ from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_state.partial_state import PartialState
 from accel_train.accelerator import Accelerator
 
-PATIENCE = timedelta(seconds=40)
+TIMEOUT = timedelta(seconds=40)
 """How long processes wait for each other."""
 
 
@@ -32,7 +32,7 @@ def main(folder: Path) -> int:
     Returns:
         0 if all passed.
     """
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=PATIENCE)])
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
     session = Session(accelerator=accelerator, precision=str(accelerator.mixed_precision), folder=folder)
     report = Report(
         rank=accelerator.process_index,
@@ -78,8 +78,8 @@ def _outcome(name: str, session: Session) -> tuple[Outcome, bool]:
 
 
 def _with(report: Report, outcome: Outcome) -> Report:
-    kept = tuple(one for one in report.outcomes if one.name != outcome.name)
-    return replace(report, outcomes=(*kept, outcome))
+    others = tuple(one for one in report.outcomes if one.name != outcome.name)
+    return replace(report, outcomes=(*others, outcome))
 
 
 def _accelerators() -> str:
