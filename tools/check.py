@@ -297,10 +297,10 @@ def clean_commit() -> str | None:
 
 def git_folder() -> Path:
     """Where git keeps its own files for this work tree."""
-    told = subprocess.run(
+    done = subprocess.run(
         ("git", "rev-parse", "--absolute-git-dir"), cwd=ROOT, capture_output=True, text=True, check=True
     )
-    return Path(told.stdout.strip())
+    return Path(done.stdout.strip())
 
 
 def environment() -> dict[str, str]:
@@ -356,8 +356,8 @@ def print_summary(results: list[Result], seconds: float) -> None:
     )
     if failed and not total["failed"] + total["error"]:
         total["error"] = len(failed)
-    told = ", ".join(f"{total[word]} {word}" for word in WORDS if total[word]) or "no tests ran"
-    print(f"===== {told} in {seconds:.2f}s =====", flush=True)
+    done = ", ".join(f"{total[word]} {word}" for word in WORDS if total[word]) or "no tests ran"
+    print(f"===== {done} in {seconds:.2f}s =====", flush=True)
 
 
 if __name__ == "__main__":

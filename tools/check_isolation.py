@@ -80,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
     packages = members()
     if unknown := sorted(set(chosen) - set(packages)):
         parser.error(f"no package is called {', '.join(unknown)}; there are {', '.join(packages)}")
-    with tempfile.TemporaryDirectory(prefix="isolation", dir=beside_the_cache()) as folder:
+    with tempfile.TemporaryDirectory(prefix="isolation", dir=folder_near_cache()) as folder:
         workshop = Workshop(Path(folder), packages, tests=arguments.tests)
         with ThreadPoolExecutor(BENCHES) as pool:
             running = [pool.submit(workshop.check, packages[name]) for name in chosen or packages]
@@ -105,14 +105,14 @@ def members() -> dict[str, Package]:
     }
 
 
-def beside_the_cache() -> Path | None:
+def folder_near_cache() -> Path | None:
     """A folder on the file system of uv's cache, so that torch is linked and not copied."""
-    told = subprocess.run([UV, "cache", "dir", "--color=never"], capture_output=True, text=True, check=True)
-    cache = Path(told.stdout.strip())
+    done = subprocess.run([UV, "cache", "dir", "--color=never"], capture_output=True, text=True, check=True)
+    cache = Path(done.stdout.strip())
     cache.mkdir(parents=True, exist_ok=True)
-    places = (Path(tempfile.gettempdir()), ROOT / "build")
+    folders = (Path(tempfile.gettempdir()), ROOT / "build")
     (ROOT / "build").mkdir(exist_ok=True)
-    return next((place for place in places if place.stat().st_dev == cache.stat().st_dev), None)
+    return next((folder for folder in folders if folder.stat().st_dev == cache.stat().st_dev), None)
 
 
 class Workshop:
@@ -152,8 +152,8 @@ class Workshop:
             complaint = self.complaint(package, bench, output)
         finally:
             self.benches.put(bench)
-        said = f"{package.name}: {complaint or 'ok'} ({time.monotonic() - started:.1f} s)"
-        print(f"{output.read_text()}{said}", flush=True)
+        report = f"{package.name}: {complaint or 'ok'} ({time.monotonic() - started:.1f} s)"
+        print(f"{output.read_text()}{report}", flush=True)
         return complaint is None
 
     def complaint(self, package: Package, bench: Path, output: Path) -> str | None:
@@ -206,13 +206,13 @@ class Workshop:
         """Run a bench's Python, away from the workspace; return its exit status."""
         python = bench / "bin" / "python"
         hidden = ("PYTEST_", "ACCELERATE_", "PYTHONPATH", "VIRTUAL_ENV")
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        kept["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
-        kept["PATH"] = os.pathsep.join([str(python.parent), kept.get("PATH", "")])
-        kept["OMP_NUM_THREADS"] = "1"  # as many processes as benches compute at once
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
+        environment["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
+        environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH", "")])
+        environment["OMP_NUM_THREADS"] = "1"  # as many processes as benches compute at once
         command = [str(python), *arguments]
         return subprocess.run(
-            command, cwd=cwd, env=kept, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
         ).returncode
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TOOLS = Path(__file__).resolve().parent
 SURFACE = TOOLS / "surface.json"
 DONE = TOOLS / "surface_done.txt"
-ANY_DEFAULT = ("<unset>", "<factory>")  # how an absent argument is told apart is the implementation's affair
+ANY_DEFAULT = ("<unset>", "<factory>")  # how an absent argument is recognised is the implementation's affair
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--update", action="store_true", help="record what is covered now")
     parser.add_argument("--missing", action="store_true", help="list every missing name")
     arguments = parser.parse_args(argv)
-    findings = list(examine(json.loads(SURFACE.read_text())))
+    findings = list(compare(json.loads(SURFACE.read_text())))
     covered = {finding.item for finding in findings if finding.present and finding.wrong is None}
     wrong = [finding for finding in findings if finding.wrong is not None]
     done = set(DONE.read_text().split("\n")) - {""} if DONE.exists() else set[str]()
@@ -70,9 +70,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_report(findings: list[Finding], covered: set[str], *, list_missing: bool) -> None:
     """Print the share covered by place, and what is missing."""
-    totals = Counter(place(finding.item) for finding in findings)
+    totals = Counter(group_of(finding.item) for finding in findings)
     for where, total in totals.items():
-        missing = [f.item for f in findings if place(f.item) == where and f.item not in covered]
+        missing = [f.item for f in findings if group_of(f.item) == where and f.item not in covered]
         print(f"{where:<26} {total - len(missing):5} of {total:4}  {1 - len(missing) / total:6.1%}")
         top = [item.partition(" ")[2] for item in missing if "." not in item.partition(" ")[2]]
         if missing and list_missing:
@@ -83,18 +83,18 @@ def print_report(findings: list[Finding], covered: set[str], *, list_missing: bo
     print(f"{'all':<26} {len(covered):5} of {len(findings):4}  {len(covered) / len(findings):6.1%}")
 
 
-def place(item: str) -> str:
+def group_of(item: str) -> str:
     """The documented place of an item: a module, the command line, or the config file."""
     return item.partition(" ")[0]
 
 
-def examine(surface: dict[str, Any]) -> Iterator[Finding]:
+def compare(surface: dict[str, Any]) -> Iterator[Finding]:
     """Look at every documented item."""
     for module, names in surface["modules"].items():
         for name, entry in names.items():
-            yield from examine_name(module, name, entry)
+            yield from compare_name(module, name, entry)
     for command, options in surface["cli"].items():
-        yield from examine_command(command, options)
+        yield from compare_command(command, options)
     known = {option.key.partition(".")[0] for option in OPTIONS if option.key}
     for config, keys in surface["config_file_keys"].items():
         for key in keys:
@@ -104,7 +104,7 @@ def examine(surface: dict[str, Any]) -> Iterator[Finding]:
             )
 
 
-def examine_command(command: str, options: list[dict[str, Any]]) -> Iterator[Finding]:
+def compare_command(command: str, options: list[dict[str, Any]]) -> Iterator[Finding]:
     """Look for a command and its options in what its `--help` says."""
     asked = [sys.executable, "-m", "accel_cli", *command.split()[1:], "--help"]
     done = subprocess.run(asked, capture_output=True, text=True, check=False)
@@ -114,7 +114,7 @@ def examine_command(command: str, options: list[dict[str, Any]]) -> Iterator[Fin
         yield Finding(item=f"cli {command} {option['flags'][0]}", present=set(option["flags"]) <= words)
 
 
-def examine_name(module: str, name: str, entry: dict[str, Any]) -> Iterator[Finding]:
+def compare_name(module: str, name: str, entry: dict[str, Any]) -> Iterator[Finding]:
     """Look at a name of a module, and at its members."""
     item = f"{module} {name}"
     members: dict[str, Any] = entry.get("members", {})
@@ -128,10 +128,10 @@ def examine_name(module: str, name: str, entry: dict[str, Any]) -> Iterator[Find
         return
     yield Finding(item=item, present=True, wrong=difference(thing, entry))
     for member, documented in members.items():
-        yield examine_member(f"{item}.{member}", thing, member, documented)
+        yield compare_member(f"{item}.{member}", thing, member, documented)
 
 
-def examine_member(item: str, owner: Any, member: str, documented: dict[str, Any]) -> Finding:
+def compare_member(item: str, owner: Any, member: str, documented: dict[str, Any]) -> Finding:
     """Look at a method, property or attribute of a class."""
     if documented["kind"] == "property":
         annotated = {name for base in owner.__mro__ for name in inspect.get_annotations(base)}
@@ -227,9 +227,9 @@ def compare_default(parameter: inspect.Parameter, want: dict[str, Any]) -> str |
         )
     if parameter.default is parameter.empty:
         return f"requires {parameter.name!r}, documented is the default {want['default']}"
-    if want["default"] in ANY_DEFAULT or told(parameter.default) == want["default"]:
+    if want["default"] in ANY_DEFAULT or text_of(parameter.default) == want["default"]:
         return None
-    return f"{parameter.name} defaults to {told(parameter.default)}, documented is {want['default']}"
+    return f"{parameter.name} defaults to {text_of(parameter.default)}, documented is {want['default']}"
 
 
 def shown(parameter: inspect.Parameter) -> str:
@@ -238,11 +238,11 @@ def shown(parameter: inspect.Parameter) -> str:
     return stars.get(parameter.kind, "") + parameter.name
 
 
-def told(value: Any) -> str:
+def text_of(value: Any) -> str:
     """A default as the surface file writes it.
 
     Example:
-        >>> told("sum"), told(None), told(len)
+        >>> text_of("sum"), text_of(None), text_of(len)
         ("'sum'", 'None', '<len>')
     """
     if isinstance(value, enum.Enum):

@@ -36,7 +36,7 @@ BEGIN = "<!-- written by tools/compare_behaviour.py --write -->"
 END = "<!-- end -->"
 WORLDS = (1, 2)
 REFERENCE = "accelerate==1.15.0"
-PATIENCE = 1200.0
+TIMEOUT = 1200.0
 """Seconds for all programs of one library together; the machine may be busy, a hang is forever."""
 
 
@@ -120,7 +120,7 @@ def finish(job: tuple[subprocess.Popen[str], Path]) -> dict[str, Any]:
     """Wait for one process, and read what it has found."""
     process, out = job
     try:
-        _, errors = process.communicate(timeout=PATIENCE)
+        _, errors = process.communicate(timeout=TIMEOUT)
     finally:
         process.kill()
     if process.returncode:
@@ -134,7 +134,7 @@ def report(
     intended: list[Intended],
     arguments: argparse.Namespace,
 ) -> int:
-    """Print what differs; return 0 if all of it is intended, and nothing is listed in vain."""
+    """Print what differs; return 0 if all of it is intended, and every listed difference was found."""
     different = [one for one in ours if not same(reference[one], ours[one])]
     used: dict[Intended, int] = defaultdict(int)
     unintended = 0

@@ -48,7 +48,7 @@ class Arithmetic:
     """Where a strategy rounds.
 
     Args:
-        shards: Among how many processes the rows of a batch are divided.
+        shards: Number of shards of the rows of a batch.
         autocast: Whether operations run under autocast to bfloat16.
         small_weights: Whether the model computes with bfloat16 copies of its weights, so that gradients are
             bfloat16, too.

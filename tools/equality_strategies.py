@@ -139,4 +139,4 @@ STRATEGIES: Mapping[str, Row] = {
     "zero2": Row(arguments=zero(2), bf16=ENGINE_FROM_2, bound=0.01),
     "zero3": Row(arguments=zero(3), bf16=ENGINE_FROM_2, bound=0.01),
 }
-"""By name. `cp` divides sequences among two processes; more of them shard the model."""
+"""By name. `cp` shards sequences across two ranks; further ranks shard the model."""

@@ -5,7 +5,7 @@
 Ranks are forked from a process that has imported torch already, so that a job costs a second rather than
 ten; their interpreters end as those of scripts do. `--by` names real launchers besides. With `--slow-threads`
 the threads of gloo get the time that is left over, as on a loaded machine. A rank that ended otherwise is
-told with its exit code and with the last line that it wrote. A job that does not end is killed and counted
+reported with its exit code and the last line that it wrote. A job that does not end is killed and counted
 as late; the jobs of a kind that were not started within `--limit` are left out. The totals are printed in
 any case.
 """
@@ -125,7 +125,7 @@ def ours(kind: str, *, slow: bool) -> None:
     train(prepared, accelerator.backward, accelerator.gather)
 
 
-WHO = {"ours": ours, "plain": plain}
+LIBRARIES = {"ours": ours, "plain": plain}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,13 +136,13 @@ class Figures:
         jobs: How many were started.
         bad: How many of them ended and not with 0 on every rank.
         late: How many had not ended in time, and were killed.
-        told: A line for each rank of those.
+        lines: A line for each rank of those.
     """
 
     jobs: int = 0
     bad: int = 0
     late: int = 0
-    told: list[str] = field(default_factory=list[str])
+    lines: list[str] = field(default_factory=list[str])
 
     def add(self, codes: Sequence[int], outputs: Sequence[str], *, late: bool = False) -> None:
         """Count a job."""
@@ -152,13 +152,13 @@ class Figures:
         for rank, (code, text) in enumerate(zip(codes, outputs, strict=True)):
             if code or late:
                 last = (text.strip().splitlines() or [""])[-1]
-                self.told.append(f"rank {rank}: {'late' if late else code}: {last}")
+                self.lines.append(f"rank {rank}: {'late' if late else code}: {last}")
 
     def __str__(self) -> str:
         return f"{self.bad:>4} {self.late:>6} {self.jobs:>6}"
 
 
-HEADER = f"{'started by':>10} {'kind':>6} {'who':>6} {'bad':>4} {'late':>6} {'jobs':>6}"
+HEADER = f"{'started by':>10} {'kind':>6} {'library':>7} {'bad':>4} {'late':>6} {'jobs':>6}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -200,16 +200,16 @@ def fork_job(folder: Path, number: int) -> Running | int:
 
 def fork_store() -> tuple[int, str]:
     """Start a process that keeps a store; this one must stay without threads, as it is forked again."""
-    seen, told = os.pipe()
+    seen, port_end = os.pipe()
     pid = os.fork()
     if not pid:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-        os.write(told, str(store.port).encode())
+        os.write(port_end, str(store.port).encode())
         signal.pause()
     port = os.read(seen, 16).decode()
     os.close(seen)
-    os.close(told)
+    os.close(port_end)
     return pid, port
 
 
@@ -255,10 +255,10 @@ def storm(options: argparse.Namespace, folder: Path, figures: Figures) -> bool:
     return False
 
 
-def launched(options: argparse.Namespace, launcher: str, who: str, kind: str, figures: Figures) -> None:
+def launched(options: argparse.Namespace, launcher: str, library: str, kind: str, figures: Figures) -> None:
     """Run jobs by real commands."""
     slow = ["--slow-threads"] if options.slow_threads else []
-    line = [*LAUNCHERS[launcher], __file__, *slow, "--rank", who, kind]
+    line = [*LAUNCHERS[launcher], __file__, *slow, "--rank", library, kind]
     deadline = time.monotonic() + options.limit
     while figures.jobs < options.launched and time.monotonic() < deadline:
         running = [
@@ -267,7 +267,7 @@ def launched(options: argparse.Namespace, launcher: str, who: str, kind: str, fi
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
-                env={**os.environ, **(meeting(launcher, who))},
+                env={**os.environ, **(rendezvous(launcher, library))},
             )
             for _ in range(min(options.at_once, options.launched - figures.jobs))
         ]
@@ -275,17 +275,17 @@ def launched(options: argparse.Namespace, launcher: str, who: str, kind: str, fi
         for process in running:
             late = False
             try:
-                told, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
+                output, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
             except subprocess.TimeoutExpired:
                 late = True
                 kill_with_descendants(process.pid)
-                told, _ = process.communicate()
-            figures.add([process.returncode], [told], late=late)
+                output, _ = process.communicate()
+            figures.add([process.returncode], [output], late=late)
 
 
-def meeting(launcher: str, who: str) -> dict[str, str]:
-    """Where ranks meet if neither the launcher nor the library says so."""
-    if (launcher, who) != ("mpirun", "plain"):
+def rendezvous(launcher: str, library: str) -> dict[str, str]:
+    """The variables of the rendezvous if neither the launcher nor the library sets them."""
+    if (launcher, library) != ("mpirun", "plain"):
         return {}
     return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
 
@@ -312,23 +312,23 @@ def storms(options: argparse.Namespace, folder: Path, totals: dict[str, Figures]
         In a forked rank the job that it shall do, otherwise nothing.
     """
     print(HEADER, flush=True)
-    for way, kind, who in itertools.product(options.by, options.kind, options.who):
+    for way, kind, library in itertools.product(options.by, options.kind, options.library):
         figures, is_rank = Figures(), False
         try:
             if way != "fork":
-                launched(options, way, who, kind, figures)
+                launched(options, way, library, kind, figures)
             elif is_rank := storm(options, folder, figures):
-                return who, kind
+                return library, kind
         finally:
             if not is_rank:
-                show(f"{way:>10} {kind:>6} {who:>6}", figures, totals.setdefault(who, Figures()))
+                show(f"{way:>10} {kind:>6} {library:>7}", figures, totals.setdefault(library, Figures()))
     return None
 
 
 def show(words: str, figures: Figures, total: Figures) -> None:
     """Print the figures of a kind, and add them to the total."""
     print(words, figures)
-    print(*(f"  {line}\n" for line in figures.told), sep="", end="", flush=True)
+    print(*(f"  {line}\n" for line in figures.lines), sep="", end="", flush=True)
     total.jobs += figures.jobs
     total.bad += figures.bad
     total.late += figures.late
@@ -342,7 +342,7 @@ def main() -> None:
     parser.add_argument("--by", nargs="+", default=["fork"], choices=["fork", *LAUNCHERS])
     parser.add_argument("--jobs", type=int, default=20, help="of each kind, by forking")
     parser.add_argument("--launched", type=int, default=4, help="of each kind, by each real launcher")
-    parser.add_argument("--who", nargs="+", default=[*WHO], choices=[*WHO])
+    parser.add_argument("--library", nargs="+", default=[*LIBRARIES], choices=[*LIBRARIES])
     parser.add_argument("--kind", nargs="+", default=["ddp", "fsdp2", "tp"], choices=["ddp", "fsdp2", "tp"])
     parser.add_argument("--at-once", type=int, default=2, help="jobs that run at the same time")
     parser.add_argument(
@@ -351,11 +351,11 @@ def main() -> None:
     parser.add_argument("--job-limit", type=float, default=120.0, help="seconds after which a job is killed")
     parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy each")
     parser.add_argument("--slow-threads", action="store_true")
-    parser.add_argument("--rank", nargs=2, metavar=("WHO", "KIND"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank", nargs=2, metavar=("LIBRARY", "KIND"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     job = options.rank or run_storms(options)
     if job is not None:
-        WHO[job[0]](job[1], slow=options.slow_threads)
+        LIBRARIES[job[0]](job[1], slow=options.slow_threads)
         print(DONE, flush=True)  # and now the end of the interpreter
 
 
@@ -372,8 +372,8 @@ def run_storms(options: argparse.Namespace) -> tuple[str, str] | None:
         return storms(options, folder, totals)
     finally:
         if os.getpid() == parent:
-            for who, figures in totals.items():
-                print(f"{'all':>10} {'':>6} {who:>6} {figures}", flush=True)
+            for library, figures in totals.items():
+                print(f"{'all':>10} {'':>6} {library:>7} {figures}", flush=True)
             for one in load:
                 one.kill()
             for child in psutil.Process().children(recursive=True):

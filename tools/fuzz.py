@@ -273,7 +273,7 @@ def bytes_of(kind: Kind, original: bytes, rng: random.Random) -> bytes:
     return close(mutate(part, rng))
 
 
-def verdict(kind: Kind, path: Path) -> str | None:
+def failure_of(kind: Kind, path: Path) -> str | None:
     """Read a mutated file; say what is wrong with the outcome."""
     try:
         kind.read(path)
@@ -302,9 +302,9 @@ def run_cases(name: str, folder: Path, cases: range, seed: int) -> str | None:
     with os.fdopen(reader) as lines:
         last = "".join(lines)
     _, status = os.waitpid(child, 0)
-    number, _, said = last.rpartition("case ")[2].partition(" ")
-    if said.strip():
-        return f"{number}: {said.strip()}"
+    number, _, message = last.rpartition("case ")[2].partition(" ")
+    if message.strip():
+        return f"{number}: {message.strip()}"
     code = os.waitstatus_to_exitcode(status)
     if code == -signal.SIGALRM:
         return f"{number}: hangs, {HANG_SECONDS} s are over"
@@ -320,7 +320,7 @@ def _run_in_child(name: str, folder: Path, cases: range, seed: int, writer: int)
         os.write(writer, f"case {case} ".encode())
         signal.alarm(HANG_SECONDS)
         path.write_bytes(bytes_of(kind, original, random.Random(f"{seed} {name} {case}")))
-        wrong = verdict(kind, path)
+        wrong = failure_of(kind, path)
         if wrong:
             os.write(writer, wrong.encode())
             break

@@ -131,11 +131,11 @@ def completed(api: Api) -> tuple[Api, list[str]]:
         for name, entry in names.items():
             if name in result.get(module, {}):
                 continue
-            places = sorted(where for where, shape in found[name].items() if fits(entry, shape))
-            if len(places) == 1:
-                result.setdefault(module, {})[name] = places[0]
-            elif places:
-                doubtful.append(f"{module}.{name} is defined by {', '.join(places)}: choose in api.toml")
+            modules = sorted(where for where, shape in found[name].items() if fits(entry, shape))
+            if len(modules) == 1:
+                result.setdefault(module, {})[name] = modules[0]
+            elif modules:
+                doubtful.append(f"{module}.{name} is defined by {', '.join(modules)}: choose in api.toml")
     return {module: dict(sorted(result[module].items())) for module in sorted(result)}, doubtful
 
 

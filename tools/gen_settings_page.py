@@ -56,10 +56,10 @@ def entry(option: Option) -> str:
         *([f"file key `{option.key}`"] if option.key else []),
     ]
     choices = f" One of {', '.join(f'`{choice}`' for choice in option.choices)}." if option.choices else ""
-    said = "none" if default in (None, ()) else f"`{default}`"
+    default_text = "none" if default in (None, ()) else f"`{default}`"
     handed = f" `accel launch` hands over `{option.launch_default}`." if option.launch_default else ""
     asked = "" if option.skip_reason is None else f" Not asked by `accel config`: {lower(option.skip_reason)}"
-    text = f"- `{option.path}`: {option.help}{choices} Default: {said}.{handed}{asked}"
+    text = f"- `{option.path}`: {option.help}{choices} Default: {default_text}.{handed}{asked}"
     return f"{text}\n  {'; '.join(ways)}.\n"
 
 

@@ -1,9 +1,8 @@
 """The glossary rule: refuse the words of tools/glossary.toml in identifiers and prose, and name the field's.
 
 Identifiers are those that a file defines: modules, functions, classes, arguments and variables. Prose is
-every string with a blank in it (docstrings, messages, help texts), every comment, and the pages of the docs
-without their code. Packages under `pending` are not checked yet; a package without a breach has to leave the
-list.
+every string with a blank in it (docstrings, messages, help texts), every comment, the pages of the docs
+without their code, and the name of a test, which is a sentence.
 """
 
 from __future__ import annotations
@@ -41,29 +40,26 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Glossary:
-    """The refused parts of names and phrases of prose, each with its replacement, and the pending members."""
+    """The refused parts of names and phrases of prose with their replacements, and the exempt names."""
 
     names: dict[str, str]
     prose: dict[str, str]
-    pending: dict[str, frozenset[str]]
     surface: frozenset[str]
 
     def find(self, path: str, text: str) -> Iterator[Finding]:
-        """Find the refused words of a Python file or a page, those of pending members included."""
+        """Find the refused words of a Python file or a page."""
         if path.endswith(".md"):
             yield from self._find_phrases([(1, _without_code(text))])
             return
         tree = ast.parse(text)
-        yield from self._find_names([(1, Path(path).stem), *identifiers(tree)])
-        yield from self._find_phrases([*strings(tree), *comments(text)])
-
-    def is_pending(self, path: str, kind: str) -> bool:
-        """Whether the member that a file belongs to is not checked for this kind of text yet."""
-        return member_of(path) in self.pending[kind]
+        names = list(identifiers(tree))
+        tests = [(line, name.replace("_", " ")) for line, name in names if name.startswith("test_")]
+        yield from self._find_names([(1, Path(path).stem), *names])
+        yield from self._find_phrases([*strings(tree), *comments(text), *tests])
 
     def _find_names(self, names: Iterable[tuple[int, str]]) -> Iterator[Finding]:
         for line, name in names:
-            if name in self.surface:
+            if name in self.surface or name.startswith("test_"):
                 continue
             joined = f"_{'_'.join(_PART.findall(name)).lower()}_".replace("_in_place_", "_")
             for word, instead in self.names.items():
@@ -82,19 +78,8 @@ class Glossary:
 def load_glossary() -> Glossary:
     """Load the refused words and the names of the documented surface."""
     tables = tomllib.loads(WORDS.read_text())
-    pending = {kind: frozenset(members) for kind, members in tables["pending"].items()}
     surface = frozenset(_names_in(json.loads(SURFACE.read_text())))
-    return Glossary(names=tables["names"], prose=tables["prose"], pending=pending, surface=surface)
-
-
-def member_of(path: str) -> str:
-    """The package of a path from the root, or the top-level folder of a file outside the packages.
-
-    >>> member_of("packages/accel-ops/src/accel_ops/tree.py"), member_of("tools/check.py")
-    ('accel-ops', 'tools')
-    """
-    first, _, rest = path.partition("/")
-    return rest.partition("/")[0] if first == "packages" else first
+    return Glossary(names=tables["names"], prose=tables["prose"], surface=surface)
 
 
 def identifiers(tree: ast.AST) -> Iterator[tuple[int, str]]:

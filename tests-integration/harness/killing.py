@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 CHANGES = frozenset({"open", "write", "fsync", "mkdir", "replace"})
-PATIENCE = 120.0  # seconds after which a victim that lives is said to hang
+TIMEOUT = 120.0  # seconds after which a victim that lives is said to hang
 
 
 def mortal(body: Callable[..., None]) -> Callable[..., None]:
@@ -88,7 +88,7 @@ class Crowd:
     def _all_end(self, links: list[Any], victim: int | None) -> bool:
         """Wait until all have answered, or the victim is dead, whatever the others say then."""
         answers = {index: None for index in range(len(links)) if index != victim}
-        if victim is not None and not wait([links[victim]], PATIENCE):
+        if victim is not None and not wait([links[victim]], TIMEOUT):
             raise AssertionError("the victim hangs")
         if victim is not None:
             answers = {victim: None, **answers}

@@ -37,11 +37,11 @@ import pytest
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE = 180.0  # seconds a body may take: the machine may be busy, a hang is forever
+TIMEOUT = 180.0  # seconds a body may take: the machine may be busy, a hang is forever
 GRACE = 2.0  # seconds for the other ranks once one has failed: they may be stuck waiting for it
 START = 120.0  # seconds for the nursery to import torch
 LOG_TAIL = 20000  # characters of the ranks' output shown with a failure; a crash alone fills thousands
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 
 bodies: dict[tuple[str, str], Callable[..., None]] = {}
 
@@ -135,14 +135,14 @@ class Pool:
     nursery: Nursery
     ranks: list[Rank] = field(default_factory=list[Rank])
 
-    def run(self, job: Job, patience: float) -> None:
+    def run(self, job: Job, timeout: float) -> None:
         """Run a body on every rank; raise `AssertionError` with every rank's story unless all succeed."""
         message = _pickled(job)
         written = self.nursery.log.stat().st_size
         for rank in self.ranks:
             with contextlib.suppress(OSError):  # a rank that died between tests is reported below
                 rank.link.send_bytes(message)
-        answers = self._collect(patience)
+        answers = self._collect(timeout)
         stories = {index: answer.error for index, answer in answers.items() if answer.error is not None}
         silent = [index for index in range(len(self.ranks)) if index not in answers]
         if stories or silent:
@@ -166,10 +166,10 @@ class Pool:
             rank.link.close()
         self.ranks = []
 
-    def _collect(self, patience: float) -> dict[int, Answer]:
+    def _collect(self, timeout: float) -> dict[int, Answer]:
         silent = {rank.link: index for index, rank in enumerate(self.ranks)}
         answers: dict[int, Answer] = {}
-        deadline = time.monotonic() + patience
+        deadline = time.monotonic() + timeout
         while silent and (ready := wait(list(silent), max(0.0, deadline - time.monotonic()))):
             for link in ready:
                 index = silent.pop(link)  # pyright: ignore[reportArgumentType]
@@ -198,7 +198,7 @@ def worker_environment() -> dict[str, str]:
         if not name.startswith(("ACCELERATE_", "PYTEST_", "TORCHELASTIC_"))
         and name not in {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     }
-    path = [str(HERE.parent), str(HERE.parents[1] / "tools"), ours.get("PYTHONPATH", "")]
+    path = [str(FOLDER.parent), str(FOLDER.parents[1] / "tools"), ours.get("PYTHONPATH", "")]
     return {
         **ours,
         "CUDA_VISIBLE_DEVICES": "",
@@ -212,7 +212,7 @@ _pools: dict[int, Pool] = {}
 
 
 def distributed(
-    world_size: int = 2, *, patience: float = PATIENCE, restart: bool = False
+    world_size: int = 2, *, timeout: float = TIMEOUT, restart: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Mark a test: its body runs once on each of `world_size` ranks; any rank's error fails it.
 
@@ -222,7 +222,7 @@ def distributed(
 
     Args:
         world_size: How many ranks.
-        patience: Seconds after which silence is a hang.
+        timeout: Seconds after which silence is a hang.
         restart: The body spoils its process group (a stall, a rank that dies): use fresh ranks afterwards.
     """
 
@@ -238,7 +238,7 @@ def distributed(
             pool = _pool(world_size)
             try:
                 pool.run(
-                    Job(body.__module__, str(Path(file).resolve()), body.__qualname__, fixtures), patience
+                    Job(body.__module__, str(Path(file).resolve()), body.__qualname__, fixtures), timeout
                 )
             finally:
                 if restart:

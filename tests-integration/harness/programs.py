@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-HERE = Path(__file__).resolve().parent
+FOLDER = Path(__file__).resolve().parent
 TORCHRUN = {
     "RANK": "{rank}",
     "LOCAL_RANK": "{rank}",
@@ -71,7 +71,7 @@ def run_programs(
             jobs.append({"script": script, "world_size": program.world_size, "variables": variables})
     (base / "programs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
-        [sys.executable, str(HERE / "fork_ranks.py"), str(base / "programs.json"), *imports],
+        [sys.executable, str(FOLDER / "fork_ranks.py"), str(base / "programs.json"), *imports],
         capture_output=True,
         text=True,
         check=False,
@@ -81,7 +81,7 @@ def run_programs(
     ends: dict[str, list[Ended]] = {}
     for name, program in programs.items():
         for rank in range(program.world_size):
-            told = ((base / name / f"{rank}.{suffix}").read_text() for suffix in ("code", "out", "err"))
-            code, output, errors = told
+            texts = ((base / name / f"{rank}.{suffix}").read_text() for suffix in ("code", "out", "err"))
+            code, output, errors = texts
             ends.setdefault(name, []).append(Ended(int(code), output, errors))
     return ends

@@ -49,9 +49,9 @@ def test_parameters_reach_the_ranks(value: int | torch.Tensor) -> None:
 
 @distributed(world_size=2)
 def test_objects_of_classes_of_the_test_module_travel_between_ranks() -> None:
-    everyone: list[object] = [None, None]
-    dist.all_gather_object(everyone, Pair(dist.get_rank(), 7))
-    assert everyone == [Pair(0, 7), Pair(1, 7)]
+    all_ranks: list[object] = [None, None]
+    dist.all_gather_object(all_ranks, Pair(dist.get_rank(), 7))
+    assert all_ranks == [Pair(0, 7), Pair(1, 7)]
 
 
 @pytest.mark.parametrize("repeat", [1, 2])
@@ -67,7 +67,7 @@ def _fails_on_rank_1() -> None:
     assert dist.get_rank() == 0, culprit
 
 
-@distributed(world_size=2, patience=3)
+@distributed(world_size=2, timeout=3)
 def _hangs_on_rank_1() -> None:
     while dist.get_rank() == 1:
         time.sleep(0.1)

@@ -119,7 +119,7 @@ def _serve(link: Connection) -> None:
 
 def _answer(job: Job) -> Answer:
     before = dict(os.environ)
-    here = Path.cwd()
+    directory = Path.cwd()
     groups = _groups()
     try:
         _load(job)
@@ -138,7 +138,7 @@ def _answer(job: Job) -> Answer:
     except BaseException as error:  # noqa: BLE001 - every failure belongs to the test, whatever it is
         return Answer(error=_story(error, job.file))
     finally:
-        os.chdir(here)
+        os.chdir(directory)
     return Answer()
 
 
@@ -193,8 +193,8 @@ def _groups() -> int:
 
 def _story(error: BaseException, file: str) -> str:
     """The traceback, with the local variables of the test's own frames."""
-    told = traceback.TracebackException.from_exception(error, capture_locals=True)
-    node: traceback.TracebackException | None = told
+    report = traceback.TracebackException.from_exception(error, capture_locals=True)
+    node: traceback.TracebackException | None = report
     while node is not None:
         for frame in node.stack:
             if frame.filename != file:
@@ -202,7 +202,7 @@ def _story(error: BaseException, file: str) -> str:
             elif frame.locals:
                 frame.locals = {name: value[:LOCALS] for name, value in frame.locals.items()}
         node = node.__cause__ or node.__context__
-    return "".join(told.format())
+    return "".join(report.format())
 
 
 if __name__ == "__main__":

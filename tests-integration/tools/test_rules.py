@@ -71,35 +71,33 @@ def test_modules_with_vague_names_are_found_and_the_documented_table_is_not() ->
     assert not breaches("", "packages/accel-suite/src/accel/utils/environment.py")
 
 
-PENDING = "packages/accel-y/src/accel_y/thing.py"
-
-
 def worded(text: str, monkeypatch: pytest.MonkeyPatch, path: str = SHIPPED) -> list[str]:
     words = glossary.Glossary(
-        names={"told": "reported", "last_words": "error_tail"},
-        prose={"are away": "offloaded", "(many|few) hands": "ranks"},
-        pending={kind: frozenset({glossary.member_of(PENDING)}) for kind in ("names", "prose")},
-        surface=frozenset({"told_twice"}),
+        names={"tolled": "reported", "worn_words": "error_tail"},
+        prose={"are adrift": "offloaded", "(many|few) hands": "ranks"},
+        surface=frozenset({"tolled_twice"}),
     )
     monkeypatch.setattr(house_rules, "load_glossary", lambda: words)
-    files = [(path, text), (PENDING, "told = 'They are away'\n")]
-    return [f"{b.subject.rpartition('::')[2]} {b.message}" for b in house_rules.glossary(iter(files))]
+    found = house_rules.glossary(iter([(path, text)]))
+    return [f"{one.subject.rpartition('::')[2]} {one.message}" for one in found]
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ("told_so = 1\n", ["told_so line 1: say reported"]),
-        ("class LastWords: ...\n", ["LastWords line 1: say error_tail"]),
-        ("def f(*, is_told): ...\n", ["is_told line 1: say reported"]),
-        ("told_twice = stolen = words = print(thing.told)\n", []),
-        ('x = 1\n"""Weights\nthat are\naway."""\n', ["are away line 3: say offloaded"]),
-        ("x = f'the weights {x} are away'\n", ["are away line 1: say offloaded"]),
+        ("tolled_so = 1\n", ["tolled_so line 1: say reported"]),
+        ("class WornWords: ...\n", ["WornWords line 1: say error_tail"]),
+        ("def f(*, is_tolled): ...\n", ["is_tolled line 1: say reported"]),
+        ("tolled_twice = stolen = words = print(thing.tolled)\n", []),
+        ('x = 1\n"""Weights\nthat are\nadrift."""\n', ["are adrift line 3: say offloaded"]),
+        ("x = f'the weights {x} are adrift'\n", ["are adrift line 1: say offloaded"]),
         (
-            "# The weights are\n# away.\n\n# Many hands.\n",
-            ["are away line 1: say offloaded", "Many hands line 4: say ranks"],
+            "# The weights are\n# adrift.\n\n# Many hands.\n",
+            ["are adrift line 1: say offloaded", "Many hands line 4: say ranks"],
         ),
-        ('"""The weights `are away`, they are awake."""\n', []),
+        ('"""The weights `are adrift`, they are awake."""\n', []),
+        ("def test_they_are_adrift(): ...\n", ["are adrift line 1: say offloaded"]),
+        ("def test_it_is_tolled(): ...\n", []),
     ],
 )
 def test_the_glossary_finds_its_words_in_names_and_prose(
@@ -109,16 +107,8 @@ def test_the_glossary_finds_its_words_in_names_and_prose(
 
 
 def test_the_glossary_reads_pages_without_their_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    page = "# The page\n\n```python\n# they are away\n```\n\nWeights\nare away, `few hands`.\n"
-    assert worded(page, monkeypatch, "packages/accel-x/README.md") == ["are away line 8: say offloaded"]
-
-
-def test_a_pending_member_is_not_checked_until_it_is_clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not worded("told = 1\n", monkeypatch, "packages/accel-y/src/accel_y/other.py")
-    words = glossary.load_glossary()
-    monkeypatch.setattr(house_rules, "load_glossary", lambda: words)
-    clean = list(house_rules.glossary(iter([(PENDING, "x = 1\n")])))
-    assert len(clean) == sum(len(members) for members in words.pending.values())
+    page = "# The page\n\n```python\n# they are adrift\n```\n\nWeights\nare adrift, `few hands`.\n"
+    assert worded(page, monkeypatch, "packages/accel-x/README.md") == ["are adrift line 8: say offloaded"]
 
 
 def test_members_with_another_version_or_a_loose_pin_are_found(tmp_path: Path) -> None:
@@ -192,7 +182,7 @@ def test_a_required_parameter_that_is_not_documented_is_wrong() -> None:
 
 def test_a_missing_name_and_its_members_are_findings_of_their_own() -> None:
     entry = {"kind": "class", "init": [], "members": {"go": {"kind": "method", "parameters": []}}}
-    findings = list(check_surface.examine_name("accel.nowhere", "Thing", entry))
+    findings = list(check_surface.compare_name("accel.nowhere", "Thing", entry))
     assert [(f.item, f.present, f.wrong) for f in findings] == [
         ("accel.nowhere Thing", False, None),
         ("accel.nowhere Thing.go", False, None),

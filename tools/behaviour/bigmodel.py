@@ -84,16 +84,16 @@ def balanced(lib: Any, *, budget: str, low_zero: bool) -> Any:
 
 @cases("device maps", budget=BUDGETS)
 def maximum(lib: Any, *, budget: str) -> Any:
-    given = dict(BUDGETS[budget])
-    return [lib.utils.get_max_memory(given), given]
+    argument = dict(BUDGETS[budget])
+    return [lib.utils.get_max_memory(argument), argument]
 
 
 @cases(
-    "device maps", given=({0: "1GB", "cpu": "2GiB"}, {"cpu": 1.5e6}, {"cpu": "5MB", "disk": 3}, {"gpu": 1})
+    "device maps", argument=({0: "1GB", "cpu": "2GiB"}, {"cpu": 1.5e6}, {"cpu": "5MB", "disk": 3}, {"gpu": 1})
 )
-def memory_of(lib: Any, *, given: dict[Any, Any]) -> Any:
-    given = dict(given)
-    return [lib.utils.get_max_memory(given), given]
+def memory_of(lib: Any, *, argument: dict[Any, Any]) -> Any:
+    argument = dict(argument)
+    return [lib.utils.get_max_memory(argument), argument]
 
 
 @cases("device maps", dtype=(None, "float16", "int8"))
@@ -112,13 +112,13 @@ def element(lib: Any, *, kind: str) -> Any:
     return lib.utils.dtype_byte_size(getattr(torch, kind))
 
 
-@cases("device maps", given=("whole", "parts", "unknown", "missing"))
-def checked(lib: Any, *, given: str) -> Any:
+@cases("device maps", argument=("whole", "parts", "unknown", "missing"))
+def checked(lib: Any, *, argument: str) -> Any:
     maps = {
         "whole": {"": "cpu"}, "parts": {"embed": "cpu", "blocks": "cpu", "head": "cpu"},
         "unknown": {"": "cpu", "tail": "cpu"}, "missing": {"embed": "cpu"},
     }  # fmt: skip
-    return lib.utils.check_device_map(stack(), maps[given])
+    return lib.utils.check_device_map(stack(), maps[argument])
 
 
 DISPATCHED: dict[str, dict[str, Any]] = {
@@ -181,14 +181,14 @@ def loaded(lib: Any, *, form: str, device_map: str | None, dtype: str | None, ex
     where = written(stack(), form, extra={"tail.weight": torch.ones(2)} if extra else {})
     with lib.init_empty_weights():
         model = Stack()
-    places = None if device_map is None else DISPATCHED[{"cpu": "whole", "disk": "disk"}[device_map]]
+    layout = None if device_map is None else DISPATCHED[{"cpu": "whole", "disk": "disk"}[device_map]]
     kind = None if dtype is None else getattr(torch, dtype)
-    if places is None:
+    if layout is None:
         model = Stack()
         lib.load_checkpoint_in_model(model, str(where), dtype=kind)
         return model.state_dict()
     model = lib.load_checkpoint_and_dispatch(
-        model, str(where), device_map=places, offload_folder="away", dtype=kind
+        model, str(where), device_map=layout, offload_folder="away", dtype=kind
     )
     return [model.eval()(TOKENS), model.embed.weight.dtype]
 
@@ -249,13 +249,13 @@ def assigned(lib: Any, *, value: str | None, dtype: str | None) -> Any:
     layer = nn.Linear(2, 2)
     values = {"tensor": torch.full((2, 2), 3.0), "number": torch.full((2, 1), 3.0)}
     kind = None if dtype is None else getattr(torch, dtype)
-    given = values.get(value or "")
-    lib.utils.set_module_tensor_to_device(layer, "weight", "cpu", value=given, dtype=kind)
-    return [layer.weight if given is not None else layer.weight.dtype, layer.weight.requires_grad]
+    argument = values.get(value or "")
+    lib.utils.set_module_tensor_to_device(layer, "weight", "cpu", value=argument, dtype=kind)
+    return [layer.weight if argument is not None else layer.weight.dtype, layer.weight.requires_grad]
 
 
 @cases("saving", kind=("float32", "bfloat16", "bool", "0-d"))
-def away_and_back(lib: Any, *, kind: str) -> Any:
+def offloaded_and_restored(lib: Any, *, kind: str) -> Any:
     weight = torch.ones(()) if kind == "0-d" else torch.ones(2, 3, dtype=getattr(torch, kind))
     index = lib.utils.offload_weight(weight, "w", ".", {})
     return [index, torch.as_tensor(lib.utils.load_offloaded_weight("w.dat", index["w"]))]

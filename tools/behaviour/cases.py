@@ -43,8 +43,8 @@ def cases(
     def enter(program: Callable[..., Any]) -> Callable[..., Any]:
         names = [*axes]
         for values in product(*axes.values()):
-            said = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-            name = f"{area}/{program.__name__}" + (f"[{said}]" if said else "")
+            values_text = ",".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+            name = f"{area}/{program.__name__}" + (f"[{values_text}]" if values_text else "")
             if name in CASES:
                 raise ValueError(f"two programs are called {name!r}")
             CASES[name] = Case(name, program, dict(zip(names, values, strict=True)), worlds)

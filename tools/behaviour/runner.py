@@ -30,7 +30,7 @@ from cases import CASES, Case
 from outcomes import failure_of, outcome_of
 
 TABLES = ("loaders", "samplers", "training", "collectives", "bigmodel", "settings", "signatures")
-PLACES = (
+MODULES = (
     "state", "utils", "data_loader", "hooks", "big_modeling", "scheduler", "optimizer", "logging",
     "local_sgd",
 )  # fmt: skip
@@ -47,8 +47,8 @@ def main() -> None:
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
     library = importlib.import_module(package)
-    for place in PLACES:
-        importlib.import_module(f"{package}.{place}")
+    for module in MODULES:
+        importlib.import_module(f"{package}.{module}")
     for table in TABLES:
         importlib.import_module(table)
     meet = _meet(world, rank, port)
@@ -70,7 +70,7 @@ def run(case: Case, library: Any) -> Any:
     os.chdir(folder)
     _fresh(library, alone=case.worlds == (1,) or "RANK" not in os.environ)
     try:
-        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with Path(os.devnull).open("w") as null, contextlib.redirect_stdout(null):
             return outcome_of(case.program(library, **case.arguments))
     except (Exception, SystemExit) as error:  # noqa: BLE001 - what a program raises is what it found
         return failure_of(error)

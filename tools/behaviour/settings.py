@@ -95,19 +95,21 @@ HANDLERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@cases("arguments", handler=HANDLERS, given=(False, True))
-def handler(lib: Any, *, handler: str, given: bool) -> Any:
-    made = getattr(lib.utils, handler)(**(HANDLERS[handler] if given else {}))
+@cases("arguments", handler=HANDLERS, argument=(False, True))
+def handler(lib: Any, *, handler: str, argument: bool) -> Any:
+    made = getattr(lib.utils, handler)(**(HANDLERS[handler] if argument else {}))
     return [made, made.to_kwargs() if hasattr(made, "to_kwargs") else None]
 
 
 @cases("arguments", order=("same twice", "unknown", "twice"))
 def handlers(lib: Any, *, order: str) -> Any:
     one = lib.utils.AutocastKwargs()
-    given = {"same twice": [one, one], "unknown": ["autocast"], "twice": [one, lib.utils.AutocastKwargs()]}[
-        order
-    ]
-    return type(lib.Accelerator(cpu=True, kwargs_handlers=given).autocast_handler).__name__
+    argument = {
+        "same twice": [one, one],
+        "unknown": ["autocast"],
+        "twice": [one, lib.utils.AutocastKwargs()],
+    }[order]
+    return type(lib.Accelerator(cpu=True, kwargs_handlers=argument).autocast_handler).__name__
 
 
 @cases("states", cpu=(False, True), which=("PartialState", "AcceleratorState"))

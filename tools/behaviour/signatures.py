@@ -12,7 +12,7 @@ from typing import Any
 from cases import cases
 
 SURFACE = json.loads((Path(__file__).resolve().parents[1] / "surface.json").read_text())["modules"]
-PLACES = tuple(
+FUNCTIONS = tuple(
     (module.partition(".")[2], name)
     for module, names in SURFACE.items()
     if "tracking" not in module
@@ -21,19 +21,23 @@ PLACES = tuple(
 )
 
 
-@cases("signatures", place=PLACES)
-def parameters(lib: Any, *, place: tuple[str, str]) -> Any:
-    module, name = place
+@cases("signatures", function=FUNCTIONS)
+def parameters(lib: Any, *, function: tuple[str, str]) -> Any:
+    module, name = function
     found = getattr(importlib.import_module(f"{lib.__name__}.{module}" if module else lib.__name__), name)
     if isinstance(found, type) and issubclass(found, enum.Enum):
         return [one.name for one in found]
-    given = inspect.signature(found).parameters.values()
+    found_parameters = inspect.signature(found).parameters.values()
     entry = SURFACE[f"accel.{module}".removesuffix(".")][name]
     documented = {one["name"] for one in [*entry.get("parameters", ()), *entry.get("init", ())]}
     # What is new in accel can be given by name only; it is no difference.
-    return sorted(_said(one) for one in given if one.kind is not one.KEYWORD_ONLY or one.name in documented)
+    return sorted(
+        _describe(one)
+        for one in found_parameters
+        if one.kind is not one.KEYWORD_ONLY or one.name in documented
+    )
 
 
-def _said(parameter: inspect.Parameter) -> str:
+def _describe(parameter: inspect.Parameter) -> str:
     marks = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
     return marks.get(parameter.kind, "") + parameter.name

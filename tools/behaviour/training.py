@@ -171,13 +171,13 @@ def clipped_value(lib: Any, *, value: float) -> Any:
     )
 
 
-@cases("precision", worlds=(1, 2), precision=("no", "bf16"), places=(None, False))
-def precise(lib: Any, *, precision: str, places: bool | None) -> Any:
+@cases("precision", worlds=(1, 2), precision=("no", "bf16"), placement=(None, False))
+def precise(lib: Any, *, precision: str, placement: bool | None) -> Any:
     accelerator = lib.Accelerator(cpu=True, mixed_precision=precision)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    given = None if places is None else [places] * 3
-    net, optimizer, loader = accelerator.prepare(net, optimizer, data(), device_placement=given)
+    argument = None if placement is None else [placement] * 3
+    net, optimizer, loader = accelerator.prepare(net, optimizer, data(), device_placement=argument)
     found = train(accelerator, (net, optimizer, loader, None))
     with accelerator.autocast():
         inside = net(torch.ones(1, 2)).dtype
@@ -189,10 +189,10 @@ def precise(lib: Any, *, precision: str, places: bool | None) -> Any:
 @cases("precision", precision=("no", "bf16"), keep=(False, True))
 def unwrapped(lib: Any, *, precision: str, keep: bool) -> Any:
     accelerator = lib.Accelerator(cpu=True, mixed_precision=precision)
-    given = model()
-    net = accelerator.prepare(given)
+    argument = model()
+    net = accelerator.prepare(argument)
     plain = accelerator.unwrap_model(net, keep_fp32_wrapper=keep)
-    return [plain is given, plain(torch.ones(1, 2)).dtype, type(plain).__name__]
+    return [plain is argument, plain(torch.ones(1, 2)).dtype, type(plain).__name__]
 
 
 @cases("states", worlds=(1, 2), name=FACTS)
@@ -232,24 +232,24 @@ def only_on(lib: Any, *, when: str) -> Any:
     return decorate(lambda number: number + 1)(1)
 
 
-@cases("states", worlds=(1, 2), given=(1.0, "tensor of ints", "module", "none"))
-def strange_losses(lib: Any, *, given: Any) -> Any:
+@cases("states", worlds=(1, 2), argument=(1.0, "tensor of ints", "module", "none"))
+def strange_losses(lib: Any, *, argument: Any) -> Any:
     accelerator = lib.Accelerator(cpu=True)
     values: dict[Any, Any] = {
         "tensor of ints": torch.ones(()), "module": model(), "none": None
     }  # fmt: skip
-    return accelerator.backward(values.get(given, given))
+    return accelerator.backward(values.get(argument, argument))
 
 
-@cases("states", given=("list", "class", "text", "none", "nothing", "twice", "function"))
-def strange_arguments(lib: Any, *, given: str) -> Any:
+@cases("states", argument=("list", "class", "text", "none", "nothing", "twice", "function"))
+def strange_arguments(lib: Any, *, argument: str) -> Any:
     accelerator = lib.Accelerator(cpu=True)
     net = model()
     values: dict[str, tuple[Any, ...]] = {
         "list": ([net, 1],), "class": (nn.Linear,), "text": ("a",), "none": (None, net), "nothing": (),
         "twice": (accelerator.prepare(net),), "function": (len, net),
     }  # fmt: skip
-    return accelerator.prepare(*values[given])
+    return accelerator.prepare(*values[argument])
 
 
 @cases("states", worlds=(1, 2), trigger=(None, 0, 1))
@@ -265,11 +265,11 @@ def prepared_types(lib: Any, *, kind: str) -> Any:
     accelerator = lib.Accelerator(cpu=True)
     net = model()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-    given = {
+    argument = {
         "optimizer": optimizer, "scheduler": SCHEDULES["step"](optimizer), "model": net, "loader": data(),
     }  # fmt: skip
-    prepared = accelerator.prepare(*given.values())
-    one = dict(zip(given, prepared, strict=True))[kind]
+    prepared = accelerator.prepare(*argument.values())
+    one = dict(zip(argument, prepared, strict=True))[kind]
     again = accelerator.prepare(one)
     base = nn.parallel.DistributedDataParallel
     name = base.__name__ if isinstance(one, base) else type(one).__name__

@@ -102,7 +102,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 def run_roles(
     options: argparse.Namespace, roles: dict[str, Callable[[argparse.Namespace], dict[str, Any]]]
 ) -> dict[str, dict[str, Any]] | None:
-    """Run the one role asked for and print what it gives; or run all in turns and keep each figure's best."""
+    """Run the one role asked for and print its figures; or run all alternately and keep the best of each."""
     if options.role:
         print(json.dumps(roles[options.role](options)))
         return None
@@ -117,8 +117,8 @@ def run_roles(
             if done.returncode:
                 raise SystemExit(f"{role} failed:\n{done.stderr[-3000:]}")
             found = json.loads(done.stdout.strip().splitlines()[-1])
-            kept = best.setdefault(role, found)
-            best[role] = {key: min(kept[key], value) for key, value in found.items()}
+            fastest = best.setdefault(role, found)
+            best[role] = {key: min(fastest[key], value) for key, value in found.items()}
     return best
 
 

@@ -2,7 +2,7 @@
 
     uv run python tools/benchmarks/bigmodel_forward.py [--reference-python PATH]
 
-The limit is the same model wholly in memory, measured in turns in the same process. Claim: at most 1.2 of
+The limit is the same model wholly in memory, measured alternately in the same process. Claim: at most 1.2 of
 that. `cold` is a forward after the kernel was asked to drop the file from its cache; what is mapped may stay.
 """
 
@@ -25,10 +25,10 @@ PASSES = 7
 
 
 def forward(
-    options: argparse.Namespace, skeleton: Any, loader: Any, extra: dict[str, Any]
+    options: argparse.Namespace, meta_model: Any, loader: Any, extra: dict[str, Any]
 ) -> dict[str, float]:
     write_checkpoint(options.folder)
-    with skeleton():
+    with meta_model():
         disk = Model()
     disk = loader(disk, options.folder, device_map=blocks_on("disk"), **extra)
     from safetensors.torch import load_file

@@ -48,20 +48,20 @@ def read_bandwidth(options: argparse.Namespace) -> float:
     return best
 
 
-def run(options: argparse.Namespace, skeleton: Any, loader: Any) -> dict[str, float]:
+def run(options: argparse.Namespace, meta_model: Any, loader: Any) -> dict[str, float]:
     write_checkpoint(options.folder)
-    with skeleton():
-        offloaded, whole, warm = Model(), Model(), Model()
+    with meta_model():
+        offloaded, resident, warm = Model(), Model(), Model()
     loader(warm, options.folder, device_map={"": 0})
     del warm
-    load = seconds(lambda: loader(whole, options.folder, device_map={"": 0}))
+    load = seconds(lambda: loader(resident, options.folder, device_map={"": 0}))
     model = loader(offloaded, options.folder, device_map=blocks_on("cpu", around=0))
-    moved = sum(parameter.nbytes for parameter in whole.blocks.parameters())
+    moved = sum(parameter.nbytes for parameter in resident.blocks.parameters())
     tokens = torch.zeros(1, 1, dtype=torch.long, device=torch.device(0))
     with torch.no_grad():
         model(tokens)
         forward = min(seconds(lambda: model(tokens)) for _ in range(PASSES))
-        assert torch.allclose(model(tokens), whole(tokens), atol=1e-3)
+        assert torch.allclose(model(tokens), resident(tokens), atol=1e-3)
     return {"forward": forward, "load": load, "moved": moved}
 
 

@@ -32,10 +32,12 @@ def resident() -> int:
     return pages * resource.getpagesize()
 
 
-def load(options: argparse.Namespace, skeleton: Any, loader: Any, extra: dict[str, Any]) -> dict[str, float]:
+def load(
+    options: argparse.Namespace, meta_model: Any, loader: Any, extra: dict[str, Any]
+) -> dict[str, float]:
     write_checkpoint(options.folder)
     warm(options.folder)
-    with skeleton():
+    with meta_model():
         disk, cpu, first = Model(), Model(), Model()
     before = resident()
     start = time.perf_counter()

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 MEMORY = {0: int(3e6), 1: int(3e6), "cpu": 10**9}
 
 
-def tree(skeleton: Any, modules: int) -> nn.Module:
-    with skeleton():
+def tree(meta_model: Any, modules: int) -> nn.Module:
+    with meta_model():
         return nn.Sequential(
             *[nn.Sequential(*[nn.Linear(16, 16) for _ in range(20)]) for _ in range(modules // 20)]
         )

@@ -3,7 +3,7 @@
     uv run python tools/benchmarks/checkpoint.py --folder DIR [--reference-python PATH] [--gigabytes 1.2]
 
 A model of that size with the state of AdamW, three times as much in all, on the CPU. Both libraries keep it
-in processes of their own and take turns to save, each time to a new folder on an idle disk; `dd conv=fsync`
+in processes of their own and save alternately, each time to a new folder on an idle disk; `dd conv=fsync`
 writes as many random bytes there. Compared is the fastest time of each, since what else the machine does only
 adds. Claims:
 
@@ -64,12 +64,12 @@ class Library:
         if options.get("blocking") is False:
             pace = steps_per_second(lambda: saved.done)
             saved.wait()
-        whole = time.perf_counter() - start
-        return {"stall": stall, "whole": whole, "grown": grown, "pace": pace, "bytes": self.bytes}
+        total = time.perf_counter() - start
+        return {"stall": stall, "whole": total, "grown": grown, "pace": pace, "bytes": self.bytes}
 
 
 def steps_per_second(stop: Any) -> float:
-    """How many tiny training steps a second this process makes until it is told to stop."""
+    """Run tiny training steps until `stop` is true; return their number per second."""
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
     optimizer, batch, steps = torch.optim.SGD(model.parameters()), torch.ones(4, 32), 0
     start = time.perf_counter()
@@ -143,7 +143,7 @@ def dd(block: Path, target: Path, size: int) -> dict[str, Any]:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """Let all take turns; return what they answered."""
+    """Run all alternately; return their results."""
     ours = Server(sys.executable, "accel", arguments.gigabytes)
     reference = None
     if arguments.reference_python:

@@ -2,7 +2,7 @@
 
     uv run python tools/benchmarks/cli.py [--reference-python PATH]
 
-Whole processes, from start to exit, in turns; the interpreter of this script runs ours, the other the
+Whole processes, from start to exit, alternately; the interpreter of this script runs ours, the other the
 reference's (its `accelerate.commands.accelerate_cli`). Printed are medians of wall times and of the ratios of
 each turn. Claims: `accel --help`, `accel config default`, `accel env --help` and `accel launch --help` at
 least 15 times as fast as the reference's; `accel launch script` of one process costs at most 0.3 s more than

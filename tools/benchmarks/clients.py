@@ -6,7 +6,7 @@ lies on the disk and generating with it, evaluating with `Trainer`, saving and l
     uv run python tools/benchmarks/clients.py
 
 The environment build/clients, which tests-integration/clients makes, has the libraries and Accelerate. Each
-script runs there in turns with Accelerate and with accel; the medians are printed.
+script runs there alternately with Accelerate and with accel; the medians are printed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ print(json.dumps(found))
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure in turns; print medians and ratios."""
+    """Measure alternately; print medians and ratios."""
     parser = argparse.ArgumentParser(description="Measure libraries on accel beside Accelerate.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--python", type=Path, default=PYTHON, help="of an environment with both")

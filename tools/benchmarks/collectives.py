@@ -4,8 +4,8 @@
 
 Two processes, gloo, on the CPU. `ours` and `raw` (plain torch.distributed: one message for all bytes, into
 new memory where the operation returns new tensors) run in the same two processes, the reference in two
-processes of its own interpreter. They take turns, so that whatever else the machine does slows down all. A
-turn is a loop of calls between two barriers; its time is that of the slower rank, divided by the number of
+processes of its own interpreter. They run alternately, so that whatever else the machine does slows down all.
+A turn is a loop of calls between two barriers; its time is that of the slower rank, divided by the number of
 calls. Printed are medians over the turns, and medians of the ratios of neighbouring turns.
 
 Ours refuses on every rank what does not fit together, so the source of a broadcast has to hear from the
@@ -97,11 +97,11 @@ def work(library: str, rank: int, port: int) -> None:
     known: dict[str, dict[str, dict[str, Callable[[], object]]]] = {}
     print("ready", flush=True)
     for line in sys.stdin:
-        case, operation, who, calls = json.loads(line)
+        case, operation, variant, calls = json.loads(line)
         if case not in known:
             data = make_data(case)
             known[case] = {"raw": raw_calls(data), library: library_calls(library, data)}
-        call = known[case]["raw" if who == "raw" else library][operation]
+        call = known[case]["raw" if variant == "raw" else library][operation]
         for _ in range(calls // 10 + 1):  # to the steady state
             call()
         dist.barrier()
@@ -114,13 +114,13 @@ def work(library: str, rank: int, port: int) -> None:
 
 
 def compare(ranks: dict[str, Ranks], case: str, operation: str, rounds: int) -> dict[str, float]:
-    """Let the contestants take turns; return medians, in seconds and of ratios."""
+    """Run the contestants alternately; return medians, in seconds and of ratios."""
     calls, calls_of_reference = CALLS[case]
     times: dict[str, list[float]] = {name: [] for name in ("ours", "raw", "reference", "of raw", "speedup")}
     for _ in range(rounds):
         for turn in range(PAIRS):
-            for who in ("ours", "raw") if turn % 2 else ("raw", "ours"):
-                times[who].append(ranks[who].measure(case, operation, who, calls))
+            for variant in ("ours", "raw") if turn % 2 else ("raw", "ours"):
+                times[variant].append(ranks[variant].measure(case, operation, variant, calls))
             times["of raw"].append(times["ours"][-1] / times["raw"][-1])
         if "reference" in ranks:
             reference = ranks["reference"].measure(case, operation, "reference", calls_of_reference)
@@ -156,7 +156,7 @@ def main() -> None:
         for operation in OPERATIONS:
             found = compare(ranks, case, operation, arguments.rounds)
             name = f"{operation} {case}"
-            columns = (f"{found[who] * 1e6:>9.0f} us" for who in ("ours", "raw"))
+            columns = (f"{found[variant] * 1e6:>9.0f} us" for variant in ("ours", "raw"))
             print(
                 f"{name:>20} {' '.join(columns)} {found['reference'] * 1e6:>10.0f} us "
                 f"{found['of raw']:>9.2f} {found['speedup']:>15.1f}",

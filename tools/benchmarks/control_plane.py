@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 PROCESSES = 2
 FORK: Any = multiprocessing.get_context("fork")
-POLL_S, SURVEY_S = 0.05, 0.5  # of the baseline
+POLL_S, SNAPSHOT_S = 0.05, 0.5  # of the baseline
 STALL = RuntimeError(
     "[/gloo/transport/tcp/unbound_buffer.cc:129] Timed out waiting 8000ms for send operation"
 )
@@ -105,7 +105,7 @@ class Rank:
         """Make the message for a collective that has stalled."""
         if self.baseline:
             for _ in range(2):
-                self._survey()
+                self._snapshot()
         else:
             assert "did not complete" in self.monitor.on_timeout("backward", STALL)
 
@@ -116,23 +116,23 @@ class Rank:
         surveyed = time.monotonic()
         while not store.check(keys if self.rank == 0 else ["all"]):
             time.sleep(POLL_S)
-            if time.monotonic() - surveyed >= SURVEY_S:
-                self._survey()
+            if time.monotonic() - surveyed >= SNAPSHOT_S:
+                self._snapshot()
                 surveyed = time.monotonic()
         if self.rank == 0:
             store.set("all", "here")
 
-    def _survey(self) -> None:
+    def _snapshot(self) -> None:
         statuses = PrefixStore("accel/hang_monitor", self.store)
         for rank in range(self.world_size):
             if statuses.check([f"{rank}"]):
                 statuses.get(f"{rank}")
 
 
-def keep_store(told: Connection) -> None:
+def keep_store(pipe: Connection) -> None:
     """Be the process that keeps the store."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=120), wait_for_workers=False)  # noqa: FBT003
-    told.send(store.port)
+    pipe.send(store.port)
     signal.pause()
 
 
@@ -168,8 +168,8 @@ def simulate(asked: Connection, port: int, ranks: range, world_size: int, baseli
 def measure(world_size: int, seconds: float, *, baseline: bool) -> tuple[float, float]:
     """Requests per rank and second with a slow writer, and per rank in a stall."""
     share = world_size // PROCESSES
-    told, store = start(keep_store)
-    port = told.recv()
+    pipe, store = start(keep_store)
+    port = pipe.recv()
     started = [
         start(simulate, port, range(i * share, (i + 1) * share), world_size, baseline)
         for i in range(PROCESSES)

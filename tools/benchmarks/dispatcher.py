@@ -4,7 +4,7 @@
 
 Two processes, gloo, on the CPU, train a small model with DDP on batches of 16: token ids of one length, token
 ids of other lengths in every batch, and images. Sharded (`dispatch_batches=False`) and dispatched
-(`dispatch_batches=True`) epochs take turns in the same two processes, and turns of ours alternate with turns
+(`dispatch_batches=True`) epochs alternate in the same two processes, and turns of ours alternate with turns
 of the reference, so that whatever else the machine does slows down all. Printed are medians of the slower
 rank's time per step, and the median of the ratios of neighbouring epochs. Claim: at most 1.3.
 """
@@ -145,7 +145,7 @@ def work(library: str, rank: int, port: int) -> None:
 
 
 def compare(ranks: dict[str, Ranks], case: str, rounds: int) -> dict[str, dict[str, float]]:
-    """Let the contestants take turns; medians per library, in seconds per step and as a ratio."""
+    """Run the contestants alternately; return medians per library, in seconds per step and as a ratio."""
     times: dict[str, dict[str, list[float]]] = {
         name: {column: [] for column in (*WAYS, "ratio")} for name in ranks
     }

@@ -2,7 +2,7 @@
 
     uv run python tools/benchmarks/import_time.py [--reference-python PATH]
 
-Every statement runs in fresh interpreters, and the statements take turns. Printed is the median wall time of
+Every statement runs in fresh interpreters, and the statements alternate. Printed is the median wall time of
 the statement itself (the interpreter's own start is not in it) and the median of its ratios to the `import
 torch` of the same turn and interpreter. Claim: `import accel` at most 1.03 of `import torch`.
 """
@@ -29,7 +29,7 @@ def seconds(python: str, statement: str) -> float:
 
 
 def compare(python: str, statements: tuple[str, ...], rounds: int) -> dict[str, float]:
-    """Let the statements take turns, print a line for each, return the ratios to the first."""
+    """Run the statements alternately, print a line for each, return the ratios to the first."""
     for statement in statements:
         seconds(python, statement)  # files into the page cache, modules compiled
     turns = [{statement: seconds(python, statement) for statement in statements} for _ in range(rounds)]

@@ -1,4 +1,4 @@
-"""Two processes of an interpreter that time what they are told to, as the benchmarks of collectives need."""
+"""Two ranks of an interpreter that time operations on request, for the benchmarks of collectives."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ranks:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                start_new_session=True,  # as torchrun does: how the system shares out its cores depends on it
+                start_new_session=True,  # as torchrun does: how the system schedules its cores depends on it
             )
             for rank in range(WORLD)
         ]

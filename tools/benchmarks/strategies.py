@@ -2,7 +2,7 @@
 
     uv run python tools/benchmarks/strategies.py [--only NAME] [--what time|memory]
 
-Two processes on the CPU train a small transformer. Step time: both ways take turns within one job, so that
+Two processes on the CPU train a small transformer. Step time: both ways alternate within one job, so that
 whatever else the machine does slows down both; printed is the ratio of their times per step, the median over
 pairs of rounds. Claim: at most 1.03. Memory: the peak of a rank with a model of 400 MB, each way in a job of
 its own, from the making of the model to two steps. Claim: at most 1.05.
@@ -194,7 +194,7 @@ WAYS: dict[str, Way] = {
 
 
 def measure_time(name: str) -> dict[str, float]:
-    """Let both ways take turns; returns seconds per step and the ratio."""
+    """Run both ways alternately; return seconds per step and the ratio."""
     way = WAYS[name]
     steps = {"by hand": way.by_hand(Stack(256, 4)), "accel": way.through_accel(Stack(256, 4))}
     batch = torch.randn(8, 32, 256)

@@ -4,9 +4,9 @@
 
 Each library runs offline in a process of its own, in a new folder. Ours and the library's own call log the
 same loss, a tensor that the direct call reads with `item()`, learning rate and epoch to the same run, and
-take turns within one process, in rounds of at least one call and some 20 ms. The ratio is the median over
+alternate within one process, in rounds of at least one call and some 20 ms. The ratio is the median over
 pairs of neighbouring rounds. `none` is
-`Accelerator.log` without trackers. With `--gpu`, a training step on the device that logs its loss takes turns
+`Accelerator.log` without trackers. With `--gpu`, a training step on the device that logs its loss alternates
 with the same step that logs nothing, and with one where the library is called with `item()`.
 
 Claim: at most 1.10 of the direct call.

@@ -2,7 +2,7 @@
 
     uv run python tools/benchmarks/train_loop.py [--reference-python PATH]
 
-Both loops train the same tiny model on the CPU, batch 4, from a real DataLoader; they take turns within one
+Both loops train the same tiny model on the CPU, batch 4, from a real DataLoader; they alternate within one
 process, so that whatever else the machine does slows down both. Printed is the ratio of their times per step:
 the median over pairs of epochs that ran one after the other. With the interpreter of an environment that has
 the reference, the same is done there. Claim: at most 1.10.
@@ -75,7 +75,7 @@ def prepared_loop(library: str) -> Callable[[], object]:
 
 
 def measure(library: str, rounds: int) -> dict[str, float]:
-    """Let the two loops take turns.
+    """Run the two loops alternately.
 
     Returns:
         Microseconds per step of both, medians, and the median of the ratios of neighbours.

@@ -16,14 +16,14 @@ set_seed(0)
 features, labels = load_breast_cancer(return_X_y=True)
 features = (features - features.mean(0)) / features.std(0)
 features, labels = torch.tensor(features, dtype=torch.float32), torch.tensor(labels)
-kept, held_out = train_test_split(range(len(labels)), test_size=0.2, random_state=0, stratify=labels)
+used, held_out = train_test_split(range(len(labels)), test_size=0.2, random_state=0, stratify=labels)
 test_loader = accelerator.prepare(
     DataLoader(TensorDataset(features[held_out], labels[held_out]), batch_size=16)
 )
 
 votes = []
-for fold, parts in enumerate(StratifiedKFold(folds).split(kept, labels[kept])):
-    train, valid = (torch.tensor(kept)[part] for part in parts)
+for fold, parts in enumerate(StratifiedKFold(folds).split(used, labels[used])):
+    train, valid = (torch.tensor(used)[part] for part in parts)
     train_loader = DataLoader(TensorDataset(features[train], labels[train]), batch_size=16, shuffle=True)
     valid_loader = DataLoader(TensorDataset(features[valid], labels[valid]), batch_size=16)
     model = nn.Sequential(nn.Linear(30, 16), nn.ReLU(), nn.Linear(16, 2))

@@ -1,4 +1,4 @@
-"""Divide sentences among the processes, embed them with a pretrained BERT, and bring the results together."""
+"""Split sentences across processes, embed them with a pretrained BERT, and gather the results."""
 
 from importlib.resources import files
 

@@ -1,4 +1,4 @@
-"""Train a small language model; the configuration file alone says how it is divided among processes.
+"""Train a small language model; the configuration file alone selects the strategy.
 
     accel launch --config_file configs/ddp.yaml language_model.py
     accel launch --config_file configs/fsdp2.yaml language_model.py

@@ -1,6 +1,6 @@
-"""A 2.4 GB skeleton in a fresh process, beside the reference's.
+"""A 2.4 GB meta model in a fresh process, beside the reference's.
 
-    uv run python tools/benchmarks/bigmodel_skeleton.py [--reference-python PATH]
+    uv run python tools/benchmarks/bigmodel_meta_model.py [--reference-python PATH]
 
 Claims: at most 0.3 s, and nothing of the compiler stack imported.
 """
@@ -52,7 +52,7 @@ def main() -> int:
         return 0
     for role, figures in found.items():
         print(f"{role:>10}: {figures['seconds']:.3f} s for {figures['gigabytes']:.2f} GB")
-    good = claim("seconds for the skeleton", found["ours"]["seconds"], 0.3)
+    good = claim("seconds for the meta model", found["ours"]["seconds"], 0.3)
     good &= claim("compiler packages imported", found["ours"]["compiler"], 0)
     return 0 if good else 1
 
