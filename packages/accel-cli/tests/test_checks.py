@@ -3,7 +3,7 @@ from __future__ import annotations
 import contextlib
 
 import pytest
-from hypothesis import sourced
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.launch.args import FLAGS, help_text, read_arguments
@@ -158,7 +158,7 @@ contents = st.dictionaries(
 )  # fmt: skip
 
 
-@sourced(
+@given(
     st.lists(words, max_size=8),
     contents,
     st.dictionaries(st.sampled_from([*BY_VARIABLE]), st.text(), max_size=3),

@@ -16,7 +16,7 @@ from shutil import which
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import sourced
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.config.defaults import suggestion
@@ -413,7 +413,7 @@ def test_what_sagemaker_cannot_pass_to_a_script_is_refused(words):
         hyperparameters(words)
 
 
-@sourced(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.integers() | st.booleans()))
+@given(st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), st.integers() | st.booleans()))
 def test_hyperparameters_keep_their_types(values):
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     assert hyperparameters(words) == values

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import yaml
-from hypothesis import sourced
+from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.config import basic, command
@@ -147,7 +147,7 @@ def test_sagemaker_is_asked_for():
     assert "launch.num_processes" not in asked
 
 
-@sourced(st.data(), st.sampled_from([LAPTOP, SERVER, HostInfo(gpus=1, cores=4, nodes=2)]))
+@given(st.data(), st.sampled_from([LAPTOP, SERVER, HostInfo(gpus=1, cores=4, nodes=2)]))
 def test_any_answers_make_a_file_that_is_read_back(data, found):
     """Answers that are offered, or suggested."""
 

@@ -36,8 +36,8 @@ def test_a_flag_means_what_it_means_to_the_command(line):
         pytest.skip("the value is none for this flag")
     args = launch_command_parser().parse_args([*line, "train.py"])
     found = parse_namespace(vars(args))
-    assert {path: sourced.value for path, sourced in found.items()} == {
-        path: sourced.value for path, sourced in meant.items()
+    assert {path: one.value for path, one in found.items()} == {
+        path: one.value for path, one in meant.items()
     }
     assert attribute_of(next(flag for flag in (line[0], *_long(line[0])) if flag.startswith("--"))) in vars(
         args

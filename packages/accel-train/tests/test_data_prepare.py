@@ -143,7 +143,7 @@ def test_a_dataset_that_datasets_has_split_by_node_is_not_divided_again() -> Non
 def test_a_distributed_sampler_is_refused() -> None:
     sampler = DistributedSampler(list(range(8)), num_replicas=2, rank=0)  # pyright: ignore[reportArgumentType]
     loader = DataLoader(list(range(8)), sampler=sampler)
-    with pytest.raises(ValueError, match="a part of a part"):
+    with pytest.raises(ValueError, match="a shard of a shard"):
         prepare_data_loader(loader, num_processes=2, process_index=0)
     assert len(list(prepare_data_loader(loader))) == 4
 

@@ -39,7 +39,7 @@ def test_weight_files_alone_tell_sizes_and_blocks(folder):
         ("/nowhere/model", None, ["'/nowhere/model'", "no such file"]),
         ("a/b/c", None, ["'a/b/c'"]),
         ("config.json", "{", ["config.json", "is no configuration"]),
-        ("config.json", "[]", ["config.json", "no table"]),
+        ("config.json", "[]", ["config.json", "not a JSON object"]),
         ("config.json", "{}", ["config.json", "--library_name"]),
         ("empty", None, ["empty", "weight files"]),
     ],
