@@ -53,14 +53,14 @@ def draw(curves: dict[str, list[float]]) -> str:
             f"{left + width * step / last:.1f},{top + height * (1 - value):.1f}"
             for step, value in enumerate(values)
         )
-        position = f'x="{left + width - 210}" y="{top + 20 + 20 * row}"'
+        place = f'x="{left + width - 210}" y="{top + 20 + 20 * row}"'
         lines += [
             f'<polyline points="{points}" fill="none" stroke="{COLORS[name]}" stroke-width="2"/>',
-            f'<text {position} fill="{COLORS[name]}">step_scheduler_per="{name}"</text>',
+            f'<text {place} fill="{COLORS[name]}">step_scheduler_per="{name}"</text>',
         ]
     for share in (0, 0.5, 1):
-        position = f'x="{left + width * share:.0f}" y="{top + height + 16}" text-anchor="middle"'
-        lines.append(f"<text {position}>{share * last:.0f}</text>")
+        place = f'x="{left + width * share:.0f}" y="{top + height + 16}" text-anchor="middle"'
+        lines.append(f"<text {place}>{share * last:.0f}</text>")
     return "\n".join([*lines, "</svg>", ""])
 
 

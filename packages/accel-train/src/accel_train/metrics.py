@@ -62,9 +62,9 @@ def _gather_objects(data: Any, real: int | None, *, is_padded: bool, counts: boo
     all_ranks: list[tuple[str | None, Any, bool]] = collect.gather_object([mine])
     if problem is not None:
         raise problem
-    for rank, (problem, _, _) in enumerate(all_ranks):
-        if problem is not None:
-            raise DistributedOperationException(f"Rank {rank}: {problem}")
+    for rank, (text, _, _) in enumerate(all_ranks):
+        if text is not None:
+            raise DistributedOperationException(f"Rank {rank}: {text}")
     values = [value for _, value, counted in all_ranks if counted]
     if all(isinstance(value, list | tuple) for value in values):
         return [one for value in values for one in value]
