@@ -109,7 +109,7 @@ def test_everything_comes_back_in_its_place(tmp_path: Path):
 
 def test_what_does_not_fit_is_named_with_the_nearest(tmp_path: Path):
     save(tmp_path / "one", 1, lambda mesh: {"weight": torch.ones(2)})
-    with pytest.raises(CheckpointError, match=r"has no 'weigth'; the nearest is 'weight'"):
+    with pytest.raises(CheckpointError, match=r"has no 'weigth'; did you mean 'weight'"):
         read_into(tmp_path / "one", {"weigth": torch.zeros(2)})
     with pytest.raises(CheckpointError, match=r"'weight' with shape \(2,\), but this run's has shape \(3,\)"):
         read_into(tmp_path / "one", {"weight": torch.zeros(3)})

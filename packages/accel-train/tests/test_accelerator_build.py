@@ -282,6 +282,16 @@ def test_a_strategy_that_is_no_name_and_no_record_is_refused():
         Accelerator(cpu=True, strategy="dpp")
 
 
+def test_a_strategy_of_any_name_says_whether_fully_shard_shards_its_models():
+    named = lazy([])
+    build = named.build
+    assert callable(build)
+    sharded = replace(named, build=lambda *parts: replace(build(*parts), fsdp_version=2))
+    assert not Accelerator(cpu=True, strategy=named).is_fsdp2
+    AcceleratorState._reset_state()
+    assert Accelerator(cpu=True, strategy=sharded).is_fsdp2
+
+
 def test_a_selected_strategy_makes_the_plugin_that_it_needs():
     accelerator = Accelerator(cpu=True, strategy="fsdp2")
     assert accelerator.is_fsdp2

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from difflib import get_close_matches
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import AccelError
 
 if TYPE_CHECKING:
@@ -167,8 +167,7 @@ def _overview() -> str:
 
 
 def _unknown(name: str) -> str:
-    near = get_close_matches(name, COMMANDS, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(COMMANDS)}."
+    hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}.")
     return f"{name!r} is no command; {hint}"
 
 

@@ -102,6 +102,7 @@ class Strategy:
             wrapper)`; `wrapper(scheduler, optimizers)` makes one that an engine steps by itself, and `None`
             leaves it to `prepare`.
         compiles_in_place: Whether the model inside is compiled, and not what is around it.
+        fsdp_version: The version of FSDP that shards its models: 2 for `fully_shard`; `None` for neither.
         train_step: Runs forward and backward of an engine that owns both; see `TrainStep`.
         after_micro_batch: Called after every backward pass that does not complete an accumulation window.
         after_step: Called after every optimizer step. Both hooks serve devices that record operations and
@@ -123,6 +124,7 @@ class Strategy:
     wrap_optimizer: Callable[[Any, Callable[..., Any]], Any] | None = None
     wrap_scheduler: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
     compiles_in_place: bool = False
+    fsdp_version: int | None = None
     train_step: TrainStep | None = None
     after_micro_batch: Callable[[], None] | None = None
     after_step: Callable[[], None] | None = None

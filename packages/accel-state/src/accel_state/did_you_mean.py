@@ -9,6 +9,21 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
+def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known name that is most similar to another; `None` if none is similar.
+
+    Args:
+        name: The unknown name.
+        known: The known names.
+        cutoff: The least similarity, as for `difflib.get_close_matches`.
+
+    Example:
+        >>> nearest("colour", ["color", "size"])
+        'color'
+    """
+    return next(iter(get_close_matches(str(name), [*known], n=1, cutoff=cutoff)), None)
+
+
 def did_you_mean(name: object, known: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
     """Return a sentence that suggests the nearest known name.
 
@@ -22,5 +37,5 @@ def did_you_mean(name: object, known: Iterable[str], otherwise: str, *, cutoff: 
         >>> did_you_mean("colour", ["color", "size"], "there are 'color' and 'size'.")
         "did you mean 'color'?"
     """
-    near = get_close_matches(str(name), [*known], n=1, cutoff=cutoff)
-    return f"did you mean {near[0]!r}?" if near else otherwise
+    near = nearest(name, known, cutoff=cutoff)
+    return otherwise if near is None else f"did you mean {near!r}?"

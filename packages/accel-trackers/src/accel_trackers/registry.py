@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from accel_state.available import is_installed, require
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.labels import LoggerType
 from accel_trackers.general import GeneralTracker, check_attributes
@@ -161,9 +161,13 @@ def tracker_class(name: str) -> type[GeneralTracker]:
         check_attributes(loaded)
         return loaded
     names = [LoggerType.ALL.value, *_known_names()]
-    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean {nearest[0]!r}? " if nearest else ""
-    raise SettingsError(f"log_with contains {name!r}: {hint}It takes {', '.join(map(repr, names))}.")
+    hint = did_you_mean(name, names, "", cutoff=0.5)
+    known_names = f"It takes {', '.join(map(repr, names))}."
+    raise SettingsError(
+        f"log_with contains {name!r}: {hint} {known_names}"
+        if hint
+        else f"log_with contains {name!r}: {known_names}"
+    )
 
 
 def _known_names() -> list[str]:

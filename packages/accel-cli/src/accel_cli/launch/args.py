@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING
 
+from accel_state.did_you_mean import nearest
 from accel_state.errors import SettingsError
 from accel_state.settings import OPTIONS, ErrorCollector, Layer, Option, SourcedValue
 from accel_state.settings.file import DEFAULT_PATH_HELP, concat
@@ -91,14 +91,14 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
             return Arguments(sourced={}, script=None, script_arguments=())
         name, text = _split(word)
         if (key := _key(name)) not in FLAGS:
-            near = get_close_matches(key, [flag for flag in FLAGS if flag.startswith("--")], n=1)
-            hint = f"; did you mean {near[0]}?" if near else "."
+            near = nearest(key, [flag for flag in FLAGS if flag.startswith("--")])
+            hint = "." if near is None else f"; did you mean {near}?"
             problems.found.append(
                 f"argument {name} is unknown{hint} Flags of the script come after the script."
             )
-            if not near:
+            if near is None:
                 problems.raise_if_any()
-            elif FLAGS[near[0]].const is None and text is None:
+            elif FLAGS[near].const is None and text is None:
                 del rest[:1]
             continue
         with problems:

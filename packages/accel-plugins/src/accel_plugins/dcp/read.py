@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from difflib import get_close_matches
 from itertools import pairwise
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from accel_plugins.dcp.index import entries, read_index
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -102,10 +102,8 @@ def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, stri
         entry = present.get(key)
         if entry is None:
             if strict:
-                near = get_close_matches(key, present, n=1)
-                raise CheckpointError(
-                    f"{str(folder)!r} has no {key!r}" + (f"; the nearest is {near[0]!r}." if near else ".")
-                )
+                hint = did_you_mean(key, present, f"it has {len(present)} others.")
+                raise CheckpointError(f"{str(folder)!r} has no {key!r}; {hint}")
         elif isinstance(value, torch.Tensor) and entry.shape is not None and value.shape != entry.shape:
             raise CheckpointError(
                 f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, but this run's has shape "

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_plugins.deepspeed.hf_config import AUTO
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -170,11 +170,11 @@ def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str
     known = sorted(set(names))
     unknown = [name for name in config if name not in known]
     for name in unknown:
-        near = get_close_matches(name, known, n=1, cutoff=0.8)
-        if near:
+        hint = did_you_mean(name, known, "", cutoff=0.8)
+        if hint:
             raise SettingsError(
                 f"The DeepSpeed configuration has {name!r}: {config[name]!r}, which the installed version of "
-                f"DeepSpeed does not know; did you mean {near[0]!r}?"
+                f"DeepSpeed does not know; {hint}"
             )
     return unknown
 

@@ -173,6 +173,7 @@ def build(
     shards = Fsdp1Shards(roots=roots, form_now=partial(form_of, plugin))
     return Strategy(
         name="fsdp1",
+        fsdp_version=1,
         wrapper=Fsdp1Wrapper(
             runtime=runtime,
             plugin=plugin,

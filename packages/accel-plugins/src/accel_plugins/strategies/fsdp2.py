@@ -67,6 +67,7 @@ def build(
     shard = [*stages, *(() if context is None else (context.prepare,))]
     return Strategy(
         name="fsdp2",
+        fsdp_version=2,
         wrapper=ShardedWrapper(
             runtime=runtime,
             shard=compose(shard),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.settings.error_collector import ErrorCollector
 from accel_state.settings.legacy import translate
@@ -195,9 +195,7 @@ def _written(option: Option, value: Any) -> Any:
 
 
 def _nearest(key: str) -> str:
-    near = get_close_matches(key, BY_KEY, n=1)
-    if near:
-        return f"; did you mean {near[0]!r}?"
     table = key.partition(".")[0]
     known = [name for name in BY_KEY if name.startswith(f"{table}.")] if "." in key else []
-    return f"; known are {', '.join(known or sorted({name.partition('.')[0] for name in BY_KEY}))}"
+    names = ", ".join(known or sorted({name.partition(".")[0] for name in BY_KEY}))
+    return f"; {did_you_mean(key, BY_KEY, f'known are {names}')}"

@@ -38,13 +38,13 @@ class ParallelFacet(Facet):
 
     @property
     def torch_device_mesh(self) -> DeviceMesh | None:
-        """The processes by the axes along which they divide the work; `None` where all have copies."""
+        """The device mesh of this run; `None` where models are replicated on all ranks."""
         return self._parts.strategy.mesh
 
     @property
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by `fully_shard`."""
-        return self._parts.strategy.name == "fsdp2"
+        return self._parts.strategy.fsdp_version == 2
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
@@ -53,12 +53,12 @@ class ParallelFacet(Facet):
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """Which part of each layer this process has; 0 where layers are whole."""
+        """The tensor-parallel rank; 0 without tensor parallelism."""
         return self._rank_along("tp")
 
     @property
     def context_parallel_rank(self) -> int:
-        """Which part of each sequence this process has; 0 where sequences are whole."""
+        """The context-parallel rank; 0 without context parallelism."""
         return self._rank_along("cp")
 
     @property

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
+from accel_state.did_you_mean import nearest
 from accel_state.errors import SettingsError
 from accel_state.settings.file import DEFAULT_PATH_HELP
 from accel_state.settings.options import BY_PATH
@@ -89,9 +89,9 @@ class Parser(ArgumentParser):
 
     def _nearest(self, name: str) -> str:
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
-        near = get_close_matches(name.replace("-", "_"), [flag.replace("-", "_") for flag in flags], n=1)
-        at = [flag.replace("-", "_") for flag in flags].index(near[0]) if near else None
-        return "." if at is None else f"; did you mean {flags[at]}?"
+        by_spelling = {flag.replace("-", "_"): flag for flag in reversed(flags)}
+        near = nearest(name.replace("-", "_"), by_spelling)
+        return "." if near is None else f"; did you mean {by_spelling[near]}?"
 
 
 def number(low: float, *, integer: bool = True) -> Callable[[str], float]:
