@@ -46,7 +46,7 @@ HANDLERS: tuple[type[Any], ...] = (
 
 
 class _Unset:
-    """What `split_batches` is when nobody gave it."""
+    """The default of `split_batches`, which tells an absent argument from `False`."""
 
     def __repr__(self) -> str:
         return "<unset>"
@@ -57,7 +57,7 @@ UNSET: Any = _Unset()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of `Accelerator`, as they were given; documented there."""
+    """The unchecked arguments of `Accelerator`, which documents them."""
 
     device_placement: bool = True
     split_batches: bool = UNSET
@@ -109,7 +109,7 @@ def sort_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
 
 
 def selected_strategy(strategy: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
-    """Return what was selected: the argument before that of an earlier `Accelerator` before the settings.
+    """Return the selected strategy: the argument, else that of an earlier `Accelerator`, else the settings'.
 
     Raises:
         SettingsError: There is no strategy of that name, or the argument is something else.

@@ -1,4 +1,4 @@
-"""Backward passes and optimizer steps with what a strategy and a recipe do around them, composed once."""
+"""Backward passes and optimizer steps, composed once with the hooks of the strategy and the recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bind_backward(
     """Return the backward pass of a run, as `Stepper.backward`.
 
     Args:
-        strategy: Whose stepper computes gradients where there is no engine.
+        strategy: Its stepper computes gradients if there is no engine.
         engine: Computes gradients when the model is called.
         hook: Called after every backward pass that does not complete an accumulation window.
     """
@@ -70,7 +70,7 @@ class EngineCalls:
 
     Args:
         strategy: With a `train_step`.
-        state: Says how many micro-batches a step has, and whether this one ends it.
+        state: Has the number of micro-batches of a step, and whether this one completes it.
     """
 
     def __init__(self, strategy: Strategy, state: GradientState) -> None:
@@ -80,7 +80,7 @@ class EngineCalls:
         self._returned: Any = WeakIdKeyDictionary()
 
     def route(self, model: nn.Module) -> None:
-        """Let calls in training mode, with gradients enabled, go through the engine."""
+        """Route calls in training mode, with gradients enabled, through the engine."""
 
         def around(forward: Callable[..., Any]) -> Callable[..., Any]:
             def routed(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -105,8 +105,7 @@ class EngineCalls:
         """Accept a loss whose gradients the engine has computed.
 
         Raises:
-            SettingsError: It is another tensor, whose gradients nobody computes; or there are arguments for a
-                backward pass.
+            SettingsError: The loss is not the engine's, or there are arguments for a backward pass.
         """
         del accumulation, sync
         if kwargs or loss not in self._returned:

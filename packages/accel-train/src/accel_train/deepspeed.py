@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """The optimizer of an engine: it steps, and gives gradients up, through the engine.
+    """The optimizer of an engine: it steps and drops gradients through the engine.
 
     Args:
         optimizer: The optimizer that `deepspeed.initialize` returned.
         step: Steps the engine, and returns False for a skipped step; by default the optimizer itself steps.
-        discard: Gives the engine's gradients up; by default the optimizer itself does.
+        discard: Drops the engine's gradients; by default the optimizer itself does.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         self._discard = discard
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Give gradients up if they are synchronised now.
+        """Drop gradients if they are synchronised now.
 
         Args:
             set_to_none: Makes no difference: an engine has no gradients between steps.
@@ -59,4 +59,4 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers, step_per="update")
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine has done it."""
+        """Do nothing: the engine steps the schedule."""

@@ -1,4 +1,4 @@
-"""How processes that torch's elastic launcher looks after have failed."""
+"""Failures of the processes of torch's elastic launcher."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _OURS = re.compile(
 
 
 def failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, str]:
-    """Tell how processes of this machine have failed, by rank, the first to fail first.
+    """Describe the failures of processes of this node, by rank, in the order in which they failed.
 
-    Torch tells of one, which is any of those that it finds dead, and of whole seconds only. All that raised
-    have left a file.
+    Torch reports one of them, which is any that it finds dead, with a time in whole seconds. Each process
+    that raised has left an error file.
 
     Args:
-        failures: What torch tells, by rank.
-        folder: Where torch keeps what belongs to the processes.
+        failures: Torch's reports, by rank.
+        folder: The folder of torch's error files.
     """
     stories = {rank: (float(failure.timestamp), _story(rank, failure)) for rank, failure in failures.items()}
     first = next(rank - failure.local_rank for rank, failure in failures.items())  # of this machine
@@ -43,7 +43,7 @@ def failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[i
 
 
 def _story(rank: int, failure: ProcessFailure) -> str:
-    """What is known about a failed process."""
+    """Describe a failed process."""
     stories: Any = failure.message
     if isinstance(stories, dict):
         return _story_of_error(rank, stories)
@@ -53,5 +53,5 @@ def _story(rank: int, failure: ProcessFailure) -> str:
 
 
 def _story_of_error(rank: int, error: Any) -> str:
-    """What a process has written down before it ended."""
+    """Describe a process by its error file."""
     return f"Rank {rank} failed: {error['message']}\n{_OURS.sub('', error['extraInfo']['py_callstack'])}"

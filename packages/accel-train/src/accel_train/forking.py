@@ -1,4 +1,4 @@
-"""Forked processes that torch's elastic launcher looks after, and what a fork cannot take along."""
+"""Forked workers under torch's elastic launcher, and the state that does not survive a fork."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class Machines:
     """The nodes of a job and their rendezvous.
 
     Args:
-        endpoint: Where they meet, `<address>:<port>`.
-        num_nodes: How many there are.
-        node_rank: Which one this is.
-        backend: The rendezvous of torch that they use.
-        conf: Its further options.
-        run_id: What they, and no others, call the job.
+        endpoint: Address of the rendezvous, `<address>:<port>`.
+        num_nodes: Number of nodes.
+        node_rank: Rank of this node.
+        backend: Torch's rendezvous backend.
+        conf: Further options of the backend.
+        run_id: The id of the job, the same on all its nodes.
     """
 
     endpoint: str
@@ -82,10 +82,10 @@ class Machines:
     run_id: str = "none"
 
     def config(self, processes: int, **options: Any) -> LaunchConfig:
-        """What torch's launcher is asked for.
+        """Return the configuration of torch's launcher.
 
         Args:
-            processes: Of each machine.
+            processes: Processes of each node.
             **options: Further fields.
         """
         # What a machine needs to know about itself; the second is only guessed from host names otherwise.
@@ -109,12 +109,12 @@ class Machines:
 
 @contextlib.contextmanager
 def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
-    """Listen where torch's launcher shall, so that nobody else can until it does.
+    """Listen on the port of torch's launcher, so that no other process takes it until the launcher does.
 
     The launcher's own store, made in this process for the same port, shares what listens here.
 
     Args:
-        port: Where; 0 for any free port.
+        port: The port; 0 for any free one.
         option: The name of the port for a message.
         or_any: Take any free port if that one is taken.
 
@@ -155,13 +155,14 @@ def _server(port: int) -> socket.socket:
 
 
 class Gate:
-    """Holds forked processes back until all of them are there.
+    """Gate that holds forked processes until all of them are forked.
 
-    A thread of the parent keeps the store that they connect to. What it has locked when it is forked, the
-    resolver of names for one, stays locked in the child for ever; so nobody connects while others are forked.
+    A thread of the parent keeps the store that they connect to. Locks that it holds during a fork, such as
+    that of the name resolver, stay locked in the child for ever; so no process connects while others are
+    forked.
 
     Args:
-        count: How many processes there will be.
+        count: Number of processes.
     """
 
     __slots__ = ("_arrived", "_count", "_seen")
@@ -171,10 +172,10 @@ class Gate:
         self._seen, self._arrived = os.pipe()
 
     def wait(self, earlier: int = 0) -> None:
-        """Return when all have come here, or after a while: one that has died must not hold up the others.
+        """Wait until all processes are here, or until a timeout, since one may have died.
 
         Args:
-            earlier: How many times all of them have been started before.
+            earlier: Number of earlier starts of all processes.
         """
         os.write(self._arrived, b".")
         expected, deadline = self._count * (earlier + 1), time.monotonic() + _FORK_TIMEOUT
@@ -182,7 +183,7 @@ class Gate:
             time.sleep(0.002)
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Close the pipe."""
         os.close(self._seen)
         os.close(self._arrived)
 
@@ -253,7 +254,7 @@ def _left_as_found(config: LaunchConfig) -> Generator[None]:
 
 
 def _drops_traceback(record: logging.LogRecord) -> bool:
-    """Whether a message of torch tells something that the error does not."""
+    """Whether a message of torch says more than the error."""
     return record.exc_info is None
 
 
@@ -286,7 +287,7 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
 
 
 class _Pickled:
-    """A result on its way, of which is known that it can be sent."""
+    """A result that is pickled already."""
 
     def __init__(self, result: Any) -> None:
         try:
@@ -304,7 +305,7 @@ class _Pickled:
 def _run_behind(
     gate: Gate, handlers: Mapping[signal.Signals, Any], function: Callable[..., Any], *args: Any
 ) -> Any:
-    """As `run_forked`, once all siblings are there."""
+    """Run as `run_forked` does, once all siblings are forked."""
     # Ctrl-C is for the launcher, which hands it on; twice it would break off a clean-up.
     os.setpgrp()
     heard: list[int] = []
@@ -319,21 +320,21 @@ def _run_behind(
 
 
 def _hear(heard: list[int], handler: Callable[..., Any], number: int, frame: Any) -> None:
-    """Note a signal, and do what would be done without this."""
+    """Record a signal, then handle it as before."""
     heard.append(number)
     handler(number, frame)
 
 
 def _waiting_bytes(pipe: int) -> int:
-    """How many bytes can be read from a pipe; they stay there."""
+    """Return the number of bytes that can be read from a pipe, without reading them."""
     return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
 
 
 def refuse_initialised_devices() -> None:
-    """Raise if forked processes could not use their devices, because this one has touched its own.
+    """Refuse to fork if this process has initialised a device, which forked processes could not use.
 
     Raises:
-        SettingsError: That is so.
+        SettingsError: A device is initialised.
     """
     found = next((kind.name for kind in KINDS if kind.type != "cpu" and _is_initialised(kind.module)), None)
     if found is None and not _holds_cuda_driver():
@@ -351,7 +352,7 @@ def _is_initialised(module: Any) -> bool:
 
 
 def _holds_cuda_driver() -> bool:
-    """Whether any library of this process has CUDA in use, also one that torch knows nothing of."""
+    """Whether any library of this process uses CUDA, also without torch."""
     opened = Path("/proc/self/fd")  # Linux
     if not opened.is_dir():
         return False

@@ -29,11 +29,11 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
     """Shard a model in place, as `prepare` does; its optimizers have to be made afterwards.
 
     Args:
-        accelerator: With an FSDP plugin of version 2.
-        model: The same on every process.
+        accelerator: An `Accelerator` with an FSDP plugin of version 2.
+        model: A model that is the same on every rank.
 
     Raises:
-        UnsupportedError: The accelerator trains in another way.
+        UnsupportedError: The accelerator does not use FSDP2.
     """
     strategy = accelerator._parts.strategy  # pyright: ignore[reportPrivateUsage] - a function of it
     if not accelerator.is_fsdp2:
@@ -44,10 +44,10 @@ def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module
 
 
 def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """Let the blocks of a model keep only their inputs for the backward pass, before it is sharded.
+    """Apply activation checkpointing to the blocks of a model, before it is sharded.
 
     Args:
-        accelerator: Its FSDP plugin says what blocks are.
+        accelerator: Its FSDP plugin has the wrap policy.
         model: Changed in place.
 
     Returns:
@@ -60,7 +60,7 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Names of parameters as the model itself has them, without those of wrappers.
+    """Return parameters by their names in the unwrapped model.
 
     Example:
         >>> fsdp2_canonicalize_names({"layer._checkpoint_wrapped_module.weight": 1})
@@ -81,9 +81,9 @@ def fsdp2_load_full_state_dict(
     """Load a full state dict that only the main process has into a sharded model, tensor by tensor.
 
     Args:
-        accelerator: Whose processes have shards of the model.
-        model: Sharded, with values or without.
-        full_sd: Name to tensor; not looked at on other processes.
+        accelerator: The `Accelerator` that has sharded the model.
+        model: The sharded model, also on the meta device.
+        full_sd: Full state dict; ignored on other ranks.
         cpu_offload: Whether parameters stay on the CPU.
     """
     runtime = accelerator.state.runtime
@@ -98,7 +98,7 @@ def fsdp2_switch_optimizer_parameters(optimizer: Optimizer, mapping: Mapping[Any
         mapping: An old parameter, or its `data_ptr()`, to the new one.
 
     Raises:
-        SettingsError: A parameter of the optimizer is not there.
+        SettingsError: The mapping lacks a parameter of the optimizer.
     """
     by_address = {key: value for key, value in mapping.items() if isinstance(key, int)}
     by_identity = {id(key): value for key, value in mapping.items() if isinstance(key, Tensor)}

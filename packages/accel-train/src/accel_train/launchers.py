@@ -1,4 +1,4 @@
-"""Starting several processes from within Python: from a notebook, or on the CPU to try something out."""
+"""Launch several processes from within Python: from a notebook, or on the CPU for a test."""
 
 from __future__ import annotations
 
@@ -148,13 +148,12 @@ def debug_launcher(
 class PrepareForLaunch:
     """A function for `torch.multiprocessing` to start, which passes the index of a process first.
 
-    Whoever starts the processes says in `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` how many there are and
-    where they meet.
+    The caller sets `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`.
 
     Args:
         launcher: What to run.
         distributed_type: How the processes work together; `"NO"` if they do not.
-        debug: Let the processes meet in the file that `ACCELERATE_DEBUG_RDV_FILE` names, over gloo.
+        debug: Use the file in `ACCELERATE_DEBUG_RDV_FILE` for the rendezvous, and gloo.
 
     Example:
         >>> from accel_state import patch_environment
@@ -177,11 +176,11 @@ class PrepareForLaunch:
         """Run the function as the process of an index.
 
         Args:
-            index: Which process of this machine this is.
+            index: Local rank of the process.
             *args: What the function is called with.
 
         Raises:
-            SettingsError: In the environment there is not what the processes need to meet.
+            SettingsError: The environment lacks the variables of the rendezvous.
         """
         variables = environ.read()
         if self.debug:
@@ -194,7 +193,7 @@ class PrepareForLaunch:
 
 
 def test_launch() -> None:
-    """Make a `PartialState`, to see whether processes find each other."""
+    """Make a `PartialState`, to check the rendezvous."""
     PartialState()
 
 
@@ -224,7 +223,7 @@ def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_resta
 
 
 def _rendezvous(asked: str | int, num_nodes: int, node_rank: int) -> AbstractContextManager[int]:
-    """The port where rank 0 listens, from when it is entered; see `use_port`."""
+    """Yield the port on which rank 0 listens; see `use_port`."""
     if not str(asked).isdigit():
         raise SettingsError(f"notebook_launcher(use_port={asked!r}): expected the number of a port.")
     port = int(asked)
@@ -237,6 +236,6 @@ def _rendezvous(asked: str | int, num_nodes: int, node_rank: int) -> AbstractCon
 
 
 def _device_count(module: Any) -> int:
-    """How many accelerators there are, without initialising one."""
+    """Return the number of accelerators, without initialising one."""
     count = getattr(module, "device_count", None)
     return max(1, count()) if count is not None else 1

@@ -103,10 +103,10 @@ def launch(
 
 
 def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
-    """The settings that were given.
+    """Return the settings of `config`.
 
     Raises:
-        SettingsError: They are none, or ask for what only the command does.
+        SettingsError: The argument is no settings, or asks for what only the command does.
     """
     if isinstance(config, Mapping):
         config = combine(parse_file(config, "launch(config=...)")).settings
@@ -128,10 +128,10 @@ def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
 
 
 def _kind(settings: Settings) -> DeviceKind:
-    """The devices to run on.
+    """Return the kind of devices to run on.
 
     Raises:
-        SettingsError: Those that were asked for are not there.
+        SettingsError: This machine lacks the devices that were asked for.
     """
     asked = settings.launch.distributed_type
     if settings.process.use_cpu or asked == "MULTI_CPU":
@@ -185,7 +185,7 @@ def _devices(module: Any) -> int:
 
 @contextmanager
 def _rendezvous(settings: Settings) -> Generator[str]:
-    """Where the machines meet, `<address>:<port>`; the first of them listens there already."""
+    """Yield the address of the rendezvous, `<address>:<port>`; node 0 listens there already."""
     chosen = settings.launch
     address = "127.0.0.1" if chosen.num_machines == 1 else chosen.main_process_ip
     if address is None:

@@ -1,4 +1,4 @@
-"""Local SGD: processes step on their own gradients, and average their parameters from time to time."""
+"""Local SGD: ranks step on their local gradients, and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """A context in which processes train apart from each other and average their models every few steps.
+    """Context manager in which ranks train on local gradients and average their models every few steps.
 
     Communication takes place every `local_sgd_steps` optimizer steps instead of every one, at the price of
     other results (https://arxiv.org/abs/1805.09767). At its end all processes have the same model again.
     `backward(num_items=…)` divides by the items of each process within it.
 
     Args:
-        accelerator: What has prepared the model.
+        accelerator: The `Accelerator` that has prepared the model.
         model: The prepared model.
         local_sgd_steps: Optimizer steps between two averages.
         enabled: Whether to do anything at all; with one process there is nothing to do.
@@ -68,7 +68,7 @@ class LocalSGD:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        """Keep gradients on their process from now on."""
+        """Keep gradients local."""
         if self.enabled:
             self._stack.enter_context(self._parts.strategy.stepper.no_sync(self.model))
             self._stack.enter_context(self._parts.items.counting_alone())
@@ -77,7 +77,7 @@ class LocalSGD:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Average the models, unless an error ends the context, and let gradients travel again."""
+        """Average the models, unless an error ends the context, and synchronise gradients again."""
         self._stack.close()
         if self.enabled and kind is None:
             self._average()

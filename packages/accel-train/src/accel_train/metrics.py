@@ -1,4 +1,4 @@
-"""Cutting the padding off what a process computed for a batch, before it is gathered."""
+"""Gather the results of a batch without those of its padding."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
-    """Gather what belongs to the real samples of the batch that a loader yielded last.
+    """Gather the results for the real samples of the last batch of a loader.
 
     Every rank keeps as many rows as it has real samples in the batch, and what is left is gathered, of
     whatever lengths. Of an incomplete last batch no more rows are kept than it has samples: Accelerate does
@@ -42,7 +42,7 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
 
 
 def _real_samples(loader: Any) -> tuple[int | None, bool]:
-    """How many samples of this rank's batch count, None if all rows do; and whether it holds padding."""
+    """Return the number of real samples of this rank's batch, None for all, and whether it has padding."""
     if loader is None:
         return None, False
     if loader.real_in_batch is not None:
@@ -91,7 +91,7 @@ def all_tensors(data: object) -> bool:
 
 
 def trim_tensors(data: Any, *, real: int) -> Any:
-    """Keep what belongs to real samples.
+    """Keep the rows of real samples.
 
     Args:
         data: Nested tensors with one row per sample of the batch; 0-d ones belong to no sample and stay.
@@ -105,7 +105,7 @@ def trim_tensors(data: Any, *, real: int) -> Any:
 
 
 def trim_objects(data: Any, *, real: int) -> Any:
-    """Keep what belongs to real samples of a list of one object per sample.
+    """Keep the real samples of a list of one object per sample.
 
     Raises:
         ValueError: It is no list or tuple.

@@ -1,4 +1,4 @@
-"""An optimizer that steps only when the gradients of a whole window are there."""
+"""An optimizer wrapper that steps only at the end of an accumulation window."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
 
     Args:
         state: Dicts, lists and tuples of tensors and anything else.
-        device: Where to.
+        device: The device.
 
     Example:
         >>> move_to_device({"step": 1, "mean": torch.zeros(2)}, "cpu")
@@ -36,7 +36,7 @@ def move_to_device(state: Any, device: torch.device | str) -> Any:
 def patch_optimizer_step(
     accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Let a prepared optimizer remember that a function, such as the step of the wrapped one, was called.
+    """Record on a prepared optimizer that a function, such as the step of the wrapped one, was called.
 
     Args:
         accelerated_optimizer: Whose `_accelerate_step_called` becomes true.
@@ -193,11 +193,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.load_state_dict(state_dict)
 
     def train(self) -> Any:
-        """Put an optimizer that has modes, as schedule-free ones do, into that of training."""
+        """Switch a schedule-free optimizer to training mode."""
         return self._set_mode("train")
 
     def eval(self) -> Any:
-        """Put an optimizer that has modes, as schedule-free ones do, into that of evaluation."""
+        """Switch a schedule-free optimizer to evaluation mode."""
         return self._set_mode("eval")
 
     def _set_mode(self, mode: str) -> Any:

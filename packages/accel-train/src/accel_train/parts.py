@@ -1,4 +1,4 @@
-"""The composition root: what an `Accelerator` is made of, and the one function that makes it."""
+"""The composition root: the parts of an `Accelerator`, and the one function that builds them."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ logger = get_logger(__name__)
 
 @dataclass(slots=True)
 class Prepared:
-    """What one `Accelerator` has prepared, in that order."""
+    """The objects that one `Accelerator` has prepared, in order."""
 
     models: list[nn.Module] = field(default_factory=list["nn.Module"])
     optimizers: list[AcceleratedOptimizer] = field(default_factory=list["AcceleratedOptimizer"])
@@ -88,7 +88,7 @@ class Prepared:
             yield from model.parameters()
 
     def clear(self) -> None:
-        """Forget everything."""
+        """Release all prepared objects."""
         for kind in (self.models, self.optimizers, self.schedulers, self.dataloaders):
             kind.clear()
 
@@ -105,8 +105,8 @@ class Parts:
         engine: Takes the calls of models, where the strategy has a `train_step`.
         backward: Computes gradients, with what is done around that.
         step: Steps an optimizer, with what is done afterwards.
-        after_step: That.
-        precision: In which number formats.
+        after_step: Runs after a step of an optimizer.
+        precision: The mixed precision.
         converter: Converts models, where the precision is a recipe.
         compiler: How models are compiled.
         synchronizer: Counts micro-batches.
@@ -213,7 +213,7 @@ def build_parts(arguments: Arguments) -> Parts:
 def _loop_state(
     arguments: Arguments, accumulation: GradientAccumulationPlugin, runtime: Runtime
 ) -> tuple[GradientState, Prepared, StepMeter | None]:
-    """What changes while the loop runs, and what measures it if somebody asked for that."""
+    """Make the state of the training loop, and its meter if it is asked for."""
     gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), Prepared()
     meter = StepMeter(gradient_state, prepared.optimizers, runtime) if arguments.log_system_metrics else None
     return gradient_state, prepared, meter
@@ -269,7 +269,7 @@ def _strategy(
     runtime: Runtime,
     handlers: Mapping[type, Any],
 ) -> tuple[Strategy, PrecisionPolicy]:
-    """Choose the strategy and make it, and the precision that goes with it."""
+    """Choose the strategy, and build it with its precision policy."""
     specs = available()
     name = None if selected is None else selected.name
     settings = replace(settings, training=replace(settings.training, strategy=name))

@@ -1,4 +1,4 @@
-"""The arguments of `Accelerator` that are plugins, and what launchers and earlier ones say instead."""
+"""The plugin arguments of `Accelerator`, with the launcher's and an earlier `Accelerator`'s as defaults."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
 
 
 def sort_plugins(**plugins: Any) -> dict[str, Any]:
-    """The arguments of `Accelerator` that are plugins, by name; the two that DeepSpeed has as one.
+    """Return the plugin arguments of `Accelerator` by name; the two of DeepSpeed as one.
 
     Raises:
-        SettingsError: Both were given.
+        SettingsError: Both arguments of DeepSpeed were passed.
 
     Example:
         >>> sort_plugins(fsdp_plugin=None, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3})
@@ -47,7 +47,7 @@ def sort_plugins(**plugins: Any) -> dict[str, Any]:
 
 
 def known_plugins() -> dict[str, Any]:
-    """The plugins of an earlier `Accelerator` of this process, by the arguments that they were."""
+    """Return the plugins of an earlier `Accelerator` of this process, by argument."""
     known = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - asks without making one
     return {
         engine.argument: known.get(_STATE_NAMES.get(engine.argument, engine.argument)) for engine in ENGINES
@@ -56,7 +56,7 @@ def known_plugins() -> dict[str, Any]:
 
 @contextmanager
 def unchanged_by_failure() -> Generator[None]:
-    """A context in which the shared state may be set; an error brings back what was before."""
+    """Restore the shared state if the block raises."""
     shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - as above
     before = dict(shared)
     try:
@@ -71,7 +71,7 @@ def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
     """Raise if a launcher has switched on an engine that is not part of this version.
 
     Raises:
-        UnsupportedError: It has.
+        UnsupportedError: A launcher has.
     """
     available = {engine.argument for engine in ENGINES}
     for name, argument in _SWITCHES.items():
@@ -90,7 +90,7 @@ def _is_on(name: str, environment: Mapping[str, str]) -> bool:
 
 
 def configured_accumulation(plugin: Any) -> int | None:
-    """Return the micro-batches of a step that a DeepSpeed configuration says; `None` where it does not.
+    """Return the micro-batches of a step in a DeepSpeed configuration; `None` if it has none.
 
     Args:
         plugin: A `DeepSpeedPlugin`, several by name, of which the first is used first, or `None`.

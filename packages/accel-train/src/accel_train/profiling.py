@@ -1,4 +1,4 @@
-"""Profiling a piece of a training script, with one Chrome trace per process."""
+"""Profile a block of a training script, with one Chrome trace per rank."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ logger = get_logger(__name__)
 
 @contextmanager
 def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
-    """Profile what runs in the context, and write traces if a directory for them is given.
+    """Profile the block, and write traces if the handler has a directory for them.
 
     Args:
         handler: What to record, and where to.
-        runtime: Whose process this is. All processes wait for each other's traces.
+        runtime: The runtime of this process. All ranks wait until every trace is written.
 
     Raises:
         SettingsError: The profiler cannot be built as the handler says.
@@ -54,12 +54,12 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
 
 
 class Traces:
-    """Writes every complete trace of a process to a file of its own.
+    """Writer of every complete trace of a process to a file of its own.
 
     Args:
-        directory: Where to; made if it is not there.
-        rank: Of this process.
-        handler: Whose own `on_trace_ready` is called first.
+        directory: The folder; made if absent.
+        rank: Rank of this process.
+        handler: Its own `on_trace_ready` is called first.
     """
 
     def __init__(self, directory: Path, rank: int, handler: ProfileKwargs) -> None:

@@ -1,4 +1,4 @@
-"""A learning rate scheduler that moves only when the optimizer has, by a clock of its own."""
+"""A learning rate scheduler that steps only when its optimizers have, by a selectable clock."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StepPer: TypeAlias = Literal["process", "update", "sample"]
 
 
 class AcceleratedScheduler:
-    """A scheduler that steps when its optimizers have stepped, by a clock that can be chosen.
+    """Scheduler wrapper that steps when its optimizers have stepped, by a selectable clock.
 
     While gradients are accumulated, and when an optimizer skipped its step because gradients were not finite,
     the schedule stays where it is. Otherwise it advances, as `step_per` says:
@@ -150,11 +150,11 @@ class AcceleratedScheduler:
 
 
 def check_clock(step_per: str | None, argument: str) -> None:
-    """Refuse what is no clock.
+    """Refuse an unknown clock.
 
     Args:
         step_per: A clock, or `None`.
-        argument: Where it was given, for the message.
+        argument: Name of the argument, for the message.
 
     Raises:
         SettingsError: There is no such clock.
@@ -167,7 +167,7 @@ def check_clock(step_per: str | None, argument: str) -> None:
 
 
 def samples_per_step(loader: Any | None) -> int:
-    """How many samples all processes together have got with the batch that a loader yielded last.
+    """Return the number of samples of the last batch of a loader, over all ranks.
 
     Args:
         loader: The prepared loader that is being iterated over, if any.

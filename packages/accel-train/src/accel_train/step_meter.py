@@ -1,4 +1,4 @@
-"""What a training loop knows about its own speed, for `Accelerator(log_system_metrics=True)`."""
+"""Measure the speed of a training loop, for `Accelerator(log_system_metrics=True)`."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _MEMORY_SECONDS = 1.0
 
 
 class StepMeter:
-    """Measures steps, samples, items and waits between two calls of `log`.
+    """Meter of steps, samples, items and waits between two calls of `log`.
 
     Nothing waits for a device: time is the host's, and counted items stay tensors.
 
     Args:
-        gradient_state: Knows the loader whose batch is trained on.
+        gradient_state: Has the active loader.
         optimizers: All prepared ones, which count their steps.
         runtime: Of the process.
     """
@@ -128,7 +128,7 @@ class StepMeter:
         self._items: torch.Tensor | None = None
 
     def _device_memory(self, now: float) -> float | None:
-        """Return the peak of what tensors took on this process's device; `None` where that is not known."""
+        """Return the peak memory of tensors on this process's device; `None` if unknown."""
         if now - self._memory_read > _MEMORY_SECONDS:
             self._memory_read = now
             peak = getattr(self._runtime.kind.module, "max_memory_allocated", None)
@@ -137,7 +137,7 @@ class StepMeter:
 
 
 def _samples_of(loader: Any) -> int:
-    """How many samples the batches at hand of all ranks hold together, without what pads the last ones."""
+    """Return the number of samples in the current batches of all ranks, without padding."""
     if loader.end_of_dataloader and loader.remainder > 0:
         return loader.remainder
     if loader.counts_samples:

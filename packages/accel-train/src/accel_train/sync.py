@@ -38,7 +38,7 @@ def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, b
 
 
 class Synchronizer:
-    """Counts micro-batches and keeps gradients local until a window is complete.
+    """Counter of micro-batches that keeps gradients local until an accumulation window is complete.
 
     Args:
         state: Says whether gradients are synchronised now; read by optimizers and schedulers.
@@ -65,11 +65,11 @@ class Synchronizer:
         return sync
 
     def accumulate(self, models: Sequence[nn.Module]) -> Accumulation:
-        """The context of one micro-batch of these models."""
+        """Return the context manager of one micro-batch of these models."""
         return Accumulation(self, models)
 
     def local(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """A context in which the gradients of these models stay local."""
+        """Return a context manager in which the gradients of these models stay local."""
         if self._no_sync is None:
             return nullcontext()
         with ExitStack() as stack:  # leaves what it has entered if a later model's context raises

@@ -22,7 +22,7 @@ ItemCount: TypeAlias = "int | float | torch.Tensor"
 
 
 class ItemWindow:
-    """Counts the items whose losses were summed since the last optimizer step, and divides by them.
+    """Counter of the items of summed losses since the last optimizer step, by which gradients are divided.
 
     A window begins with the first counted backward pass and ends with an optimizer step. Its gradients hold
     the sum over the micro-batches (over processes the strategy has averaged them) until `normalize` divides
@@ -30,8 +30,8 @@ class ItemWindow:
     that a window may grow at any time.
 
     Args:
-        runtime: Whose processes share a window.
-        parameters: Finds the parameters whose gradients a window is about.
+        runtime: The runtime of the ranks that share a window.
+        parameters: Returns the parameters whose gradients are normalized.
         meter: Receives the number of items of every window that an optimizer has used.
     """
 
@@ -77,11 +77,11 @@ class ItemWindow:
         """Count the items of one micro-batch, before its backward pass.
 
         Args:
-            num_items: How many losses its loss is the sum of.
+            num_items: Number of items in the sum of losses.
 
         Raises:
-            ValueError: It is no such number, or nothing was prepared whose gradients could be divided.
-            UnsupportedError: Processes may run out of batches at different times.
+            ValueError: It is no such number, or no model or optimizer was prepared.
+            UnsupportedError: Ranks may have different numbers of batches.
         """
         if self._refusing is not None:
             raise UnsupportedError(
@@ -113,10 +113,10 @@ class ItemWindow:
         _divide(self._gradients(), self._divisor)
 
     def close(self, *, used: bool = False) -> None:
-        """Begin anew.
+        """Begin a new window.
 
         Args:
-            used: Whether an optimizer has used the gradients; else they are thrown away.
+            used: Whether an optimizer has used the gradients; else they are dropped.
         """
         if used and self._meter is not None and self._total is not None:
             self._meter.count_items(self._total)
@@ -124,7 +124,7 @@ class ItemWindow:
 
     @contextmanager
     def hold(self, inner: AbstractContextManager[Any]) -> Generator[None]:
-        """Be in another context, and put off division until it is left."""
+        """Enter another context manager, and postpone normalization until its end."""
         self._holds += 1
         try:
             with inner:
@@ -134,7 +134,7 @@ class ItemWindow:
 
     @contextmanager
     def refuse(self, where: str) -> Generator[None]:
-        """A context in which items cannot be counted; `where` names it in the message."""
+        """Refuse to count items within the block; `where` names it in the message."""
         before, self._refusing = self._refusing, where
         try:
             yield
@@ -143,7 +143,7 @@ class ItemWindow:
 
     @contextmanager
     def counting_alone(self) -> Generator[None]:
-        """A context in which this process counts and divides for itself, as its gradients are its own."""
+        """Count and normalize on this rank alone within the block, since its gradients are local."""
         self._alone = True
         try:
             yield

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 
 def save_runs(checkpoints: Run, trackers: TrackerSession) -> None:
-    """Let `save_state` write what was logged until then, and the ids of the runs to `trackers.json`.
+    """Let `save_state` flush logged values, and write the ids of the runs to `trackers.json`.
 
     Args:
-        checkpoints: Of the `Accelerator`.
-        trackers: Of the same.
+        checkpoints: The checkpoint run of the `Accelerator`.
+        trackers: The trackers of the `Accelerator`.
     """
 
     def save(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
@@ -36,10 +36,10 @@ def save_runs(checkpoints: Run, trackers: TrackerSession) -> None:
 
 
 def resume_runs(trackers: TrackerSession, folder: Path) -> None:
-    """Go on with the runs whose ids are in a checkpoint, on the main process.
+    """Resume the runs whose ids are in a checkpoint, on the main process.
 
     Args:
-        trackers: Of the `Accelerator`.
+        trackers: The trackers of the `Accelerator`.
         folder: The checkpoint.
 
     Raises:

@@ -1,4 +1,4 @@
-"""A flag that any process can raise and all of them see."""
+"""A flag that any rank can set and all ranks can check."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 class Trigger:
-    """A flag that is raised on one process and seen on all, such as "stop early".
+    """A flag that is set on one rank and checked on all, such as "stop early".
 
     Args:
-        runtime: Whose processes share the flag.
+        runtime: The runtime of the ranks that share the flag.
     """
 
     __slots__ = ("_raised", "_runtime")
@@ -24,11 +24,11 @@ class Trigger:
         self._raised = False
 
     def set(self) -> None:
-        """Raise the flag on this process."""
+        """Set the flag on this rank."""
         self._raised = True
 
     def check(self) -> bool:
-        """Whether any process has raised the flag since the last check; lowers it. A collective."""
+        """Return whether any rank has set the flag since the last check, and reset it. A collective."""
         count = torch.tensor(int(self._raised), device=self._runtime.device)
         self._raised = False
         self._runtime.collectives.all_reduce(count)

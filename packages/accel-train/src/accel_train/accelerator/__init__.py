@@ -61,7 +61,7 @@ class Accelerator(
         fsdp_plugin: Train with parameters, gradients and optimizer states sharded across ranks. As
             with the other plugins, an earlier `Accelerator` of this process, and else the environment,
             decides if it is `None`.
-        torch_tp_plugin: Train with the layers divided; `parallelism_config` says the same and more.
+        torch_tp_plugin: Train with tensor parallelism; `parallelism_config` has the same and more.
         megatron_lm_plugin: Not available in this version.
         rng_types: Which sources of randomness loaders synchronise between processes at their beginning;
             `["generator"]` if `None`: that of the sampler.
@@ -78,7 +78,7 @@ class Accelerator(
         dynamo_plugin: The compiler and its options.
         deepspeed_plugins: Several by name, of which the first is active until
             `AcceleratorState.select_deepspeed_plugin` chooses another.
-        parallelism_config: Along which axes the processes divide the work.
+        parallelism_config: The sizes of the mesh axes.
         step_scheduler_per: What one step of a learning rate schedule stands for: `"process"` advances it once
             for every process when the optimizer steps, `"update"` once, `"sample"` by the samples that were
             read; `"process"` if `None`, with a line in the log.

@@ -1,4 +1,4 @@
-"""Bringing together what the processes have computed."""
+"""Gather and reduce results of all ranks."""
 
 from __future__ import annotations
 
@@ -93,8 +93,8 @@ class CollectFacet(Facet):
 
         Args:
             tensor: A tensor or nested tensors.
-            dim: Along which dimension.
-            pad_index: What to fill with.
-            pad_first: Whether to fill at the beginning instead of the end.
+            dim: The dimension to pad.
+            pad_index: The value to pad with.
+            pad_first: Whether to pad at the beginning instead of the end.
         """
         return pad.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)

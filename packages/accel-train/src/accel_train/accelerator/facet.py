@@ -1,4 +1,4 @@
-"""What every facet of `Accelerator` is: methods over the same record of parts."""
+"""The base of the facets of `Accelerator`: methods over one record of parts."""
 
 from __future__ import annotations
 

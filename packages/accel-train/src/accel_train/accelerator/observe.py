@@ -1,4 +1,4 @@
-"""Looking at a run while it is under way."""
+"""Profiling of a run."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class ObserveFacet(Facet):
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
-        """The `ProfileKwargs` that were given."""
+        """The `ProfileKwargs` of the accelerator."""
         return self._parts.handlers.get(ProfileKwargs)  # pyright: ignore[reportReturnType] - by its own type
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[profile]:
-        """A context in which `torch.profiler` records what this process does.
+        """Record the block with `torch.profiler`.
 
         With `output_trace_dir`, every process writes a Chrome trace `profile_<rank>.json` there, and one
         `profile_<rank>_<n>.json` for every further cycle of `schedule_option`.

@@ -1,4 +1,4 @@
-"""The axes along which processes divide the work."""
+"""The mesh axes of a run."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class ParallelFacet(Facet):
-    """The mesh of processes, and the place of this one on it."""
+    """The device mesh, and the coordinates of this rank on it."""
 
     __slots__ = ()
 
     @property
     def parallelism_config(self) -> ParallelismConfig | None:
-        """The sizes of the axes that were asked for."""
+        """The sizes of the mesh axes."""
         return self._parts.state.parallelism_config
 
     @property
@@ -63,7 +63,7 @@ class ParallelFacet(Facet):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which copy of the model this process belongs to; 0 where there is one."""
+        """The rank along the axis of replicas; 0 with one replica."""
         parts = self._parts
         if parts.strategy.mesh is None:
             return parts.strategy.sharding.shard_index
@@ -71,21 +71,21 @@ class ParallelFacet(Facet):
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """Which shard of the model this process has, among those that have batches of their own."""
+        """The data-parallel rank among the shards of a replica."""
         return self._rank_along("dp_shard")
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """Which stage of a pipeline this process has.
+        """The pipeline-parallel rank.
 
         Raises:
-            UnsupportedError: Always: no model is trained in stages.
+            UnsupportedError: Always: pipelines are not trained.
         """
         raise UnsupportedError("pipeline_parallel_rank: models are not trained in pipeline stages.")
 
     @property
     def should_save_model(self) -> bool:
-        """Whether this process belongs to the copy of the model that is saved: the first one."""
+        """Whether this rank belongs to the replica that is saved: the first one."""
         parts = self._parts
         if parts.strategy.mesh is None:
             return parts.process.is_main_process
@@ -97,16 +97,16 @@ class ParallelFacet(Facet):
         buffer_seq_dims: list[int] | None = None,
         no_restore_buffers: set[torch.Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """A context in which sequences are divided, if there is context parallelism; else it does nothing.
+        """Shard sequences within the block under context parallelism; do nothing without.
 
-        Within it, scaled-dot-product attention sees whole sequences although every process has a part of
-        them.
+        Scaled-dot-product attention within it sees full sequences although every rank has a shard of them.
 
         Args:
             buffers: Tensors with a sequence dim, such as the inputs, labels and positions of a batch. They
-                are cut to this process's part in place.
+                are cut to this rank's shard in place.
             buffer_seq_dims: The sequence dim of each.
-            no_restore_buffers: Those that nobody needs afterwards; others are whole again.
+            no_restore_buffers: Buffers that are not needed afterwards; the others are restored to full
+                sequences.
 
         Example:
             >>> import torch
@@ -122,18 +122,19 @@ class ParallelFacet(Facet):
         return split(buffers or [], buffer_seq_dims or [], no_restore_buffers or set())
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: nn.Module) -> Any:
-        """Let a loader divide the sequences of its batches, where DeepSpeed's Ulysses divides sequences.
+        """Let a loader shard the sequences of its batches under DeepSpeed's Ulysses.
 
-        `prepare` does it for loaders that it gets together with the model.
+        `prepare` does so for loaders that are passed together with the model.
 
         Args:
             dl: A prepared loader, which is changed and returned. Any other iterable of dictionaries of
                 tensors, of which every process has its own, is read through DeepSpeed's
-                `UlyssesSPDataLoaderAdapter`: processes that divide sequences take their batches in turn.
+                `UlyssesSPDataLoaderAdapter`: the batches of sequence-parallel ranks are used one after the
+                other.
             model: The prepared model.
 
         Returns:
-            A loader of this process's parts; `dl` itself in other runs.
+            A loader of this rank's shards; `dl` itself in other runs.
 
         Raises:
             SettingsError: The model is not prepared.

@@ -1,4 +1,4 @@
-"""Making models, optimizers, loaders and schedulers ready, and giving them back."""
+"""Prepare models, optimizers, loaders and schedulers, unwrap and release them."""
 
 from __future__ import annotations
 
@@ -177,13 +177,13 @@ class PrepareFacet(Facet):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> M:
-        """Make one model ready.
+        """Prepare one model.
 
         Args:
             model: The model.
             device_placement: Whether it may be moved to the device; the accelerator's default if `None`.
-            evaluation_mode: It will never be trained: it is placed and given its precision, and wrapped
-                only if it could not run otherwise.
+            evaluation_mode: The model is not trained: it is moved to the device, gets its precision, and is
+                wrapped only if it cannot run otherwise.
         """
         return self._prepare_one("models", model, device_placement, evaluation=evaluation_mode)
 
@@ -192,7 +192,7 @@ class PrepareFacet(Facet):
         optimizer: Optimizer,
         device_placement: bool | None = None,
     ) -> AcceleratedOptimizer:
-        """Make one optimizer ready; `device_placement` says whether its state follows its parameters."""
+        """Prepare one optimizer; `device_placement` says whether its state follows its parameters."""
         return self._prepare_one("optimizers", optimizer, device_placement)
 
     def prepare_data_loader(
@@ -201,7 +201,7 @@ class PrepareFacet(Facet):
         device_placement: bool | None = None,
         slice_fn_for_dispatch: Callable[..., Any] | None = None,
     ) -> PreparedLoader:
-        """Make one data loader ready.
+        """Prepare one data loader.
 
         Args:
             data_loader: A PyTorch `DataLoader`.
@@ -214,7 +214,7 @@ class PrepareFacet(Facet):
     def prepare_scheduler(
         self, scheduler: LRScheduler, *, step_per: StepPer | None = None
     ) -> AcceleratedScheduler:
-        """Make one learning rate scheduler ready; it follows the optimizer that it was made for.
+        """Prepare one learning rate scheduler; it follows the optimizer that it was made for.
 
         Args:
             scheduler: The scheduler.
@@ -223,9 +223,9 @@ class PrepareFacet(Facet):
         return self._prepare_one("schedulers", scheduler, None, step_per=step_per)
 
     def verify_device_map(self, model: nn.Module) -> bool:
-        """Whether a model, or a part of it, was spread over several devices with a device map.
+        """Return whether a device map has spread a model, or a part of it, over several devices.
 
-        Such a model belongs to one process; several cannot train it.
+        One process runs such a model; several cannot train it.
 
         Args:
             model: Any model.
@@ -238,7 +238,7 @@ class PrepareFacet(Facet):
         keep_fp32_wrapper: bool = True,
         keep_torch_compile: bool = True,
     ) -> M:
-        """Give back a model as it was before `prepare`.
+        """Return a model as it was before `prepare`.
 
         Args:
             model: A prepared model; any other is returned as it is.
@@ -248,10 +248,10 @@ class PrepareFacet(Facet):
         return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
 
     def free_memory(self, *objects: Any) -> list[Any]:
-        """Forget everything that was prepared, and release memory.
+        """Release all prepared objects and their memory.
 
         Args:
-            *objects: What the caller wants to release, too.
+            *objects: Further objects of the caller to release.
 
         Returns:
             As many `None` as there were objects, to be assigned to the caller's names for them.
@@ -277,7 +277,7 @@ class PrepareFacet(Facet):
 
     @property
     def device_placement(self) -> bool:
-        """Whether `prepare` moves things to the device unless told otherwise."""
+        """Whether `prepare` moves objects to the device by default."""
         return self._parts.device_placement
 
     @property

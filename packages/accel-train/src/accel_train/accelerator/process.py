@@ -1,4 +1,4 @@
-"""Who this process is, and what only some of the processes do."""
+"""Rank and device of this process, and code for selected ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class ProcessFacet(Facet):
-    """The process and its place among the others."""
+    """Rank, world size and device of this process."""
 
     __slots__ = ()
 
@@ -31,12 +31,12 @@ class ProcessFacet(Facet):
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """The device of this process."""
         return self._parts.process.device
 
     @property
     def distributed_type(self) -> DistributedType:
-        """The label of how the processes work together."""
+        """The documented label of the strategy and device."""
         return self._parts.state.distributed_type
 
     @property
@@ -51,7 +51,7 @@ class ProcessFacet(Facet):
 
     @property
     def local_process_index(self) -> int:
-        """The rank of this process on its host."""
+        """The local rank of this process."""
         return self._parts.process.local_process_index
 
     @property
@@ -72,7 +72,7 @@ class ProcessFacet(Facet):
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its host."""
+        """Whether this is the first process of its node."""
         return self._parts.process.is_local_main_process
 
     @property
@@ -95,7 +95,7 @@ class ProcessFacet(Facet):
         self, function: None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorate a function that only the first process of every host runs."""
+        """Decorate a function that only the first process of every node runs."""
         return self._parts.process.on_local_main_process(function)
 
     def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -123,15 +123,15 @@ class ProcessFacet(Facet):
         self, function: None = None, local_process_index: int | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function that only one process of every host runs, by its rank there."""
+        """Decorate a function that only one process of every node runs, by its local rank."""
         return self._parts.process.on_local_process(function, local_process_index)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A context that the main process passes through before all others enter it."""
+        """Run the block on the main process first, then on all others."""
         return self._parts.process.main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A context that the first process of every host passes through before the others there enter it."""
+        """Run the block on the first process of every node first, then on the others of the node."""
         return self._parts.process.local_main_process_first()
 
     def split_between_processes(
@@ -139,11 +139,11 @@ class ProcessFacet(Facet):
         inputs: Any,
         apply_padding: bool = False,
     ) -> AbstractContextManager[Any]:
-        """A context that gives this process its part of some inputs.
+        """Yield this rank's shard of some inputs.
 
         Args:
             inputs: A list, tuple, dict of lists, tensor, numpy array or `datasets.Dataset`.
-            apply_padding: Whether the last element is repeated until all parts are equally long, for
+            apply_padding: Whether the last element is repeated until all shards are equally long, for
                 results that will be gathered.
 
         Example:
@@ -155,15 +155,15 @@ class ProcessFacet(Facet):
         return self._parts.process.split_between_processes(inputs, apply_padding=apply_padding)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process is here."""
+        """Wait for all ranks (a barrier)."""
         self._parts.process.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of every host only; arguments as of the builtin `print`."""
+        """Print on the first process of every node only; arguments as of the builtin `print`."""
         self._parts.process.print(*args, **kwargs)
 
     def set_trigger(self) -> None:
-        """Raise a flag on this process, which `check_trigger` shows to all.
+        """Set a flag on this rank, which `check_trigger` returns on all ranks.
 
         Example:
             >>> from accel_train import Accelerator
@@ -175,5 +175,5 @@ class ProcessFacet(Facet):
         self._parts.trigger.set()
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last check; call it on every process."""
+        """Return whether any rank has called `set_trigger` since the last check; call it on every rank."""
         return self._parts.trigger.check()

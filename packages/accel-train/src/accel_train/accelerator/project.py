@@ -1,4 +1,4 @@
-"""Where the files of a run go."""
+"""The directories of a run."""
 
 from __future__ import annotations
 

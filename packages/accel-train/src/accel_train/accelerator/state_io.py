@@ -1,4 +1,4 @@
-"""Saving and loading: the state of the run, models, anything else."""
+"""Save and load the state of the run, models and other objects."""
 
 from __future__ import annotations
 
@@ -59,17 +59,17 @@ class StateIoFacet(Facet):
     ) -> str | Saving:
         """Save models, optimizers, schedulers, positions of data loaders, random numbers, registered objects.
 
-        The checkpoint is written beside its place, and put there when every process has written its part: it
-        is complete, or not there. Call it on every process.
+        The checkpoint is written to a staging folder, and committed when every rank has written its files: it
+        is complete or absent. Call it on every rank.
 
         Args:
             output_dir: The folder. Files of a checkpoint that is there already are replaced, all at once;
                 other files stay. Not used where checkpoints are numbered
                 (`ProjectConfiguration(automatic_checkpoint_naming=True)`).
             safe_serialization: Write weights as safetensors; else as `torch.save` does.
-            blocking: Return when the checkpoint stands. Otherwise return as soon as everything is copied to
-                host memory, which is kept for the next time, and write in the background. The next save,
-                `load_state` and the end of the program wait for it, and raise what went wrong.
+            blocking: Return when the checkpoint is committed. Otherwise return as soon as everything is
+                copied to host memory, which is kept for the next time, and write in the background. The next
+                save, `load_state` and the end of the program wait for it, and raise what went wrong.
             flush: Let the checkpoint count only when it is on disk, so that it survives also a crash of the
                 machine. Without, it survives the death of processes only.
             **save_model_func_kwargs: Nothing: the strategies of this version have no options for it.
@@ -110,9 +110,8 @@ class StateIoFacet(Facet):
     ) -> None:
         """Load what `save_state` has saved, also with another number of processes. Call it on every process.
 
-        The runs of trackers that were under way go on. Whatever does not come back is named in a warning.
-        Nothing is run that a file says: of what `torch.save` wrote, only tensors, arrays of numbers and plain
-        containers are read.
+        The runs of trackers are resumed. A warning names what is not restored. No code in a file is executed:
+        of `torch.save` files, only tensors, arrays of numbers and plain containers are read.
 
         Args:
             input_dir: The folder; if `None`, the newest complete one of the numbered ones.
@@ -136,7 +135,7 @@ class StateIoFacet(Facet):
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether `load_state()` will find a numbered checkpoint to go on from. Ask on every process.
+        """Whether `load_state()` will find a numbered checkpoint to resume from. Read it on every rank.
 
         Example:
             >>> from accel_train import Accelerator
@@ -146,7 +145,7 @@ class StateIoFacet(Facet):
         return checkpoint.load.has_checkpoint(self._parts.checkpoints)
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Let `save_state` and `load_state` take care of more objects.
+        """Register further objects for `save_state` and `load_state`.
 
         Args:
             *objects: Each with `state_dict` and `load_state_dict`. The order counts.
@@ -175,9 +174,9 @@ class StateIoFacet(Facet):
 
         Args:
             hook: Called as `hook(models, weights, output_dir)` on every process, with the prepared models
-                without what `prepare` has put around them, their state dicts, and the folder in which the
-                checkpoint is written, which is not yet where it will stand. Files that it writes there become
-                part of the checkpoint; what it removes from `weights` is not saved.
+                without their wrappers, their state dicts, and the staging folder in which the checkpoint is
+                written. Files that it writes there become part of the checkpoint; what it removes from
+                `weights` is not saved.
 
         Returns:
             A handle whose `remove()` undoes it.
@@ -189,7 +188,7 @@ class StateIoFacet(Facet):
 
         Args:
             hook: Called as `hook(models, input_dir)` on every process, with a list of the prepared models
-                without what `prepare` has put around them, and the folder of the checkpoint. What it removes
+                without their wrappers, and the folder of the checkpoint. What it removes
                 from `models` is not loaded.
 
         Returns:
@@ -212,8 +211,8 @@ class StateIoFacet(Facet):
         Args:
             model: Prepared or not.
             save_directory: The folder; made if absent.
-            max_shard_size: How large a file may be, in bytes or as `"5GB"`; beyond, there are several, and an
-                index. A tensor larger than that has a file of its own.
+            max_shard_size: The largest size of a file, in bytes or as `"5GB"`; a larger model gets several
+                files and an index. A tensor larger than that has a file of its own.
             safe_serialization: Write safetensors; else as `torch.save` does.
 
         Raises:
@@ -249,7 +248,7 @@ class StateIoFacet(Facet):
 
         Args:
             model: Prepared or not.
-            unwrap: Whether names are those of the model itself, without what `prepare` has put around it.
+            unwrap: Whether to use the names of the unwrapped model.
         """
         if not unwrap:
             return model.state_dict()
@@ -267,11 +266,11 @@ class StateIoFacet(Facet):
         save(obj, f, self._parts.project.save_on_each_node, safe_serialization)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Give a loader whose next pass begins later; further passes are complete.
+        """Return a loader whose next pass skips batches; further passes are complete.
 
         Args:
             dataloader: Prepared or not.
-            num_batches: How many batches of this process to leave out.
+            num_batches: Number of batches of this rank to skip.
         """
         return skip_first_batches(dataloader, num_batches)
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SteppingFacet(Facet):
-    """What happens between the forward pass and the next one."""
+    """Backward passes, accumulation, clipping and mixed precision."""
 
     __slots__ = ()
 
@@ -91,7 +91,7 @@ class SteppingFacet(Facet):
 
         Args:
             loss: The loss, 0-d.
-            learning_rate: Of this step.
+            learning_rate: The learning rate of this step.
 
         Raises:
             MissingDependencyError: lomo-optim is not installed.
@@ -102,16 +102,16 @@ class SteppingFacet(Facet):
 
     @staticmethod
     def trigger_sync_in_backward(model: nn.Module) -> AbstractContextManager[None]:
-        """A context in which backward passes bring gradients together although `no_sync` was on before.
+        """Synchronise gradients in backward passes within the block, whose forward passes ran in `no_sync`.
 
-        For several forward passes that are followed by as many backward passes, of which only the last one
-        shall communicate.
+        For several forward passes before as many backward passes, of which only the last one shall
+        communicate.
 
         Args:
-            model: A prepared model; nothing happens to one that no other process trains, too.
+            model: A prepared model; with one process nothing happens.
 
         Raises:
-            UnsupportedError: The model looks for unused parameters, which it does in the forward pass.
+            UnsupportedError: The model has `find_unused_parameters`, which works in the forward pass only.
 
         Example:
             >>> import torch
@@ -127,13 +127,13 @@ class SteppingFacet(Facet):
         return sync_in_backward(model)
 
     def accumulate(self, *models: nn.Module) -> Accumulation:
-        """A context around one micro-batch, of `gradient_accumulation_steps` that make one optimizer step.
+        """Run one micro-batch, of `gradient_accumulation_steps` that make one optimizer step.
 
         Within it, prepared optimizers and schedulers act only if the micro-batch completes the step, which
-        the last one of a loader always does; until then, gradients stay on their process.
+        the last one of a loader always does; until then, gradients stay local.
 
         Args:
-            *models: The models that are trained here.
+            *models: The models that are trained within the block.
 
         Example:
             >>> import torch
@@ -154,9 +154,9 @@ class SteppingFacet(Facet):
         return self._parts.synchronizer.accumulate(models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """A context in which backward passes leave the gradients of a model on their process.
+        """Keep the gradients of a model local in backward passes within the block.
 
-        The next backward pass outside brings all of them together.
+        The next backward pass outside synchronises all of them.
 
         Args:
             model: A prepared model.
@@ -176,7 +176,7 @@ class SteppingFacet(Facet):
                 applies to prepared loaders of map-style datasets.
 
         Raises:
-            UnsupportedError: The strategy has no such mode.
+            UnsupportedError: The strategy does not support uneven inputs.
         """
         parts = self._parts
         parts.strategy.require(Feature.UNEVEN_INPUTS, "join_uneven_inputs()")
@@ -254,10 +254,10 @@ class SteppingFacet(Facet):
         self._parts.precision.unscale(known)
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """A context in which operations run in the mixed precision of the run.
+        """Run the block under autocast, in the mixed precision of the run.
 
         Args:
-            autocast_handler: Options for this context; those of the accelerator if `None`.
+            autocast_handler: Options for this block; those of the accelerator if `None`.
 
         Raises:
             TypeError: It is something else.
@@ -279,17 +279,17 @@ class SteppingFacet(Facet):
 
     @property
     def autocast_handler(self) -> AutocastKwargs | None:
-        """The `AutocastKwargs` that were given."""
+        """The `AutocastKwargs` of the accelerator."""
         return self._handler(AutocastKwargs)
 
     @property
     def scaler_handler(self) -> GradScalerKwargs | None:
-        """The `GradScalerKwargs` that were given."""
+        """The `GradScalerKwargs` of the accelerator."""
         return self._handler(GradScalerKwargs)
 
     @property
     def ddp_handler(self) -> DistributedDataParallelKwargs | None:
-        """The `DistributedDataParallelKwargs` that were given."""
+        """The `DistributedDataParallelKwargs` of the accelerator."""
         return self._handler(DistributedDataParallelKwargs)
 
     @property
@@ -350,7 +350,7 @@ class SteppingFacet(Facet):
             parts.items.normalize()
 
     def _normalize_gradients(self) -> None:
-        """Complete the gradients of a window that nobody has declared complete, as without `accumulate`."""
+        """Normalize the gradients of a window that was not completed by `accumulate`."""
         if self._parts.gradient_state.sync_gradients:
             self._parts.items.normalize()
 

@@ -19,12 +19,12 @@ class TrackingFacet(Facet):
 
     @property
     def log_with(self) -> list[str | GeneralTracker]:
-        """The trackers that were asked for."""
+        """The trackers of `Accelerator(log_with=…)`."""
         return self._parts.trackers.log_with
 
     @property
     def trackers(self) -> list[GeneralTracker]:
-        """The trackers, from `init_trackers` on; on other processes, what does nothing in their place."""
+        """The trackers, after `init_trackers`; on other ranks, placeholders that do nothing."""
         return self._parts.trackers.trackers
 
     def init_trackers(
@@ -45,7 +45,7 @@ class TrackingFacet(Facet):
                 `{"wandb": {"name": "baseline"}}`.
 
         Raises:
-            SettingsError: `config` is something else.
+            SettingsError: `config` has another type.
             Exception: What a tracker raised, with `on_tracker_error="raise"`.
 
         Example:
@@ -74,7 +74,7 @@ class TrackingFacet(Facet):
         Args:
             values: By name numbers, texts, tensors with one element, dictionaries of these, and what else a
                 tracker's library takes.
-            step: At which step.
+            step: The step.
             log_kwargs: More arguments of a tracker's `log`, by its name.
 
         Raises:
@@ -95,8 +95,7 @@ class TrackingFacet(Facet):
             unwrap: Whether to return the library's own object, such as the run of wandb.
 
         Returns:
-            It; on other processes, and without trackers, something that can be used in the same way and does
-            nothing.
+            The tracker; on other ranks, and without trackers, a placeholder that does nothing.
 
         Raises:
             SettingsError: There are trackers, but none of that name.

@@ -1,1 +1,1 @@
-"""`prepare` in steps: sort the arguments, run the stages in order, give back in the caller's order."""
+"""`prepare` in steps: sort the arguments, run the stages in order, return in the caller's order."""

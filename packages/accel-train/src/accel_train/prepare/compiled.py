@@ -1,4 +1,4 @@
-"""Compiling models as the plugin says."""
+"""Compile models with the options of a `TorchDynamoPlugin`."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 
 def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
-    """Compile a model as the plugin says; a compiled one is left alone.
+    """Compile a model with the plugin's options; leave a compiled one as it is.
 
-    Regions are compiled in place, inside whatever is around the model; otherwise the result is around all.
+    Regions are compiled in place, inside the model's wrappers; otherwise the result wraps all.
 
     Args:
         model: The model, wrapped or not.
-        plugin: How.
-        in_place: Whether the model inside is compiled, since what is around it is no part of computing.
+        plugin: The options of `torch.compile`.
+        in_place: Whether to compile the model inside its wrapper, which does not compute.
     """
     if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
         return model

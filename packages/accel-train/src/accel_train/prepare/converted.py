@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 @final
 class Converter:
-    """Applies a recipe to what is prepared.
+    """Converter that applies a precision recipe to prepared objects.
 
     Args:
         recipe: The recipe of the run.
-        runtime: Of this process.
+        runtime: Device and topology.
     """
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
@@ -35,7 +35,7 @@ class Converter:
         """Convert the models of a bundle in place, and point its optimizers at their parameters.
 
         Raises:
-            SettingsError: The recipe has lost parameters that an optimizer is to train.
+            SettingsError: The recipe's map lacks parameters of an optimizer.
         """
         if bundle.models:
             before = {id(one): name for model in bundle.models for name, one in model.named_parameters()}

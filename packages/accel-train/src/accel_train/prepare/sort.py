@@ -34,7 +34,7 @@ _OTHERS = "others"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """Which objects may be moved to the device, or move what they hold there; one per object of a kind.
+    """Which objects may be moved to the device; one entry per object of a kind.
 
     Args:
         models: For every model.
@@ -68,10 +68,10 @@ def sort_arguments(
 
     Args:
         arguments: Anything, in any order and number.
-        device_placement: For every argument whether it may be placed; `None` in it means `default`. What is
-            said about arguments that have no device (schedulers) has no effect.
-        default: What holds where nothing is said.
-        prepared: What has been prepared before; passed through.
+        device_placement: For every argument whether it may be placed; `None` in it means `default`. Entries
+            of arguments without a device (schedulers) have no effect.
+        default: The default.
+        prepared: Objects that are prepared already; passed through.
 
     Raises:
         ValueError: `device_placement` has another length than `arguments`.
@@ -104,7 +104,7 @@ def sort_arguments(
 
 
 def sort_one(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, Placements]:
-    """The same for one argument whose kind is known.
+    """Sort one argument whose kind is known.
 
     Args:
         kind: The field of `Bundle` that it belongs to.
@@ -125,7 +125,7 @@ def sort_one(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, Placement
 
 
 def _warn_unprepared(arguments: Sequence[Any]) -> None:
-    """Say which arguments are passed through although they look as if they were to be prepared."""
+    """Warn about arguments that are passed through although they look like models or optimizers."""
     for argument in arguments:
         inside: Any = argument if isinstance(argument, list | tuple) else ()
         first = next((one for one in inside if kind_of(one) != _OTHERS), None)

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What the stages of one call of `prepare` need to know besides the bundle.
+    """The arguments of the stages of one call of `prepare`, besides the bundle.
 
     Args:
-        parts: Of the `Accelerator`.
-        placements: What may be moved to the device.
-        evaluation: The models will never be trained.
+        parts: The parts of the `Accelerator`.
+        placements: The objects that may be moved to the device.
+        evaluation: Whether the models are only evaluated.
         slice_fn: How a dispatching loader cuts a batch for the processes; its own way if `None`.
         step_per: The clock of the schedulers; that of the `Accelerator` if `None`.
     """
@@ -48,7 +48,7 @@ class Request:
 
 
 def run_stages(bundle: Bundle, request: Request) -> Bundle:
-    """Run every stage in order, and remember what was prepared."""
+    """Run every stage in order, and record the prepared objects."""
     for name in STAGE_NAMES:
         bundle = STAGES[name](bundle, request)
     for one in (*bundle.models, *bundle.optimizers, *bundle.schedulers, *bundle.dataloaders):
@@ -62,7 +62,7 @@ def run_stages(bundle: Bundle, request: Request) -> Bundle:
 
 
 def has_device_map(model: nn.Module) -> bool:
-    """Whether a model, or a part of it, was spread over several devices with a device map."""
+    """Return whether a device map has spread a model, or a part of it, over several devices."""
     return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
 
