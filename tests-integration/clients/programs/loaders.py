@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -62,6 +62,13 @@ DATA: dict[str, tuple[Any, int]] = {
 }
 
 
+OF_ONE_RANK = {
+    "seekable, dispatch_batches=False",  # on several ranks the reference ends the epoch for rank 1,
+    "seekable, dispatch_batches=None",  # and keeps the state of what it has read ahead,
+    "stream, dispatch_batches=None",  # where it reads for all
+}
+
+
 def prepared(kind: str, *, dispatch: bool | None) -> tuple[Accelerator, Any]:
     """Prepare a stateful loader."""
     options = DataLoaderConfiguration(use_stateful_dataloader=True, dispatch_batches=dispatch)
@@ -81,6 +88,8 @@ def main() -> None:
     for kind in DATA:
         for dispatch in (None, False):
             name = f"{kind}, dispatch_batches={dispatch}"
+            if PartialState(cpu=True).num_processes > 1 and name in OF_ONE_RANK:
+                continue
             accelerator, loader = prepared(kind, dispatch=dispatch)
             index = accelerator.process_index
             target = folder / name.replace(", ", "_")

@@ -90,6 +90,7 @@ class DataLoaderAdapter(MaybeStateful):
         super().__init__(dataset, **options, **(special if use_stateful_dataloader else {}))
         self._options = {name: value for name, value in options.items() if name not in INDEXING}
         self.use_stateful_dataloader = use_stateful_dataloader
+        self.dataset_parts = 1  # the number of ranks whose loaders read other shards of the dataset
         self.skip_batches = 0
         self._drop_last = False
         self._batches_per_step = 1  # of the dataset, for one batch on every rank
@@ -255,7 +256,7 @@ class DataLoaderAdapter(MaybeStateful):
                 f"The saved data position counts {position.unit!r}, but this loader counts {unit!r}. Build "
                 "the loader as in the run that was saved."
             )
-        if unit == "stream" and len(position.consumed) != workers:
+        if self._indices is None and len(position.consumed) != workers:
             raise ValueError(
                 f"The saved data position is that of {len(position.consumed)} worker(s), each with a part of "
                 f"the iterable dataset, but this loader has {workers}. Give it "
@@ -267,7 +268,7 @@ class DataLoaderAdapter(MaybeStateful):
     def _unit(self) -> str:
         if self._indices is not None:
             return self._indices.shard.unit
-        return "stream"
+        return "stream" if self.dataset_parts == 1 else f"stream, 1 of {self.dataset_parts} parts"
 
     @property
     def stride(self) -> int:
@@ -333,7 +334,9 @@ class DataLoaderAdapter(MaybeStateful):
         else:
             starts = (0,) * max(1, self.num_workers) if position is None else position.consumed
             turn = 0 if position is None else position.next_worker
-            begin = partial(StreamReading, stride=self._inner_stride, starts=starts, next_worker=turn)
+            begin = partial(
+                StreamReading, stride=self._inner_stride, starts=starts, next_worker=turn, unit=self._unit
+            )
         batches = self._torch_batches()
         if position is not None:  # torchdata counts twice what it reads to get to its position
             vars(batches)["_num_yielded"] = batches_yielded(position.torchdata or {})
@@ -376,7 +379,8 @@ class DataLoaderAdapter(MaybeStateful):
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
         options["worker_init_fn"] = FakeWorkerInfo(self.worker_init_fn, position.next_worker)
         batches = iter(DataLoader(self._stream_from(position.consumed), **options))
-        return StreamReading(batches, self._inner_stride, position.consumed, position.next_worker)
+        starts, turn = position.consumed, position.next_worker
+        return StreamReading(batches, self._inner_stride, starts, turn, unit=self._unit)
 
     def _stream_from(self, starts: tuple[int, ...]) -> IterableDatasetShard:
         if isinstance(self.dataset, IterableDatasetShard):

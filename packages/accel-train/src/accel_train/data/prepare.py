@@ -50,7 +50,8 @@ def prepare_data_loader(
 
     The given loader is not changed. A loader that this function returned is given back as it is, and data
     that is sharded already (an `IterableDatasetShard`, a dataset that `datasets` has split by node) is not
-    sharded again.
+    sharded again. An iterable dataset with a method `shard` whose `num_shards` (or `n_shards`) is a multiple
+    of the number of ranks shards itself; others are read as a whole by every rank.
 
     Args:
         dataloader: The loader, the same on all ranks.
@@ -115,7 +116,10 @@ def prepare_data_loader(
         return _dispatcher(dataloader, shards, options | {"slice_fn": slice_fn_for_dispatch})
     dataset, options = _sharded(dataloader, options, shards)
     shared = {"rng_types": order.rng_types, "synchronized_generator": order.generator}
-    return DataLoaderShard(dataset, **shared, **options)
+    loader = DataLoaderShard(dataset, **shared, **options)
+    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):
+        loader.dataset_parts = world
+    return loader
 
 
 def _data_parallel_shape(
@@ -156,6 +160,9 @@ def _sharded(
         return dataset, plain | index_source(dataset, indexing, **shards).options()
     if shards["num_processes"] == 1 or _is_sharded_dataset(dataset):
         return dataset, options
+    if _shards_itself(dataset, shards):
+        own: Any = dataset
+        return own.shard(num_shards=shards["num_processes"], index=shards["process_index"]), options
     size = dataloader.batch_size
     if shards["split_batches"] and size is None:
         raise ValueError(
@@ -229,6 +236,17 @@ def _is_sharded_dataset(dataset: Any) -> bool:
     if isinstance(dataset, IterableDatasetShard):
         return dataset.num_processes > 1
     return getattr(dataset, "_distributed", None) is not None  # what datasets.split_dataset_by_node sets
+
+
+def _shards_itself(dataset: Any, shards: dict[str, Any]) -> bool:
+    """Whether an iterable dataset gives each rank as many of its own shards, of files for instance.
+
+    Others are read by every rank: one that has more shards than another would have more batches for sure.
+    """
+    count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+    if shards["split_batches"] or not isinstance(count, int) or not callable(getattr(dataset, "shard", None)):
+        return False
+    return count > 0 and count % shards["num_processes"] == 0
 
 
 def _dispatches(

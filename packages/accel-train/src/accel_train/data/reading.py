@@ -21,8 +21,8 @@ class Position:
     """Where an epoch is: the same for all ranks, and for any number of them.
 
     Args:
-        unit: What is counted: `"samples"`, whole `"batches"` of a batch sampler, samples of a `"stream"`, or
-            nothing, if a `"remote"` process counts.
+        unit: What is counted: `"samples"`, whole `"batches"` of a batch sampler, samples of a `"stream"` (or
+            of a part of one, which is named), or nothing, if a `"remote"` process counts.
         consumed: How many of them all ranks together have got; of a stream, for every worker of the loader.
         next_worker: Of a stream: the worker whose turn it is.
         order: What replays the order of the epoch.
@@ -200,13 +200,21 @@ class StreamReading:
         stride: How many samples of a worker's stream all ranks together get in one batch each.
         starts: How many samples of its stream every worker had given before.
         next_worker: Whose turn it is.
+        unit: Names the stream, in positions.
     """
 
     remainder = -1
 
     def __init__(
-        self, batches: Iterator[Any], stride: int, starts: tuple[int, ...], next_worker: int = 0
+        self,
+        batches: Iterator[Any],
+        stride: int,
+        starts: tuple[int, ...],
+        next_worker: int = 0,
+        *,
+        unit: str = "stream",
     ) -> None:
+        self._unit = unit
         self.batches = batches
         self.taken = 0
         self._stride = stride
@@ -229,7 +237,7 @@ class StreamReading:
 
     def position(self) -> Position:
         """Where the epoch is after the batches that were `taken`."""
-        return Position(unit="stream", consumed=tuple(self._consumed), next_worker=self._next_worker)
+        return Position(unit=self._unit, consumed=tuple(self._consumed), next_worker=self._next_worker)
 
 
 class FakeWorkerInfo:
