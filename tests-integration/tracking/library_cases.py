@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import csv
 import json
+import os
+import signal
 import sys
+import tempfile
+import time
+import traceback
 import warnings
 import zipfile
+from contextlib import suppress
 from pathlib import Path
 
-HERE = Path.cwd()
 # Where a library would phone home or write to the user's folders, unless told otherwise.
 OFFLINE = {
     "HOME": "{folder}",
@@ -65,14 +70,15 @@ def points(rows):
     return found
 
 
-def read_tensorboard():
+def read_tensorboard(project):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    main = EventAccumulator("logs/project", size_guidance={"scalars": 0, "tensors": 0}).Reload()
+    main = EventAccumulator(f"logs/{project}", size_guidance={"scalars": 0, "tensors": 0}).Reload()
     rows = [(tag, event.step, event.value) for tag in main.Tags()["scalars"] for event in main.Scalars(tag)]
-    inner = EventAccumulator("logs/project/group_inner").Reload()
-    rows += [("group.inner", event.step, event.value) for event in inner.Scalars("group")]
+    for folder in Path("logs", project).glob("group_*"):
+        inner = EventAccumulator(str(folder)).Reload()
+        rows += [(folder.name.replace("_", "."), one.step, one.value) for one in inner.Scalars("group")]
     plugin = HParamsPluginData.FromString(
         main.SummaryMetadata("_hparams_/session_start_info").plugin_data.content
     )
@@ -89,12 +95,12 @@ def read_tensorboard():
     return config, points(rows), media
 
 
-def read_wandb():
+def read_wandb(_):
     from swanlab.converter.wb.wbdatastore import WBDataStoreReader  # a port of wandb's own, which is in Go
     from wandb.proto.wandb_internal_pb2 import Record
 
     rows, media, config = [], {}, {}
-    for file in sorted(HERE.glob("wandb/offline-run-*/*.wandb")):
+    for file in sorted(Path().glob("wandb/offline-run-*/*.wandb")):
         with WBDataStoreReader() as reader:
             reader.open(file)
             while data := reader.scan():
@@ -121,7 +127,17 @@ def read_wandb():
     return joined(config), points(rows), media
 
 
-def read_comet():
+def comet_messages():
+    """Messages of archives, and of experiments that have none, since they were killed."""
+    for file in sorted(Path().glob("comet/*.zip")):
+        with zipfile.ZipFile(file) as archive:
+            if "messages.json" in archive.namelist():  # absent until the experiment ends
+                yield from map(json.loads, archive.read("messages.json").splitlines())
+    for file in Path().glob("tmp*/messages.json"):
+        yield from map(json.loads, file.read_text().splitlines())
+
+
+def read_comet(_):
     rows, config, media = [], {}, {}
     kinds = {
         "visualization": "images",
@@ -129,25 +145,22 @@ def read_comet():
         "text-sample": "text",
         "asset": "artifacts",
     }
-    for archive in sorted(HERE.glob("comet/*.zip")):
-        with zipfile.ZipFile(archive) as opened:
-            messages = [json.loads(line) for line in opened.read("messages.json").splitlines()]
-        for message in messages:
-            payload = message["payload"]
-            if message["type"] == "metric_msg" and not payload["metric"]["metricName"].startswith("sys."):
-                metric = payload["metric"]
-                if metric["step"] is not None and metric["metricName"] != "process duration":
-                    rows.append((metric["metricName"], metric["step"], metric["metricValue"]))
-            elif message["type"] == "parameter_msg" and payload["param"]["source"] == "manual":
-                config[payload["param"]["paramName"]] = payload["param"]["paramValue"]
-            elif message["type"] == "file_upload":
-                table = payload["additional_params"].get("fileName", "")
-                kind = "tables" if "table" in table else kinds.get(payload["upload_type"], "")
-                media[kind] = media.get(kind, 0) + 1
+    for message in comet_messages():
+        payload = message["payload"]
+        if message["type"] == "metric_msg" and not payload["metric"]["metricName"].startswith("sys."):
+            metric = payload["metric"]
+            if metric["step"] is not None and metric["metricName"] != "process duration":
+                rows.append((metric["metricName"], metric["step"], metric["metricValue"]))
+        elif message["type"] == "parameter_msg" and payload["param"]["source"] == "manual":
+            config[payload["param"]["paramName"]] = payload["param"]["paramValue"]
+        elif message["type"] == "file_upload":
+            table = payload["additional_params"].get("fileName", "")
+            kind = "tables" if "table" in table else kinds.get(payload["upload_type"], "")
+            media[kind] = media.get(kind, 0) + 1
     return config, points(rows), media
 
 
-def read_aim():
+def read_aim(_):
     from aim import Repo, Run
     from aim.storage.context import Context
 
@@ -166,11 +179,11 @@ def read_aim():
     return joined(run["hparams"]), points(rows), media
 
 
-def read_mlflow():
+def read_mlflow(project):
     from mlflow import MlflowClient
 
     client = MlflowClient()
-    experiment = client.get_experiment_by_name("project")
+    experiment = client.get_experiment_by_name(project)
     (run,) = client.search_runs([experiment.experiment_id])
     rows = [
         (point.key, point.step, point.value)
@@ -187,12 +200,24 @@ def read_mlflow():
     return run.data.params, points(rows), media
 
 
-def read_clearml():
-    (archive,) = HERE.glob("clearml/offline/*.zip")
-    with zipfile.ZipFile(archive) as opened:
-        events = [event for line in opened.read("metrics.jsonl").splitlines() for event in json.loads(line)]
-        told = opened.read("log.jsonl").decode()
-        task = json.loads(opened.read("task.json"))
+def clearml_sessions():
+    """Files of sessions by name: of archives, and of folders that no archive was made of."""
+    for file in sorted(Path().glob("clearml/offline/*.zip")):
+        with zipfile.ZipFile(file) as archive:
+            names = [name for name in archive.namelist() if name.endswith((".json", ".jsonl"))]
+            yield {name: archive.read(name).decode() for name in names}
+    for folder in Path().glob("clearml/offline/*/"):
+        if not folder.with_suffix(".zip").exists():
+            yield {file.name: file.read_text() for file in folder.glob("*.json*")}
+
+
+def read_clearml(_):
+    events, told = [], ""
+    for session in clearml_sessions():
+        lines = session.get("metrics.jsonl", "").splitlines()
+        events += [event for line in lines for event in json.loads(line)]
+        told += session.get("log.jsonl", "")
+        task = json.loads(session["task.json"])
     rows = []
     for event in events:
         if event["type"] == "training_stats_scalar":
@@ -211,7 +236,7 @@ def read_clearml():
     return {name: value.replace('"', "'") for name, value in values.items()}, points(rows), media
 
 
-def read_dvclive():
+def read_dvclive(_):
     from dvc.utils.serialize import load_yaml
 
     rows = []
@@ -221,18 +246,18 @@ def read_dvclive():
             table = csv.DictReader(opened, delimiter="\t")
             rows += [(name, row["step"], row[file.stem]) for row in table]
     media = {
-        "images": len([*Path("live/plots/images").iterdir()]),
-        "tables": len([*Path("live/plots/custom").iterdir()]),
+        "images": len([*Path("live/plots/images").glob("*")]),
+        "tables": len([*Path("live/plots/custom").glob("*")]),
     }
     return load_yaml("live/params.yaml"), points(rows), media
 
 
-def read_swanlab():
+def read_swanlab(_):
     import yaml
     from swanlab.sdk.internal.core_python.store import DataStoreReader
 
     rows, found = [], {}
-    for folder in sorted(HERE.glob("swanlog/run-*")):
+    for folder in sorted(Path().glob("swanlog/run-*")):
         reader = DataStoreReader()
         reader.open(next(folder.glob("*.swanlab")))
         while (data := reader.scan()) is not None:
@@ -257,12 +282,12 @@ def swanlab_scalars(data):
     return [(record.scalar.key, record.scalar.step, record.scalar.value.number)]
 
 
-def read_trackio():
+def read_trackio(project):
     from trackio.sqlite_storage import SQLiteStorage
 
-    (run,) = SQLiteStorage.get_runs("project")
+    (run,) = SQLiteStorage.get_runs(project)
     rows, kinds = [], []
-    for logged in SQLiteStorage.get_logs("project", run):
+    for logged in SQLiteStorage.get_logs(project, run):
         for name, value in joined(logged).items():
             if isinstance(value, int | float) and not isinstance(value, bool) and name != "step":
                 rows.append((name, logged["step"], value))
@@ -272,9 +297,9 @@ def read_trackio():
         "tables": kinds.count("trackio.table"),
         "histograms": kinds.count("trackio.histogram"),
         "text": kinds.count("trackio.markdown"),
-        "artifacts": len([*HERE.glob("trackio/artifacts/project/blobs/*/*/*")]),
+        "artifacts": len([*Path().glob("trackio/artifacts/project/blobs/*/*/*")]),
     }
-    return joined(SQLiteStorage.get_run_config("project", run)), points(rows), media
+    return joined(SQLiteStorage.get_run_config(project, run)), points(rows), media
 
 
 CLEARML = {
@@ -301,8 +326,91 @@ CASES = {
 }
 
 
-def main(name):
-    """Check one library; the exit code says whether it conforms."""
+STEPS = {step: 1.0 / (1 << step) for step in range(1, 6)} | {6: 0.0}
+# What was logged is in the file when the call returns; the other libraries write it later.
+WRITE_AT_ONCE = ("aim", "dvclive", "mlflow")
+# wandb holds a step back until a later one is logged, since a second call may add to it.
+WRITTEN = dict.fromkeys(CASES, STEPS) | {"wandb": {step: STEPS[step] for step in range(1, 6)}}
+
+
+def in_child(function, name):
+    """Run a function in a forked process; return how that ended."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function(name)
+        except Exception:  # noqa: BLE001 - whatever it is, the parent is told
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def loss_of(name):
+    return CASES[name][0]("killed")[1].get("loss", {})
+
+
+def is_written(name):
+    with suppress(Exception):  # what cannot be read yet is not
+        return loss_of(name) == WRITTEN[name]
+    return False
+
+
+def start_accelerator(name, *, resumed=False):
+    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_train import Accelerator
+
+    project = ProjectConfiguration(project_dir=".", logging_dir="logs")
+    accelerator = Accelerator(cpu=True, log_with=name, project_config=project)
+    if resumed:
+        accelerator.load_state("before")
+    accelerator.init_trackers("killed", {"lr": 0.1}, {name: CASES[name][2]})
+    accelerator.save_state("after" if resumed else "before", flush=False)
+    return accelerator
+
+
+def log_until_killed(name):
+    """Log, wait for what writes it without a further call, and end by SIGKILL."""
+    import accel_trackers.session
+
+    accel_trackers.session.FLUSH_SECONDS = 2.0  # instead of ten; the rest is as ever
+    accelerator = start_accelerator(name)
+    for step, value in STEPS.items():
+        accelerator.log({"loss": value}, step=step)
+    begin = time.perf_counter()
+    while name not in WRITE_AT_ONCE and not is_written(name):
+        time.sleep(0.1)
+    print(f"{name}: written {time.perf_counter() - begin:.2f} s after the last call", flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def go_on(name):
+    """Read what the process that was killed has logged, and go on with its run."""
+    assert loss_of(name) == WRITTEN[name], loss_of(name)
+    accelerator = start_accelerator(name, resumed=True)
+    accelerator.log({"loss": 7.0}, step=7)
+    accelerator.end_training()
+    assert loss_of(name) == WRITTEN[name] | {7: 7.0}, loss_of(name)
+    before, after = (json.loads(Path(at, "trackers.json").read_text())[name] for at in ("before", "after"))
+    # An offline task of ClearML cannot be gone on with: a second one has the rest.
+    assert (before == after) != before.startswith("offline-"), (before, after)
+
+
+def check_kill(name):
+    """Check that what was logged survives a kill, and that the run goes on."""
+    folder = Path("killed").absolute()
+    folder.mkdir()
+    os.chdir(folder)
+    tempfile.tempdir = None
+    own = {key: value.format(folder=folder) for key, value in OFFLINE.items()}
+    os.environ |= {key: own[key] for key in own if key not in ("MLFLOW_TRACKING_URI", "TRACKIO_DIR")}
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    assert in_child(log_until_killed, name) == -signal.SIGKILL
+    assert in_child(go_on, name) == 0
+
+
+def check_conformance(name):
+    """Check one library with the conformance suite."""
     from accel_trackers.registry import tracker_class
     from accel_trackers.testing import Record, check_tracker
 
@@ -318,10 +426,19 @@ def main(name):
         return kind("project", *where, **{**options, **more})
 
     def record():
-        config, numbers, found = read()
+        config, numbers, found = read("project")
         return Record(config=config, numbers=numbers, media=found)
 
     check_tracker(make, record, media)
+
+
+def main(name):
+    """Make both checks in processes forked from one that has imported the library."""
+    from accel_trackers.vendor import import_vendor
+
+    import_vendor(name)
+    ends = {check.__name__: in_child(check, name) for check in (check_kill, check_conformance)}
+    print(json.dumps(ends))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Every tracker writes what its library reads: the conformance suite, each in a process of its own."""
+"""Every tracker writes what its library reads, also before a kill, and its run goes on afterwards."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -23,20 +24,32 @@ INSTALLED = [name for name in CASES if is_installed(VENDORS[name].installed)]
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
-    """How each library's program ended; all run at the same time."""
+    """How each library's program ended, and how the checks in it did; all run at the same time."""
     programs = {
         name: Program(PROGRAM.format(folder=str(FOLDER), name=name), world_size=1, variables=OFFLINE)
         for name in INSTALLED
     }
-    return {name: ended[0] for name, ended in run_programs(programs, tmp_path_factory.mktemp("run")).items()}
+    imports = ("accel_train", "accel_trackers.testing", "torch.utils.tensorboard")
+    return run_programs(programs, tmp_path_factory.mktemp("run"), imports)
 
 
 def test_there_is_a_case_for_every_library():
     assert {*CASES} == {*VENDORS}
 
 
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_what_was_written_is_what_the_library_reads(ends, name):
+def assert_succeeded(ends, name, check):
     if name not in INSTALLED:
         pytest.skip(f"{name} is not installed: it has no release for this version of Python")
-    assert ends[name].code == 0, f"{ends[name].output}\n{ends[name].errors}"
+    (end,) = ends[name]
+    assert end.code == 0, f"{end.output}\n{end.errors}"
+    assert json.loads(end.output.splitlines()[-1])[check] == 0, f"{end.output}\n{end.errors}"
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_what_was_written_is_what_the_library_reads(ends, name):
+    assert_succeeded(ends, name, "check_conformance")
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_what_was_logged_survives_a_kill_and_the_run_goes_on_under_its_id(ends, name):
+    assert_succeeded(ends, name, "check_kill")

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils.data import DataLoader
 
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_trackers.general import GeneralTracker, on_main_process
 from accel_train import Accelerator
 from accel_train.local_sgd import LocalSGD
 from harness import distributed
@@ -56,6 +59,49 @@ def averaged_sgd(steps, every):
             average()
     average()
     return models[0]
+
+
+class Rows(GeneralTracker):
+    name = "rows"
+    requires_logging_directory = False
+    tracker = None
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    @on_main_process
+    def log(self, values, step=None, **kwargs):
+        self.rows.append(values)
+
+
+@distributed(world_size=2)
+def test_speeds_are_of_one_rank_within_the_context_and_of_all_after_it():
+    rows, now = Rows(), [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("accel_train.step_meter.perf_counter", lambda: now[0])
+        accelerator = Accelerator(cpu=True, log_with=rows, log_system_metrics=True)
+        accelerator.init_trackers("run")
+        model = make_model()
+        loader = DataLoader(torch.zeros(8, 3, dtype=torch.float64), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=RATE), loader
+        )
+        local_sgd = LocalSGD(accelerator, model, local_sgd_steps=2)
+        for step, batch in enumerate(loader):
+            now[0] += 2.0
+            with local_sgd if step == 0 else nullcontext():
+                # 7 items on rank 0 and 11 on rank 1.
+                accelerator.backward(model(batch).sum(), num_items=7 + 4 * accelerator.process_index)
+                optimizer.step()
+                optimizer.zero_grad()
+            accelerator.log({})
+        accelerator._parts.trackers.finish()  # end_training would end the harness's process group, too
+    if accelerator.is_main_process:
+        speeds = [{name: one for name, one in row.items() if "tokens" in name} for row in rows.rows]
+        assert speeds == [{"system/tokens_per_second_per_rank": 3.5}, {"system/tokens_per_second": 9.0}]
+    else:
+        assert rows.rows == []
 
 
 @pytest.mark.parametrize("counted", [False, True])

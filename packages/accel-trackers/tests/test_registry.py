@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
-from accel_state.available import is_installed
+from accel_state import available
+from accel_state.available import LIBRARIES, is_installed
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.labels import LoggerType
 from accel_trackers import (
@@ -37,11 +40,31 @@ def test_an_unknown_name_gets_the_nearest():
         filter_trackers("tensorbord")
 
 
-@pytest.mark.skipif(not ABSENT, reason="every library is installed")
-def test_a_missing_library_gets_its_extra():
-    name = ABSENT[0]
-    with pytest.raises(MissingDependencyError, match=rf"accel-trackers\[{VENDORS[name].extra}\]"):
+@pytest.fixture
+def no_library(monkeypatch):
+    """Nothing of any of the libraries can be imported."""
+    for vendor in VENDORS.values():
+        for module in LIBRARIES[vendor.installed].modules:
+            monkeypatch.setitem(sys.modules, module, None)
+    available._is_installed.cache_clear()
+    yield
+    available._is_installed.cache_clear()
+
+
+@pytest.mark.parametrize("name", VENDORS)
+def test_a_missing_library_gets_its_extra(no_library, name):
+    sentence = (
+        rf"needs \w+, which is not installed: run `pip install 'accel-trackers\[{VENDORS[name].extra}\]'`$"
+    )
+    with pytest.raises(MissingDependencyError, match=f"^log_with='{name}' {sentence}"):
         filter_trackers(name, "logs")
+    kind = tracker_class(name)
+    with pytest.raises(MissingDependencyError, match=f"^The tracker '{name}' {sentence}"):
+        kind("project", *(["logs"] if kind.requires_logging_directory else []))
+
+
+def test_without_libraries_all_stands_for_registered_classes(no_library, registered):
+    assert filter_trackers("all") == ["memory"]
 
 
 @pytest.mark.skipif("tensorboard" not in PRESENT, reason="tensorboard is not installed")

@@ -188,6 +188,16 @@ def test_what_was_logged_is_flushed_after_the_interval(memory, monkeypatch):
     session.finish()
 
 
+def test_it_is_flushed_once_more_for_what_a_library_writes_late_and_then_no_longer(memory):
+    session = TrackerSession(memory)
+    session.start("project")
+    session.log({"loss": 1.0})
+    for _ in range(4):
+        session.write()
+    assert [call[0] for call in memory.calls] == ["start", "log", "flush", "flush"]
+    session.finish()
+
+
 def test_an_error_between_two_calls_is_raised_by_the_next(memory, monkeypatch):
     monkeypatch.setattr("accel_trackers.session.FLUSH_SECONDS", 0.01)
     failed = threading.Event()

@@ -125,9 +125,9 @@ def _has_module(name: str) -> bool:
 
     A folder with Python modules deeper down, as of `megatron`, is code; an empty or a data folder is not.
     """
-    if name in sys.modules:
+    if sys.modules.get(name) is not None:
         return True
-    spec = find_spec(name)
+    spec = find_spec(name)  # None for a name that `sys.modules` blocks with None, too
     if spec is None:
         return False
     return spec.origin is not None or name in _NAMESPACES

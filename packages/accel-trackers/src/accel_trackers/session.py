@@ -30,6 +30,9 @@ OnTrackerError = Literal["raise", "warn"]
 FLUSH_SECONDS = 10.0
 """At least so often everything that was logged is handed to the libraries and flushed by them."""
 
+_FLUSHES = 2
+"""Flushes after the last call of `log`: a library's own thread may write after the first."""
+
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 _MOST_WAITING = 256
@@ -89,7 +92,7 @@ class TrackerSession:
         self._failure: BaseException | None = None
         self._active: list[GeneralTracker] = []
         self._logs: list[tuple[str, Callable[..., None]]] = []  # of `_active`, while they run
-        self._is_flushed = True
+        self._flushes_due = 0
         self._ended = threading.Event()
         self._writing = TerminationHook(self.write)
 
@@ -201,8 +204,8 @@ class TrackerSession:
         """Wait for every value that was logged, hand it to the trackers, and let them flush."""
         with self._writing:
             self._write_waiting(wait=True)
-            if not self._is_flushed:
-                self._is_flushed = True
+            if self._flushes_due:
+                self._flushes_due -= 1
                 for tracker in self._active:
                     self._call(tracker, "flush")
 
@@ -314,7 +317,7 @@ class TrackerSession:
         self, values: dict[str, Any], step: int | None, options: Mapping[str, Any] = _NO_OPTIONS
     ) -> None:
         """Let every tracker log values, each a dictionary of its own."""
-        self._is_flushed = False
+        self._flushes_due = _FLUSHES
         for name, log in self._logs:
             own = values if len(self._logs) == 1 else dict(values)
             try:

@@ -85,13 +85,16 @@ class StepMeter:
             self._waited += waited
             self._samples += _samples_of(loader)
 
-    def count_items(self, total: torch.Tensor) -> None:
-        """Count the items of an optimizer step, of all processes.
+    def count_items(self, total: torch.Tensor, *, of_all_ranks: bool) -> None:
+        """Count the items of an optimizer step.
 
         Args:
             total: How many, 0-d, where they were computed.
+            of_all_ranks: Whether they are those of all ranks, or of this one, as within `LocalSGD`.
         """
-        self._items = total if self._items is None else self._items + total
+        name = "system/tokens_per_second" if of_all_ranks else "system/tokens_per_second_per_rank"
+        before = self._items.get(name)
+        self._items[name] = total if before is None else before + total
 
     def read(self) -> dict[str, Any]:
         """Return what was measured since the last time; nothing if no optimizer has stepped since then.
@@ -112,8 +115,7 @@ class StepMeter:
         }
         if self._samples:
             values["system/samples_per_second"] = self._samples / elapsed
-        if self._items is not None:
-            values["system/tokens_per_second"] = self._items / elapsed
+        values |= {name: items / elapsed for name, items in self._items.items()}
         memory = self._device_memory(now)
         if memory is not None:
             values["system/device_memory_gib"] = memory
@@ -125,7 +127,7 @@ class StepMeter:
         self._has_trained = False
         self._waited = 0.0
         self._samples = 0
-        self._items: torch.Tensor | None = None
+        self._items: dict[str, torch.Tensor] = {}  # by the name of their speed
 
     def _device_memory(self, now: float) -> float | None:
         """Return the peak memory of tensors on this process's device; `None` if unknown."""

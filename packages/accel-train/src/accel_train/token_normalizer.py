@@ -119,7 +119,7 @@ class ItemWindow:
             used: Whether an optimizer has used the gradients; else they are dropped.
         """
         if used and self._meter is not None and self._total is not None:
-            self._meter.count_items(self._total)
+            self._meter.count_items(self._total, of_all_ranks=not self._alone)
         self._count = self._divisor = self._total = None
 
     @contextmanager

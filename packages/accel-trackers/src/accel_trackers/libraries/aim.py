@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AimTracker(GeneralTracker):
-    """Log to a run in an Aim repository.
+    """Log to a run in an Aim repository, which is written before a call returns.
 
     Args:
         run_name: Name of the run.

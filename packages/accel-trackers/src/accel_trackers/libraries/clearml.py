@@ -21,6 +21,8 @@ _PREFIXES = ("train_", "eval_", "test_")
 class ClearMLTracker(GeneralTracker):
     """Log to a task of ClearML, a running one of this process if there is one.
 
+    What is logged is written within ten seconds.
+
     Args:
         run_name: Name of the project and of the task.
         **kwargs: More arguments of `clearml.Task.init`.

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class CometMLTracker(ProjectRunTracker):
-    """Log to an experiment of Comet; `kwargs` are more arguments of `comet_ml.start`."""
+    """Log to an experiment of Comet; `kwargs` are more arguments of `comet_ml.start`.
+
+    Comet's thread writes what is logged as soon as it gets to it.
+    """
 
     name = "comet_ml"
     opens_with = ("start", "project_name")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class DVCLiveTracker(GeneralTracker):
-    """Write metrics, parameters and plots with DVCLive.
+    """Write metrics, parameters and plots with DVCLive, before a call returns.
 
     Args:
         run_name: Not used: DVC names experiments; `exp_name` of `Live` does it.

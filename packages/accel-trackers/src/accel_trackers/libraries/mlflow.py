@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 class MLflowTracker(GeneralTracker):
     """Log to a run of MLflow, in the store that `mlflow.set_tracking_uri` or `MLFLOW_TRACKING_URI` name.
 
+    It is written before a call returns.
+
     Args:
         experiment_name: Name of the experiment; made if absent. MLflow's own choice if `None`.
         logging_dir: Where artifacts of a new experiment go.

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class SwanLabTracker(ProjectRunTracker):
-    """Log to a run of SwanLab; `kwargs` are more arguments of `swanlab.init`."""
+    """Log to a run of SwanLab; `kwargs` are more arguments of `swanlab.init`.
+
+    What is logged is written within twenty seconds.
+    """
 
     name = "swanlab"
 
@@ -32,6 +35,14 @@ class SwanLabTracker(ProjectRunTracker):
             if type(value) is str:
                 logged[name] = self._library.Text(value)
         self.run.log(logged, step=step, **kwargs)
+
+    @on_main_process
+    def flush(self) -> None:
+        """Write what the run's file holds back, which SwanLab itself does when the run ends."""
+        core = getattr(self.run, "_core", None)
+        store = getattr(core, "_store", None)
+        if store is not None:
+            store.ensure_flushed()
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 class TrackioTracker(ProjectRunTracker):
-    """Log to a run of Trackio; `kwargs` are more arguments of `trackio.init`."""
+    """Log to a run of Trackio; `kwargs` are more arguments of `trackio.init`.
+
+    Trackio's thread writes what is logged within half a second.
+    """
 
     name = "trackio"
     resumes_with = ("name", {"resume": "allow"})

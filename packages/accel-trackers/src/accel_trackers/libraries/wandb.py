@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 
 class WandBTracker(ProjectRunTracker):
-    """Log to a run of Weights & Biases; `kwargs` are more arguments of `wandb.init`."""
+    """Log to a run of Weights & Biases; `kwargs` are more arguments of `wandb.init`.
+
+    A process of its own writes what is logged within about ten seconds, a step when a later one is logged.
+    """
 
     name = "wandb"
 
