@@ -78,6 +78,25 @@ BRANCHES = {
         "deepspeed": "true",
         "deepspeed.hf_ds_config": "ds.json",
     },
+    "FP8 with transformer-engine": {
+        "precision.mixed_precision": "fp8",
+        "fp8.backend": "TE",
+        "fp8.margin": "2",
+    },
+    "FP8 with MS-AMP": {
+        "precision.mixed_precision": "fp8",
+        "fp8.backend": "MSAMP",
+        "fp8.opt_level": "O1",
+    },
+    "FP8 with torchao": {
+        "launch.distributed_type": "MULTI_GPU",
+        "launch.num_processes": "2",
+        "fsdp": "true",
+        "precision.mixed_precision": "fp8",
+        "fp8.enable_fsdp_float8_all_gather": "true",
+        "fp8.backend": "AO",
+        "fp8.pad_inner_dim": "false",
+    },
     "MPI": {
         "launch.distributed_type": "MULTI_CPU",
         "launch.num_machines": "2",
@@ -144,7 +163,7 @@ def test_no_question_is_left_out_of_the_branches(environ):
             return answers.pop(question.path, question.default)
 
         interview(ask, probe_host(environ))
-    not_yet = {"megatron", "fp8"}  # nobody can choose them, so their details are not asked for
+    not_yet = {"megatron"}  # nobody can choose them, so their details are not asked for
     questions = {one.path for one in OPTIONS if one.question is not None and one.section not in not_yet}
     assert questions - asked == set()
 

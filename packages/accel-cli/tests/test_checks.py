@@ -15,10 +15,12 @@ from accel_state.settings.file import to_content
 from accel_state.settings.options import BY_KEY, BY_VARIABLE
 
 
-def plan(*line, environ=None, file=None, gpus=4):
+def plan(*line, environ=None, file=None, gpus=4, **machine):
     read = read_arguments([*line, "train.py"])
     merged = merge_sources(read.sourced, parse_environ(environ or {}), parse_file(file or {}, "run.yaml"))
-    return make_plan(merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8))
+    return make_plan(
+        merged, read.script, read.script_arguments, environ or {}, Machine(gpus=gpus, cores=8, **machine)
+    )
 
 
 @pytest.mark.parametrize(
@@ -62,9 +64,6 @@ def test_everything_that_does_not_fit_is_told_at_once():
 @pytest.mark.parametrize(
     ("line", "file", "environ", "parts"),
     [
-        (["--mixed_precision", "fp8"], {}, {}, ["argument --mixed_precision", "fp8", "bf16"]),
-        ([], {"mixed_precision": "fp8"}, {}, ["mixed_precision", "fp8", "bf16"]),
-        ([], {}, {"ACCELERATE_MIXED_PRECISION": "fp8"}, ["ACCELERATE_MIXED_PRECISION", "fp8", "bf16"]),
         (["--use_megatron_lm"], {}, {}, ["argument --use_megatron_lm", "Megatron-LM", "FSDP"]),
         ([], {"distributed_type": "MEGATRON_LM"}, {}, ["Megatron-LM", "FSDP"]),
     ],
@@ -76,8 +75,40 @@ def test_what_the_library_does_not_have_yet_is_refused_before_anything_starts(li
     assert all(part in problem for part in parts), problem
 
 
-def test_a_wrong_precision_is_not_told_to_become_one_that_is_refused():
-    with pytest.raises(SettingsError, match=r"expected one of 'no', 'fp16', 'bf16'$"):
+@pytest.mark.parametrize(
+    ("line", "machine", "parts"),
+    [
+        (
+            ["--cpu"],
+            {"fp8_backends": ()},
+            ["argument --mixed_precision", "'AO' needs torchao", "pip install"],
+        ),
+        (["--cpu", "--fp8_backend", "te"], {}, ["TransformerEngine trains on", "not 'cpu'", "'AO'"]),
+        (["--fp8_backend", "msamp"], {"fp8_backends": ("AO",)}, ["no longer developed", "AORecipeKwargs()"]),
+        ([], {"capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
+    ],
+)
+def test_fp8_that_the_machine_cannot_compute_is_refused_before_anything_starts(line, machine, parts):
+    with pytest.raises(SettingsError) as caught:
+        plan("--mixed_precision", "fp8", *line, **machine)
+    (problem,) = caught.value.problems
+    assert all(part in problem for part in parts), problem
+
+
+@pytest.mark.parametrize(
+    ("line", "machine"),
+    [
+        (["--cpu"], {}),
+        ([], {"capability": lambda: (9, 0)}),
+        (["--fp8_backend", "te"], {"capability": lambda: (8, 9)}),
+    ],
+)
+def test_fp8_that_the_machine_can_compute_is_launched(line, machine):
+    assert plan("--mixed_precision", "fp8", *line, **machine).environ["ACCELERATE_MIXED_PRECISION"] == "fp8"
+
+
+def test_a_wrong_precision_is_told_which_there_are():
+    with pytest.raises(SettingsError, match=r"expected one of 'no', 'fp8', 'fp16', 'bf16'$"):
         plan("--mixed_precision", "bf17")
 
 

@@ -120,12 +120,22 @@ def test_tpu_and_mpi_are_asked_for():
     assert mpi.mpi.hostfile == "hosts"
 
 
+@pytest.mark.parametrize(
+    ("backend", "field"), [("AO", "pad_inner_dim"), ("TE", "margin"), ("MSAMP", "opt_level")]
+)
+def test_only_what_the_backend_of_fp8_reads_is_asked_for(backend, field):
+    settings, asked = answered(SERVER, precision__mixed_precision="fp8", fp8__backend=backend)
+    assert settings.fp8.backend == backend
+    fields = {"pad_inner_dim", "margin", "opt_level"}
+    assert {one.removeprefix("fp8.") for one in asked if one.startswith("fp8.")} & fields == {field}
+
+
 def test_what_the_launcher_refuses_is_neither_asked_for_nor_offered():
     questions = []
     interview(lambda question: questions.append(question) or question.default, SERVER)
     assert "megatron" not in [question.path for question in questions]
     (precision,) = (one for one in questions if one.path == "precision.mixed_precision")
-    assert [choice for choice, _ in precision.choices] == ["no", "fp16", "bf16"]
+    assert [choice for choice, _ in precision.choices] == ["no", "fp8", "fp16", "bf16"]
 
 
 def test_parallelism_is_asked_with_fsdp2():

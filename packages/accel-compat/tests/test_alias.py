@@ -96,7 +96,6 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
             "ModuleNotFoundError",
             "'accel.state.Nothing'. Please report",
         ),
-        ("from accelerate.utils import FP8RecipeKwargs", "ModuleNotFoundError", "FP8 is still to come"),
         (
             "from accelerate.test_utils.testing import x",
             "ModuleNotFoundError",

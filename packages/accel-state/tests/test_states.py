@@ -11,7 +11,7 @@ import torch
 from accel_state import runtime
 from accel_state.accelerator_state import AcceleratorState, ThreadLocalSharedDict, do_nothing, is_initialized
 from accel_state.environ import patch_environment
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.gradient_state import GradientState
 from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState, wait_for_everyone
@@ -227,11 +227,6 @@ def test_an_accelerator_without_a_precision_keeps_the_one_in_use():
 def test_an_unknown_precision_lists_those_that_exist():
     with pytest.raises(SettingsError, match=r"'bf32'.*'bf16'"):
         AcceleratorState("bf32", cpu=True)
-
-
-def test_what_comes_later_is_refused_rather_than_ignored():
-    with pytest.raises(UnsupportedError, match="fp8"):
-        AcceleratorState("fp8", cpu=True)
 
 
 def test_plugins_are_kept_until_another_is_given():

@@ -9,29 +9,18 @@ if TYPE_CHECKING:
 
 REPORT = "Please report it to the developers of accel-compat, with the library that imports it, and for what."
 
-_FP8 = "FP8 is still to come; mixed_precision='bf16' is there."
 _MEGATRON = "Megatron-LM is still to come; FSDP, tensor parallelism and DeepSpeed are there."
 
 INSTEAD: Mapping[str, str] = {
     "accelerate.commands.estimate.gather_data": "`accel estimate-memory --json` prints the numbers.",
     "accelerate.commands.menu": "It was private; `questionary` asks such questions.",
     "accelerate.test_utils": "It is for Accelerate's own tests; `accel test` checks a machine.",
-    "accelerate.utils.ao": _FP8,
-    "accelerate.utils.AORecipeKwargs": _FP8,
-    "accelerate.utils.dataclasses.AORecipeKwargs": _FP8,
-    "accelerate.utils.dataclasses.FP8RecipeKwargs": _FP8,
     "accelerate.utils.dataclasses.MegatronLMPlugin": _MEGATRON,
-    "accelerate.utils.dataclasses.TERecipeKwargs": _FP8,
-    "accelerate.utils.FP8RecipeKwargs": _FP8,
-    "accelerate.utils.has_ao_layers": _FP8,
-    "accelerate.utils.has_transformer_engine_layers": _FP8,
     "accelerate.utils.megatron_lm": _MEGATRON,
     "accelerate.utils.MegatronLMPlugin": _MEGATRON,
     "accelerate.utils.modeling.get_state_dict_from_offload": (
         "It was private; accelerate.utils.modeling.get_state_dict_offloaded_model gives all weights."
     ),
-    "accelerate.utils.TERecipeKwargs": _FP8,
-    "accelerate.utils.transformer_engine": _FP8,
 }
 """By name, or by that of its module, what is there instead."""
 

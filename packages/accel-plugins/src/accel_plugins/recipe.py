@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_state.errors import SettingsError
 from accel_state.registry import Registry
 from accel_state.settings.parsing import RECIPE_GROUP
@@ -32,17 +33,22 @@ class Recipe:
             `convert(bundle, runtime, mesh)`, on every rank. What must be saved with a model is in its
             parameters and buffers.
         precision: The mixed precision of everything that is not converted.
+        initialize: Called before that with a bundle; returns it with the models and optimizers by which a
+            library replaces them.
         after_step: Called after every optimizer step with the prepared models, wrapped as they are.
         state_dict: Gives what else must be saved to resume; the same on all ranks.
         load_state_dict: Takes it back.
+        backend: The library that computes, as `Accelerator.fp8_backend` says it; `None` if it is no FP8.
     """
 
     name: str
     convert: Callable[[Bundle, Runtime, DeviceMesh | None], Mapping[Tensor, Tensor]]
     precision: Literal["no", "bf16", "fp16"] = "bf16"
+    initialize: Callable[[Bundle], Bundle] | None = None
     after_step: Callable[[Sequence[nn.Module]], None] | None = None
     state_dict: Callable[[], dict[str, Any]] | None = None
     load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
+    backend: str | None = None
 
 
 RecipeFactory: TypeAlias = "Callable[[Settings, Runtime, Mapping[type, Any]], Recipe]"
@@ -68,7 +74,14 @@ class RecipeSpec:
     handlers: tuple[type, ...] = ()
 
 
-RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={})
+FP8 = RecipeSpec(
+    name="fp8",
+    build="accel_plugins.fp8.build:build",
+    handlers=(FP8RecipeKwargs, AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs),
+)
+"""Matrices multiplied in 8 bits by torchao, TransformerEngine or MS-AMP."""
+
+RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe", built_in={"fp8": FP8})
 """All recipes, those of installed distributions included."""
 
 
@@ -84,11 +97,17 @@ def build_recipe(
         handlers: Every kwargs handler by its type.
 
     Raises:
-        SettingsError: There is no such recipe.
+        SettingsError: There is no such recipe, or a handler is for another one.
     """
-    if name in {"no", "fp16", "bf16"}:
-        return None
-    return RECIPES.resolve(name, RECIPES.find(name).build)(settings, runtime, handlers)
+    spec = None if name in {"no", "fp16", "bf16"} else RECIPES.find(name)
+    for other in RECIPES.available().values():
+        for kind in () if spec is other else other.handlers:
+            if kind in handlers:
+                raise SettingsError(
+                    f"kwargs_handlers contains {kind.__name__}, which is for mixed_precision={other.name!r}, "
+                    f"and it is {name!r}; change one of the two."
+                )
+    return None if spec is None else RECIPES.resolve(name, spec.build)(settings, runtime, handlers)
 
 
 def check_converted(

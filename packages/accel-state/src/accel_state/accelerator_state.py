@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast, get_args
 
 from accel_state import environ
 from accel_state.devices.probes import is_bf16_available
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
@@ -303,8 +303,6 @@ def _precision(asked: str | None, state: PartialState) -> str:
             wanted = precision(*get_args(Precision))(str(asked))
         except ValueError as error:
             raise SettingsError(f"mixed_precision={asked!r}: {error}.") from None
-    if wanted == "fp8":
-        raise UnsupportedError("mixed_precision='fp8' is not available yet; use 'bf16', 'fp16' or 'no'.")
     if wanted == "bf16" and not is_bf16_available(device=state.device):
         raise SettingsError(
             f"mixed_precision='bf16' was asked for, but {state.device} does not compute in bfloat16; "

@@ -119,6 +119,15 @@ class PrecisionType(str, BaseEnum):
     BF16 = "bf16"
 
 
+class FP8BackendType(str, BaseEnum):
+    """The library that multiplies matrices in 8 bits."""
+
+    NO = "NO"
+    TE = "TE"
+    MSAMP = "MSAMP"
+    AO = "AO"
+
+
 class RNGType(BaseEnum):
     """The sources of randomness that can be synchronised between processes."""
 

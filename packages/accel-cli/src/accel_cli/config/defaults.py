@@ -152,7 +152,7 @@ _SUGGESTIONS: Mapping[str, _Suggests] = {
     "megatron.recompute_activations": _always("true"),
     "megatron.use_distributed_optimizer": _always("true"),
     "megatron.gradient_clipping": _always("1.0"),
-    "fp8.backend": _always("TE"),
+    "fp8.backend": _always("AO"),
     "fp8.margin": _always("0"),
     "fp8.interval": _always("1"),
     "fp8.fp8_format": _always("HYBRID"),

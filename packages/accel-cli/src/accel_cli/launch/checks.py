@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from accel_cli.launch.machine import VISIBLE_DEVICES
+from accel_state.errors import AccelError
+from accel_state.fp8_backends import Fp8Device, choose_backend
 from accel_state.settings import Layer
 from accel_state.settings.merge import TITLES
 from accel_state.settings.model import value_at
@@ -239,14 +241,23 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
 
 
 def _engine_is_absent(facts: Facts) -> Iterator[str]:
-    precision, engine = (
-        facts.merged.source_of("precision.mixed_precision"),
-        facts.merged.source_of("megatron"),
-    )
-    if facts.settings.precision.mixed_precision == "fp8":
-        yield f"{precision.origin} asks for fp8, which is not available in this version: use bf16."
+    engine = facts.merged.source_of("megatron")
     if facts.settings.megatron is not None:
         yield f"{engine.origin} asks for Megatron-LM, which is not available in this version: use FSDP."
+
+
+def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
+    """Ask what the worker asks, of the devices of this machine."""
+    if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
+        return
+    machine, fp8 = facts.machine, facts.settings.fp8
+    on_cpu = uses_cpu(facts.merged) or not machine.gpus
+    device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
+    named = None if fp8 is None else fp8.backend
+    try:
+        choose_backend(named, device, installed=machine.fp8_backends)
+    except AccelError as error:
+        yield f"{facts.merged.source_of('precision.mixed_precision').origin} asks for FP8: {error}"
 
 
 def _alias_is_absent(facts: Facts) -> Iterator[str]:
@@ -360,6 +371,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _elasticity_does_not_fit,
     _engine_is_off,
     _engine_is_absent,
+    _fp8_cannot_run,
     _alias_is_absent,
     _conflicting_deepspeed_settings,
     _precision_has_no_recipe,

@@ -10,6 +10,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_state.available import is_installed
+from accel_state.fp8_backends import BACKENDS, BY_NAME
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -39,6 +42,8 @@ class Machine:
         mpirun: What `mpirun --version` says; None where it is not asked or not there.
         commands: What the command file of a TPU pod says.
         alias: The folder by which Python finds the start of accel-compat; None if that is not installed.
+        capability: Asks for the least compute capability of its NVIDIA GPUs, where it matters.
+        fp8_backends: Which libraries for FP8 are installed; all if nobody says.
     """
 
     gpus: int
@@ -48,6 +53,8 @@ class Machine:
     mpirun: str | None = None
     commands: tuple[str, ...] = ()
     alias: str | None = None
+    capability: Callable[[], tuple[int, int] | None] = lambda: None
+    fp8_backends: tuple[str, ...] = tuple(BY_NAME)
 
     def __post_init__(self) -> None:
         """Fill in what nobody said."""
@@ -64,7 +71,24 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     installed = _present()
     gpus = count_gpus(environ, lambda: installed)
-    return Machine(gpus=gpus, cores=cores, installed=installed, alias=_alias())
+    return Machine(
+        gpus=gpus,
+        cores=cores,
+        installed=installed,
+        alias=_alias(),
+        capability=_capability,
+        fp8_backends=tuple(one.name for one in BACKENDS if is_installed(one.library)),
+    )
+
+
+def _capability() -> tuple[int, int] | None:
+    """The least compute capability that the tool of NVIDIA's driver tells."""
+    found: list[tuple[int, int]] = []
+    for line in (ask_nvidia("--query-gpu=compute_cap", "--format=csv,noheader") or "").splitlines():
+        major, _, minor = line.strip().partition(".")
+        if major.isdecimal() and minor.isdecimal():
+            found.append((int(major), int(minor)))
+    return min(found, default=None)
 
 
 def _alias() -> str | None:

@@ -53,8 +53,6 @@ def build_precision(
     """
     if name == "no":
         return FullPrecision(device_type=device.type)
-    if name == "fp8":
-        raise UnsupportedError("mixed_precision='fp8' is not available in this version; use 'bf16'.")
     if name not in _DTYPES:
         raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *_DTYPES]}.")
     if not torch.amp.is_autocast_available(device.type):

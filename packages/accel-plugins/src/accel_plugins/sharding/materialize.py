@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_plugins.sharding.shards import gather_full_tensor, shard_like
@@ -71,7 +72,7 @@ def to_meta(
             if kind is values.parameters:
                 values.before[tensor] = name
                 values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
-            values.attributes[name] = dict(vars(tensor))
+            values.attributes[name] = {} if _has_own_type(tensor) else dict(vars(tensor))
             full = gather_full_tensor(tensor, device) if isinstance(tensor, DTensor) else tensor.detach()
             if keep:
                 kind[name] = full
@@ -102,7 +103,7 @@ def materialize_from_rank0(
         available = values.parameters if is_parameter else values.buffers
         full = _from_main(available.pop(name, None), like, values.dtypes[name], runtime)
         target = parameters_on if is_parameter else runtime.device
-        shard = shard_like(full, like, target)
+        shard = shard_like(full, like, target, keep_type=is_parameter)
         del full
         if is_parameter:
             shard = nn.Parameter(shard, requires_grad=like.requires_grad)
@@ -132,13 +133,26 @@ def _from_main(found: Tensor | None, like: Tensor, dtype: torch.dtype, runtime: 
 
 def _empty(model: nn.Module, values: ModelState) -> None:
     """Move a model to the meta device; tied tensors stay tied."""
+    for names in values.names.values():
+        tensor = _get(model, names[0])
+        if _has_own_type(tensor):  # `Module.to` refuses to swap what somebody refers to weakly
+            meta = tensor.detach().to("meta", values.dtypes[names[0]])
+            for name in names:
+                put_tensor(model, name, nn.Parameter(meta, requires_grad=tensor.requires_grad))
     nn.Module.to(model, device="meta")  # a subclass may refuse to be moved
     for names in values.names.values():
         tensor = _get(model, names[0])
+        if _has_own_type(tensor):
+            continue
         tensor.data = tensor.data.to(values.dtypes[names[0]])
         if len(names) > 1:
             for name in names[1:]:
                 put_tensor(model, name, tensor)
+
+
+def _has_own_type(tensor: Tensor) -> bool:
+    """Whether a library has put a type of its own around the values, for its kernels."""
+    return is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor)
 
 
 def _get(model: nn.Module, name: str) -> Any:

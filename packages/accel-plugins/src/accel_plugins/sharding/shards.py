@@ -15,13 +15,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def shard_like(full: Tensor, like: Tensor, device: torch.device | None = None) -> Tensor:
+def shard_like(
+    full: Tensor, like: Tensor, device: torch.device | None = None, *, keep_type: bool = False
+) -> Tensor:
     """Copy this rank's shard of a full tensor, sharded like another tensor, without communication.
 
     Args:
         full: The full tensor, on any device.
         like: A tensor of the same shape; if it is not a `DTensor`, the full tensor is copied.
         device: Device of the result; that of `like` if `None`.
+        keep_type: Whether the shard has the type that a library has put around that of `like`.
 
     Returns:
         A new tensor of the dtype of `full`, a `DTensor` if `like` is one.
@@ -35,7 +38,10 @@ def shard_like(full: Tensor, like: Tensor, device: torch.device | None = None) -
         return torch.empty_like(full, device=target).copy_(full)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     where = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    shard = torch.empty(shape, dtype=full.dtype, device=target).copy_(full[where])
+    empty: Any = torch.empty(shape, dtype=full.dtype, device=target)
+    if keep_type:
+        empty = torch.empty_like(like.detach().to_local(), dtype=full.dtype, device=target)
+    shard = empty.copy_(full[where])
     meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), full.dtype)
     # `from_local` would move a shard that is offloaded to the CPU to the device of the mesh.
     return DTensor(

@@ -71,7 +71,7 @@ def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], 
 RECIPE_GROUP = "accel.recipes"
 """The entry-point group of precision recipes; a row is an `accel_plugins.recipe.RecipeSpec`."""
 
-ABSENT = ("fp8", "MEGATRON_LM")
+ABSENT = ("MEGATRON_LM",)
 """Choices that are read, so that a refusal can tell, but not offered: this version has no such engine."""
 
 
@@ -79,8 +79,8 @@ def offered(choices: Iterable[str]) -> tuple[str, ...]:
     """Leave out the choices that this version does not have.
 
     Example:
-        >>> offered(("bf16", "fp8"))
-        ('bf16',)
+        >>> offered(("FSDP", "MEGATRON_LM"))
+        ('FSDP',)
     """
     return tuple(choice for choice in choices if choice not in ABSENT)
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from accel_state._lazy import attach
 
 if TYPE_CHECKING:
+    from accel.utils import ao as ao
     from accel.utils import bnb as bnb
     from accel.utils import constants as constants
     from accel.utils import dataclasses as dataclasses
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from accel.utils import other as other
     from accel.utils import random as random
     from accel.utils import torch_xla as torch_xla
+    from accel.utils import transformer_engine as transformer_engine
     from accel.utils import versions as versions
     from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
     from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
@@ -80,6 +82,12 @@ if TYPE_CHECKING:
     from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig
     from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
     from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
+    from accel_plugins.fp8.ao import (
+        convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers, torchao_required,
+    )
+    from accel_plugins.fp8.te import (
+        apply_fp8_autowrap, contextual_fp8_autocast, convert_model, has_transformer_engine_layers,
+    )
     from accel_plugins.fsdp.env_flags import (
         disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading,
     )
@@ -91,6 +99,9 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+    from accel_plugins.kwargs.fp8 import (
+        AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs,
+    )
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
@@ -134,7 +145,8 @@ if TYPE_CHECKING:
     )
     from accel_state.labels import (
         ComputeEnvironment, CustomDtype, DDPCommunicationHookType, DistributedType, DynamoBackend,
-        LoggerType, PrecisionType, RNGType, SageMakerDistributedType, TORCH_DISTRIBUTED_OPERATION_TYPES,
+        FP8BackendType, LoggerType, PrecisionType, RNGType, SageMakerDistributedType,
+        TORCH_DISTRIBUTED_OPERATION_TYPES,
     )
     from accel_state.memory import release_memory
     from accel_state.partial_state import wait_for_everyone
@@ -162,37 +174,40 @@ if TYPE_CHECKING:
     from accel_train.profiling import PROFILE_PATTERN_NAME
 
 __all__ = [
-    "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning", "ComputeEnvironment",
-    "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedEngineWrapper",
-    "DeepSpeedOptimizerWrapper", "DeepSpeedPlugin", "DeepSpeedSchedulerWrapper",
+    "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning",
+    "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
+    "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedPlugin", "DeepSpeedSchedulerWrapper",
     "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedType", "DummyOptim",
-    "DummyScheduler", "DynamoBackend", "FullyShardedDataParallelPlugin", "GatheredParameters",
-    "GradScalerKwargs", "GradientAccumulationPlugin", "HfDeepSpeedConfig", "InitProcessGroupKwargs",
-    "KwargsHandler", "LoggerType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME",
+    "DummyScheduler", "DynamoBackend", "FP8BackendType", "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin", "GatheredParameters", "GradScalerKwargs",
+    "GradientAccumulationPlugin", "HfDeepSpeedConfig", "InitProcessGroupKwargs", "KwargsHandler",
+    "LoggerType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME", "MSAMPRecipeKwargs",
     "OPTIMIZER_NAME", "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "ParallelismConfig",
     "PrecisionType", "PrefixedDataset", "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration",
     "RNGType", "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
     "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
-    "SageMakerDistributedType", "TORCH_DISTRIBUTED_OPERATION_TYPES", "TORCH_LAUNCH_PARAMS",
-    "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
-    "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME", "WEIGHTS_PATTERN_NAME",
-    "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "align_module_device", "are_libraries_initialized",
-    "broadcast", "broadcast_object_list", "calculate_maximum_sizes", "check_cuda_fp8_capability",
-    "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
-    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_environment",
-    "compare_versions", "compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2",
-    "compute_module_sizes", "concatenate", "convert_bytes", "convert_dict_to_env_variables",
-    "convert_file_size_to_int", "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices",
-    "deepspeed_required", "disable_fsdp_ram_efficient_loading", "dtype_byte_size",
+    "SageMakerDistributedType", "TERecipeKwargs", "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "TORCH_LAUNCH_PARAMS", "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin",
+    "TorchTensorParallelConfig", "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
+    "WEIGHTS_PATTERN_NAME", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "align_module_device",
+    "apply_fp8_autowrap", "are_libraries_initialized", "broadcast", "broadcast_object_list",
+    "calculate_maximum_sizes", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_device_map",
+    "check_os_kernel", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
+    "clean_state_dict_for_safetensors", "clear_environment", "compare_versions", "compile_regions",
+    "compile_regions_deepspeed", "compile_regions_fsdp2", "compute_module_sizes", "concatenate",
+    "contextual_fp8_autocast", "convert_bytes", "convert_dict_to_env_variables", "convert_file_size_to_int",
+    "convert_model", "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32",
+    "copy_tensor_to_devices", "deepspeed_required", "disable_fsdp_ram_efficient_loading", "dtype_byte_size",
     "enable_fsdp_ram_efficient_loading", "ensure_weights_retied", "extract_model_from_parallel",
-    "extract_submodules_state_dict", "find_batch_size", "find_device", "find_executable_batch_size",
-    "find_tied_parameters", "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
-    "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "gather", "gather_object",
-    "get_active_deepspeed_plugin", "get_balanced_memory", "get_cpu_distributed_information",
-    "get_current_device_type", "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info",
-    "get_grad_scaler", "get_int_from_env", "get_max_layer_size", "get_max_memory",
-    "get_mixed_precision_context_manager", "get_model_tp_size", "get_module_children_bottom_up",
-    "get_pretty_name", "has_4bit_bnb_layers", "has_compiled_regions", "has_offloaded_params", "honor_type",
+    "extract_submodules_state_dict", "filter_first_and_last_linear_layers", "find_batch_size",
+    "find_device", "find_executable_batch_size", "find_tied_parameters", "fsdp2_apply_ac",
+    "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict", "fsdp2_prepare_model",
+    "fsdp2_switch_optimizer_parameters", "gather", "gather_object", "get_active_deepspeed_plugin",
+    "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
+    "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info", "get_grad_scaler", "get_int_from_env",
+    "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "get_model_tp_size",
+    "get_module_children_bottom_up", "get_pretty_name", "has_4bit_bnb_layers", "has_ao_layers",
+    "has_compiled_regions", "has_offloaded_params", "has_transformer_engine_layers", "honor_type",
     "id_tensor_storage", "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors",
     "install_xla", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
     "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available",
@@ -220,11 +235,12 @@ __all__ = [
     "purge_accelerate_environment", "recursive_getattr", "recursively_apply", "reduce", "release_memory",
     "retie_parameters", "save", "save_fsdp_model", "save_fsdp_optimizer", "save_offload_index",
     "send_to_device", "set_module_tensor_to_device", "set_numa_affinity", "set_seed", "slice_tensors",
-    "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "tqdm", "wait_for_everyone",
-    "write_basic_config",
+    "str_to_bool", "synchronize_rng_state", "synchronize_rng_states", "torchao_required", "tqdm",
+    "wait_for_everyone", "write_basic_config",
 ]
 
 _EXPORTS = {
+    "ao": "accel.utils.ao:",
     "bnb": "accel.utils.bnb:",
     "constants": "accel.utils.constants:",
     "dataclasses": "accel.utils.dataclasses:",
@@ -240,6 +256,7 @@ _EXPORTS = {
     "other": "accel.utils.other:",
     "random": "accel.utils.random:",
     "torch_xla": "accel.utils.torch_xla:",
+    "transformer_engine": "accel.utils.transformer_engine:",
     "versions": "accel.utils.versions:",
     **dict.fromkeys(("get_balanced_memory", "get_max_memory"), "accel_bigmodel.device_map.budget"),
     **dict.fromkeys((
@@ -308,6 +325,13 @@ _EXPORTS = {
     **dict.fromkeys(("map_pytorch_optim_to_deepspeed",), "accel_plugins.deepspeed.optimizers"),
     **dict.fromkeys(("DeepSpeedPlugin", "get_active_deepspeed_plugin"), "accel_plugins.deepspeed.plugin"),
     **dict.fromkeys((
+        "convert_model_to_fp8_ao", "filter_first_and_last_linear_layers", "has_ao_layers",
+        "torchao_required",
+    ), "accel_plugins.fp8.ao"),
+    **dict.fromkeys((
+        "apply_fp8_autowrap", "contextual_fp8_autocast", "convert_model", "has_transformer_engine_layers",
+    ), "accel_plugins.fp8.te"),
+    **dict.fromkeys((
         "disable_fsdp_ram_efficient_loading", "enable_fsdp_ram_efficient_loading",
     ), "accel_plugins.fsdp.env_flags"),
     **dict.fromkeys(("ensure_weights_retied",), "accel_plugins.fsdp.loading"),
@@ -318,6 +342,9 @@ _EXPORTS = {
     **dict.fromkeys(("DataLoaderConfiguration",), "accel_plugins.kwargs.dataloader"),
     **dict.fromkeys(("DistributedDataParallelKwargs",), "accel_plugins.kwargs.ddp"),
     **dict.fromkeys(("TorchDynamoPlugin",), "accel_plugins.kwargs.dynamo"),
+    **dict.fromkeys((
+        "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
+    ), "accel_plugins.kwargs.fp8"),
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
@@ -366,7 +393,7 @@ _EXPORTS = {
     ), "accel_state.environ"),
     **dict.fromkeys((
         "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DistributedType", "DynamoBackend",
-        "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
+        "FP8BackendType", "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
         "TORCH_DISTRIBUTED_OPERATION_TYPES",
     ), "accel_state.labels"),
     **dict.fromkeys(("release_memory",), "accel_state.memory"),

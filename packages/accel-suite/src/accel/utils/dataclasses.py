@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+    from accel_plugins.kwargs.fp8 import (
+        AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs,
+    )
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
@@ -31,20 +34,21 @@ if TYPE_CHECKING:
     from accel_quant.bnb.config import BnbQuantizationConfig
     from accel_state.labels import (
         ComputeEnvironment, CustomDtype, DDPCommunicationHookType, DistributedType, DynamoBackend,
-        LoggerType, PrecisionType, RNGType, SageMakerDistributedType,
+        FP8BackendType, LoggerType, PrecisionType, RNGType, SageMakerDistributedType,
     )
     from accel_state.versions import (
         MITA_PROFILING_AVAILABLE_PYTORCH_VERSION, XPU_PROFILING_AVAILABLE_PYTORCH_VERSION,
     )
 
 __all__ = [
-    "AutocastKwargs", "BnbQuantizationConfig", "ComputeEnvironment", "CustomDtype",
+    "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "ComputeEnvironment", "CustomDtype",
     "DDPCommunicationHookType", "DataLoaderConfiguration", "DeepSpeedPlugin",
     "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedType", "DynamoBackend",
-    "FullyShardedDataParallelPlugin", "GradScalerKwargs", "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs", "KwargsHandler", "LoggerType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION",
-    "PrecisionType", "ProfileKwargs", "ProjectConfiguration", "RNGType", "SageMakerDistributedType",
-    "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
+    "FP8BackendType", "FP8RecipeKwargs", "FullyShardedDataParallelPlugin", "GradScalerKwargs",
+    "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "LoggerType",
+    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MSAMPRecipeKwargs", "PrecisionType", "ProfileKwargs",
+    "ProjectConfiguration", "RNGType", "SageMakerDistributedType", "TERecipeKwargs", "TensorInformation",
+    "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "get_module_class_from_name",
 ]
 
@@ -59,6 +63,9 @@ _EXPORTS = {
     **dict.fromkeys(("DataLoaderConfiguration",), "accel_plugins.kwargs.dataloader"),
     **dict.fromkeys(("DistributedDataParallelKwargs",), "accel_plugins.kwargs.ddp"),
     **dict.fromkeys(("TorchDynamoPlugin",), "accel_plugins.kwargs.dynamo"),
+    **dict.fromkeys((
+        "AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs",
+    ), "accel_plugins.kwargs.fp8"),
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
@@ -69,7 +76,7 @@ _EXPORTS = {
     **dict.fromkeys(("BnbQuantizationConfig",), "accel_quant.bnb.config"),
     **dict.fromkeys((
         "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DistributedType", "DynamoBackend",
-        "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
+        "FP8BackendType", "LoggerType", "PrecisionType", "RNGType", "SageMakerDistributedType",
     ), "accel_state.labels"),
     **dict.fromkeys((
         "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",

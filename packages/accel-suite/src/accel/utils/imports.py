@@ -12,6 +12,7 @@ from accel_state._lazy import attach
 
 if TYPE_CHECKING:
     from accel_plugins.deepspeed.enabled import deepspeed_required
+    from accel_plugins.fp8.ao import torchao_required
     from accel_state.available import (
         is_4bit_bnb_available, is_8bit_bnb_available, is_aim_available, is_amdsmi_available,
         is_bitsandbytes_multi_backend_available, is_bnb_available, is_boto3_available, is_clearml_available,
@@ -48,11 +49,12 @@ __all__ = [
     "is_torchdata_stateful_dataloader_available", "is_torchvision_available", "is_trackio_available",
     "is_transformer_engine_available", "is_transformer_engine_mxfp8_available", "is_transformers_available",
     "is_triton_available", "is_wandb_available", "is_weights_only_available", "is_xccl_available",
-    "is_xpu_available",
+    "is_xpu_available", "torchao_required",
 ]
 
 _EXPORTS = {
     **dict.fromkeys(("deepspeed_required",), "accel_plugins.deepspeed.enabled"),
+    **dict.fromkeys(("torchao_required",), "accel_plugins.fp8.ao"),
     **dict.fromkeys((
         "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
         "is_bitsandbytes_multi_backend_available", "is_bnb_available", "is_boto3_available",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, overload
 
+from accel_state.labels import FP8BackendType
 from accel_train.accelerator.facet import Facet
 
 if TYPE_CHECKING:
@@ -38,6 +39,19 @@ class ProcessFacet(Facet):
     def distributed_type(self) -> DistributedType:
         """The documented label of the strategy and device."""
         return self._parts.state.distributed_type
+
+    @property
+    def fp8_backend(self) -> FP8BackendType:
+        """The library that multiplies matrices in 8 bits; `FP8BackendType.NO` without FP8.
+
+        Example:
+            >>> from accel_train import Accelerator
+            >>> Accelerator(cpu=True).fp8_backend.value
+            'NO'
+        """
+        converter = self._parts.converter
+        backend = None if converter is None else converter.recipe.backend
+        return FP8BackendType(backend or "NO")
 
     @property
     def num_processes(self) -> int:

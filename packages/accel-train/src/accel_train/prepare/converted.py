@@ -31,12 +31,14 @@ class Converter:
         self._runtime = runtime
         self._replaced: Any = WeakIdKeyDictionary()
 
-    def convert(self, bundle: Bundle, mesh: DeviceMesh | None) -> None:
-        """Convert the models of a bundle in place, and point its optimizers at their parameters.
+    def convert(self, bundle: Bundle, mesh: DeviceMesh | None) -> Bundle:
+        """Convert the models of a bundle, and point its optimizers at their parameters.
 
         Raises:
             SettingsError: The recipe's map lacks parameters of an optimizer.
         """
+        if self.recipe.initialize is not None:
+            bundle = self.recipe.initialize(bundle)
         if bundle.models:
             before = {id(one): name for model in bundle.models for name, one in model.named_parameters()}
             replaced = self.recipe.convert(bundle, self._runtime, mesh)
@@ -48,3 +50,4 @@ class Converter:
             sharding.optimizers.switch_parameters(
                 optimizer, {one: self._replaced[one] for one in own if one in self._replaced}
             )
+        return bundle

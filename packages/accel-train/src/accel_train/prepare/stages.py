@@ -83,7 +83,7 @@ def _check(bundle: Bundle, request: Request) -> Bundle:
 
 def _recipe(bundle: Bundle, request: Request) -> Bundle:
     if request.parts.converter is not None:
-        request.parts.converter.convert(bundle, request.parts.strategy.mesh)
+        return request.parts.converter.convert(bundle, request.parts.strategy.mesh)
     return bundle
 
 

@@ -24,7 +24,7 @@ def parser() -> Parser:
     )
     made.add_argument(
         "--mixed_precision",
-        choices=("no", "fp16", "bf16"),
+        choices=("no", "fp16", "bf16", "fp8"),
         help=setting("precision.mixed_precision", "as for accel launch"),
     )
     made.add_argument("--json", action="store_true", help="write the results as JSON")

@@ -1,0 +1,1 @@
+"""FP8: what torchao, TransformerEngine and MS-AMP need to train within `Accelerator`."""

@@ -1,0 +1,284 @@
+"""FP8 with torchao: linear layers are converted in place before models are wrapped or sharded."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+import torch
+from torch import nn
+
+from accel_ops.modules import without_compiler
+from accel_plugins.fp8.weights import save_plain_weights, tied_layers
+from accel_plugins.recipe import Recipe
+from accel_state.available import require
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.kwargs.fp8 import AORecipeKwargs
+    from accel_state.runtime import Runtime
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+logger = get_logger(__name__)
+
+
+def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
+    """Let a function raise `ImportError` when it is called without torchao.
+
+    Args:
+        func: The function.
+    """
+
+    @functools.wraps(func)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        require("torchao", f"`{func.__name__}`", install="accel-plugins[torchao]")
+        return func(*args, **kwargs)
+
+    return checked
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Whether a layer may be converted: sizes divisible by 16, and neither the first nor the last.
+
+    Args:
+        module: A layer; or a model, of which `fqn` names a layer.
+        fqn: The name of the layer.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+        >>> [filter_first_and_last_linear_layers(model, name) for name in "012"]
+        [False, True, False]
+        >>> filter_first_and_last_linear_layers(nn.Linear(16, 10), "head")
+        False
+    """
+    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and name]
+    if fqn in {*names[:1], *names[-1:]}:
+        return False
+    layer = module.get_submodule(fqn) if fqn in names else module
+    return not isinstance(layer, nn.Linear) or _is_divisible(layer)
+
+
+@torchao_required
+def has_ao_layers(model: nn.Module) -> bool:
+    """Whether a model has linear layers of torchao's FP8 training.
+
+    Args:
+        model: The model, wrapped or not.
+    """
+    return any(isinstance(module, _layer_class()) for module in model.modules())
+
+
+@torchao_required
+def convert_model_to_fp8_ao(
+    model: nn.Module,
+    config: Any = None,
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None,
+) -> None:
+    """Convert linear layers of a model to torchao's FP8 training, in place; names and parameters stay.
+
+    Args:
+        model: The model.
+        config: A `torchao.float8.Float8LinearConfig`; torchao's default if `None`.
+        module_filter_func: As in `AORecipeKwargs`.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
+        >>> convert_model_to_fp8_ao(model)  # doctest: +SKIP
+        >>> has_ao_layers(model)  # doctest: +SKIP
+        True
+    """
+    _convert(model, config or _float8().Float8LinearConfig(), module_filter_func)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchAo:
+    """What torchao does in one run.
+
+    Args:
+        handler: What was asked for.
+        device: Where models compute.
+        sharded: Whether FSDP2 shards parameters.
+        config: torchao's configuration.
+    """
+
+    handler: AORecipeKwargs
+    device: torch.device
+    sharded: bool
+    config: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        config = _config(self.handler, self.device)
+        if getattr(config, "enable_fsdp_float8_all_gather", False) and not self.sharded:
+            config = replace(config, enable_fsdp_float8_all_gather=False)
+        object.__setattr__(self, "config", config)
+
+    def convert(self, bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
+        """Convert the models of a bundle; as `Recipe.convert`."""
+        del runtime, mesh
+        replaced: dict[Tensor, Tensor] = {}
+        for model in map(without_compiler, bundle.models):
+            before = dict(model.named_parameters())
+            names = _convert(model, self.config, self.handler.module_filter_func)
+            if not names:
+                logger.warning(
+                    "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
+                    "whose sizes are divisible by 16, except the first and the last one; "
+                    "AORecipeKwargs(module_filter_func=…) chooses others.",
+                    type(model).__name__,
+                )
+            now = dict(model.named_parameters())
+            replaced |= {old: now[name] for name, old in before.items() if now[name] is not old}
+        return replaced
+
+    def after_step(self, models: Sequence[nn.Module]) -> None:
+        """Compute the scales of all weights with one all-reduce instead of one in each all-gather."""
+        for model in models:
+            _float8().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool) -> Recipe:
+    """Make the recipe.
+
+    Args:
+        handler: What was asked for.
+        runtime: Device and topology.
+        sharded: Whether FSDP2 shards parameters.
+
+    Raises:
+        UnsupportedError: The device has no MXFP8, and it was asked for.
+    """
+    library = TorchAo(handler=handler, device=runtime.device, sharded=sharded)
+    gathers = getattr(library.config, "enable_fsdp_float8_all_gather", False)
+    return Recipe(
+        name="fp8",
+        convert=library.convert,
+        precision="bf16",
+        after_step=library.after_step if gathers else None,
+        backend="AO",
+    )
+
+
+def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
+    """The configuration of torchao that a handler stands for on a device."""
+    named = handler.config or "tensorwise"
+    if named == "mxfp8":
+        return _block_scaled(device)
+    if not isinstance(named, str):
+        return named
+    return replace(
+        _float8().Float8LinearConfig.from_recipe_name(named),
+        pad_inner_dim=bool(handler.pad_inner_dim),
+        enable_fsdp_float8_all_gather=bool(handler.enable_fsdp_float8_all_gather),
+        emulate=device.type == "cpu",
+    )
+
+
+def _block_scaled(device: torch.device) -> Any:
+    try:
+        training = import_module("torchao.prototype.moe_training.config")
+        make, recipes = training.MXFP8TrainingOpConfig.from_recipe, training.MXFP8TrainingRecipe
+    except (ImportError, AttributeError):
+        raise UnsupportedError(
+            "AORecipeKwargs(config='mxfp8'): the installed torchao has no MXFP8 training; install 0.17 or "
+            "newer, or use 'rowwise'."
+        ) from None
+    if device.type == "cpu":
+        return make(recipes.MXFP8_EMULATED_RCEIL)
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (10, 0):
+        raise UnsupportedError(
+            f"AORecipeKwargs(config='mxfp8'): blocks that are scaled by themselves need a GPU of compute "
+            f"capability 10.0 or newer (Blackwell), which {device} is not; use 'rowwise'."
+        )
+    return make(recipes.MXFP8_RCEIL)
+
+
+def _convert(
+    model: nn.Module, config: Any, module_filter_func: Callable[[nn.Module, str], bool] | None
+) -> set[str]:
+    """Convert layers in place; return their names."""
+    chosen = _chosen(model, module_filter_func)
+    if "" in chosen:
+        raise SettingsError(
+            f"mixed_precision='fp8': the model is itself a {type(model).__name__} layer, which cannot be "
+            "converted in place; put it into a module."
+        )
+    if not hasattr(config, "enable_fsdp_float8_all_gather"):
+
+        def is_chosen(_: nn.Module, name: str) -> bool:
+            return name in chosen
+
+        import_module("torchao.quantization").quantize_(model, config, filter_fn=is_chosen)
+        save_plain_weights(model, chosen)
+        for layer in map(model.get_submodule, chosen):
+            layer.register_forward_pre_hook(_as_weight)
+            layer.register_forward_hook(_as_autocast)
+        return chosen
+    tied = tied_layers(model) if config.enable_fsdp_float8_all_gather else set()
+    for names, options in (
+        (chosen - tied, config),
+        (chosen & tied, replace(config, enable_fsdp_float8_all_gather=False)),
+    ):
+
+        def among(_: nn.Module, name: str, names: set[str] = names) -> bool:
+            return name in names
+
+        if names:
+            _float8().convert_to_float8_training(model, module_filter_fn=among, config=options)
+    if config.enable_fsdp_float8_all_gather:
+        save_plain_weights(model, chosen - tied)
+    return chosen
+
+
+def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None) -> set[str]:
+    """Names of the layers to convert; those that are converted already are left out."""
+    layers = {
+        name: layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, nn.Linear) and not isinstance(layer, _layer_class())
+    }
+    if wanted is not None:
+        return {name for name, layer in layers.items() if wanted(layer, name)}
+    every = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    ends = {*every[:1], *every[-1:]}
+    return {
+        name
+        for name, layer in layers.items()
+        # A subclass may use its weight in its own way.
+        if type(layer) is nn.Linear and name not in ends and _is_divisible(layer)
+    }
+
+
+def _float8() -> Any:
+    return import_module("torchao.float8")
+
+
+def _layer_class() -> Any:
+    return import_module("torchao.float8.float8_linear").Float8Linear
+
+
+def _is_divisible(layer: nn.Linear) -> bool:
+    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+
+
+def _as_weight(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Give inputs the dtype of the weight: both are quantised, and autocast does not see it."""
+    inputs, *rest = args
+    return (inputs.to(layer.weight.dtype), *rest)
+
+
+def _as_autocast(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+    """Give the output the dtype that a linear layer has under autocast."""
+    del layer, args
+    kind = output.device.type
+    return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output

@@ -1,0 +1,99 @@
+"""The recipe of `mixed_precision="fp8"`, by the backend that was asked for or is there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.fp8 import ao, msamp, te
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_plugins.parallelism.config import ParallelismConfig
+from accel_state.errors import SettingsError
+from accel_state.fp8_backends import Fp8Device, choose_backend
+from accel_state.logging import get_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_plugins.recipe import Recipe
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+logger = get_logger(__name__)
+
+HANDLERS: Mapping[type, str] = {AORecipeKwargs: "AO", TERecipeKwargs: "TE", MSAMPRecipeKwargs: "MSAMP"}
+"""Which backend a handler stands for."""
+
+_SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
+
+
+def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
+    """Make the recipe.
+
+    Args:
+        settings: `fp8.backend` names a backend, unless a handler does.
+        runtime: Device and topology.
+        handlers: At most one of `AORecipeKwargs`, `TERecipeKwargs`, `MSAMPRecipeKwargs`, `FP8RecipeKwargs`.
+
+    Raises:
+        SettingsError: There are two.
+        MissingDependencyError: The backend is not installed.
+        UnsupportedError: The device, or the strategy, cannot do it.
+    """
+    named, handler = _asked(handlers)
+    if named is None and settings.fp8 is not None:
+        named = settings.fp8.backend
+    emulate = isinstance(handler, AORecipeKwargs) and handler.emulate
+    backend = choose_backend(named, fp8_device(runtime.device), emulate=emulate)
+    if named is None:
+        logger.warning_once(
+            "mixed_precision='fp8' uses %s; fp8_backend or a kwargs handler chooses another library.",
+            backend.title,
+        )
+    if backend.name == "AO":
+        return ao.build(handler or AORecipeKwargs(), runtime, sharded=_is_fsdp2(handlers))
+    if backend.name == "TE":
+        plugin = handlers.get(FullyShardedDataParallelPlugin)
+        return te.build(
+            handler or TERecipeKwargs(), recomputes=bool(plugin and plugin.activation_checkpointing)
+        )
+    return msamp.build(handler or MSAMPRecipeKwargs(), sharded=any(kind in handlers for kind in _SHARDING))
+
+
+def fp8_device(device: torch.device) -> Fp8Device:
+    """Describe a device to `choose_backend`.
+
+    Args:
+        device: The device.
+
+    Example:
+        >>> fp8_device(torch.device("cpu")).type
+        'cpu'
+    """
+    if device.type != "cuda":
+        return Fp8Device(type=device.type)
+    capability = torch.cuda.get_device_capability(device)
+    return Fp8Device(type="cuda", capability=capability, is_rocm=torch.version.hip is not None)
+
+
+def _asked(handlers: Mapping[type, Any]) -> tuple[str | None, Any]:
+    kinds = (*HANDLERS, FP8RecipeKwargs)
+    given = [handlers[kind] for kind in kinds if kind in handlers]
+    if len(given) > 1:
+        names = " and ".join(type(one).__name__ for one in given)
+        raise SettingsError(f"kwargs_handlers contains {names}, which stand for one recipe each; give one.")
+    if not given:
+        return None, None
+    handler = given[0]
+    return handler.backend if isinstance(handler, FP8RecipeKwargs) else HANDLERS[type(handler)], handler
+
+
+def _is_fsdp2(handlers: Mapping[type, Any]) -> bool:
+    plugin = handlers.get(FullyShardedDataParallelPlugin)
+    if plugin is not None:
+        return plugin.version == 2
+    config = handlers.get(ParallelismConfig)
+    return config is not None and config.dp_shard_enabled

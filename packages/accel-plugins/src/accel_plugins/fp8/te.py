@@ -1,0 +1,298 @@
+"""FP8 with TransformerEngine: its layers take the place of torch's, its autocast is around `forward`."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_ops.modules import replace_forward, without_compiler
+from accel_plugins.kwargs.fp8 import TERecipeKwargs
+from accel_plugins.recipe import Recipe
+from accel_state.available import is_installed, require
+from accel_state.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from accel_plugins.bundle import Bundle
+    from accel_state.runtime import Runtime
+
+RECIPE_CLASSES: Mapping[str, str] = {
+    "delayed": "DelayedScaling",
+    "current": "Float8CurrentScaling",
+    "mxfp8": "MXFP8BlockScaling",
+    "nvfp4": "NVFP4BlockScaling",
+}
+"""Classes of `transformer_engine.common.recipe`, by the names of `TERecipeKwargs(recipe=…)`."""
+
+_INSTALL = "transformer-engine[pytorch]"
+_BLOCKS = frozenset({"mxfp8", "nvfp4"})
+
+
+def has_transformer_engine_layers(model: nn.Module) -> bool:
+    """Whether a model has linear or layer-norm layers of TransformerEngine; false where it is not installed.
+
+    Args:
+        model: The model, wrapped or not.
+
+    Example:
+        >>> has_transformer_engine_layers(nn.Linear(2, 2))
+        False
+    """
+    if not is_installed("transformer_engine"):
+        return False
+    te = _te()
+    kinds = (te.LayerNorm, te.Linear, te.TransformerLayer)
+    return any(isinstance(module, kinds) for module in model.modules())
+
+
+def convert_model(
+    model: nn.Module,
+    to_transformer_engine: bool = True,
+    _convert_linear: bool = True,
+    _convert_ln: bool = True,
+) -> dict[Tensor, Tensor]:
+    """Replace linear and layer-norm layers by those of TransformerEngine, or these by torch's, in place.
+
+    Linear layers whose sizes are not divisible by 16 stay.
+
+    Args:
+        model: The model; the layers inside are replaced, the model itself is not.
+        to_transformer_engine: `False`: give torch's layers back.
+        _convert_linear: Whether linear layers are replaced.
+        _convert_ln: Whether layer norms are.
+
+    Returns:
+        The old parameters with the new ones, which have the same values.
+
+    Raises:
+        MissingDependencyError: TransformerEngine is not installed.
+    """
+    require("transformer_engine", "`convert_model`", install=_INSTALL)
+    te = _te()
+    linear, norm = (nn.Linear, nn.LayerNorm) if to_transformer_engine else (te.Linear, te.LayerNorm)
+    make_linear, make_norm = (_te_linear, _te_norm) if to_transformer_engine else (_linear, _norm)
+    replaced: dict[Tensor, Tensor] = {}
+    for parent in [*model.modules()]:
+        for name, layer in [*parent.named_children()]:
+            made = None
+            if _convert_linear and isinstance(layer, linear) and _is_divisible(layer):
+                made = make_linear(layer)
+            elif _convert_ln and isinstance(layer, norm):
+                made = make_norm(layer)
+            if made is not None:
+                replaced |= _copy(layer, made)
+                setattr(parent, name, made)
+    return replaced
+
+
+def contextual_fp8_autocast(
+    model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
+) -> Callable[..., Any]:
+    """Put the autocast of TransformerEngine around a `forward`, which takes the model as first argument then.
+
+    Args:
+        model_forward: The bound `forward` of a model.
+        fp8_recipe: A recipe of TransformerEngine.
+        use_during_eval: Whether models in evaluation mode compute in FP8, too.
+
+    Returns:
+        A function that is bound to the model with `types.MethodType`.
+    """
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with fp8_autocast(fp8_recipe, enabled=use_during_eval or self.training):
+            return model_forward(*args, **kwargs)
+
+    forward.__wrapped__ = model_forward  # pyright: ignore[reportFunctionMemberAccess] - by which libraries find the original
+    return forward
+
+
+def apply_fp8_autowrap(model: nn.Module, fp8_recipe_handler: TERecipeKwargs | None) -> nn.Module:
+    """Put the autocast of TransformerEngine around the `forward` of a model, in place.
+
+    Args:
+        model: The model.
+        fp8_recipe_handler: The options; `None` for those of the environment.
+
+    Raises:
+        MissingDependencyError: TransformerEngine is not installed.
+    """
+    require("transformer_engine", "`apply_fp8_autowrap`", install=_INSTALL)
+    handler = fp8_recipe_handler or TERecipeKwargs()
+    wrapped = contextual_fp8_autocast(
+        model.forward, make_recipe(handler), bool(handler.use_autocast_during_eval)
+    )
+    model.forward = MethodType(wrapped, model)
+    return model
+
+
+def fp8_autocast(recipe: Any, *, enabled: bool) -> AbstractContextManager[Any]:
+    """Return the autocast of TransformerEngine; the largest values are reduced over all ranks.
+
+    Ranks with the same rows of a layer have other data, ranks with other rows scale them alike.
+
+    Args:
+        recipe: A recipe of TransformerEngine.
+        enabled: Whether it does anything.
+    """
+    te = _te()
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    autocast = getattr(te, "autocast", None)
+    if autocast is not None:
+        return autocast(enabled=enabled, recipe=recipe, amax_reduction_group=group)
+    return te.fp8_autocast(enabled=enabled, fp8_recipe=recipe, fp8_group=group)
+
+
+def make_recipe(handler: TERecipeKwargs) -> Any:
+    """Return the recipe of TransformerEngine that a handler stands for.
+
+    Args:
+        handler: The options.
+
+    Raises:
+        UnsupportedError: The installed version has no such recipe, or no such option.
+    """
+    recipes = import_module("transformer_engine.common.recipe")
+    name = handler.recipe or "delayed"
+    kind = getattr(recipes, RECIPE_CLASSES[name], None)
+    if kind is None:
+        raise UnsupportedError(
+            f"TERecipeKwargs(recipe={name!r}): the installed TransformerEngine has no "
+            f"{RECIPE_CLASSES[name]}; install a newer one, or use recipe='delayed'."
+        )
+    wanted = recipe_options(handler, inspect.signature(kind).parameters)
+    if "fp8_format" in wanted:
+        wanted["fp8_format"] = getattr(recipes.Format, wanted["fp8_format"])
+    return kind(**wanted)
+
+
+def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a recipe that are not at its default.
+
+    Args:
+        handler: The options.
+        known: The parameters of the recipe.
+
+    Raises:
+        UnsupportedError: One differs from its default, and the recipe does not take it.
+    """
+    defaults = dict(TERecipeKwargs.DEFAULTS)
+    own = ("margin", "fp8_format", "interval", "override_linear_precision")
+    history = ("amax_history_len", "amax_compute_algo")
+    found: dict[str, Any] = {}
+    for name in (*own, *history):
+        value = getattr(handler, name)
+        if name in known and not (name == "fp8_format" and handler.recipe in _BLOCKS and value == "HYBRID"):
+            found[name] = value
+        elif name not in known and value != defaults[name]:
+            raise UnsupportedError(
+                f"TERecipeKwargs({name}={value!r}): {RECIPE_CLASSES[handler.recipe or 'delayed']} of the "
+                f"installed TransformerEngine does not take {name}; leave it out."
+            )
+    return found
+
+
+def build(handler: TERecipeKwargs, *, recomputes: bool) -> Recipe:
+    """Make the recipe.
+
+    Args:
+        handler: What was asked for.
+        recomputes: Whether a plugin checkpoints activations.
+
+    Raises:
+        UnsupportedError: The installed version, or the strategy, cannot do it.
+    """
+    if recomputes:
+        raise UnsupportedError(
+            "mixed_precision='fp8' with TransformerEngine and activation_checkpointing=True: activations "
+            "would be recomputed outside of its autocast, in another precision. Use the FP8 backend 'AO', "
+            "or transformer_engine.pytorch.checkpoint in the model."
+        )
+    recipe = make_recipe(handler)
+    in_eval = bool(handler.use_autocast_during_eval)
+
+    def around(forward: Callable[..., Any]) -> Callable[..., Any]:
+        def in_fp8(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with fp8_autocast(recipe, enabled=in_eval or model.training):
+                return forward(model, *args, **kwargs)
+
+        return in_fp8
+
+    def convert(bundle: Bundle, runtime: Runtime, mesh: DeviceMesh | None) -> Mapping[Tensor, Tensor]:
+        del runtime, mesh
+        replaced: dict[Tensor, Tensor] = {}
+        for model in map(without_compiler, bundle.models):
+            if not has_transformer_engine_layers(model):
+                replaced |= convert_model(model)
+
+            replace_forward(model, around)
+        return replaced
+
+    return Recipe(name="fp8", convert=convert, precision="bf16", backend="TE")
+
+
+def _te() -> Any:
+    return import_module("transformer_engine.pytorch")
+
+
+def _is_divisible(layer: Any) -> bool:
+    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+
+
+def _te_linear(layer: nn.Linear) -> Any:
+    te = _te()
+    weight = layer.weight
+    return te.Linear(
+        layer.in_features,
+        layer.out_features,
+        bias=layer.bias is not None,
+        params_dtype=weight.dtype,
+        device=weight.device,
+    )
+
+
+def _te_norm(layer: nn.LayerNorm) -> Any:
+    te = _te()
+    if layer.weight is None or layer.bias is None:
+        return None  # TransformerEngine always has both
+    weight = layer.weight
+    return te.LayerNorm(
+        layer.normalized_shape, eps=layer.eps, params_dtype=weight.dtype, device=weight.device
+    )
+
+
+def _linear(layer: Any) -> nn.Linear:
+    weight = layer.weight
+    return nn.Linear(
+        layer.in_features, layer.out_features, layer.use_bias, device=weight.device, dtype=weight.dtype
+    )
+
+
+def _norm(layer: Any) -> nn.LayerNorm:
+    weight = layer.weight
+    return nn.LayerNorm(tuple(weight.shape), eps=layer.eps, device=weight.device, dtype=weight.dtype)
+
+
+@torch.no_grad()
+def _copy(old: nn.Module, new: nn.Module) -> dict[Tensor, Tensor]:
+    """Give a new layer the values of an old one; return its parameters with the new ones."""
+    replaced: dict[Tensor, Tensor] = {}
+    for name in ("weight", "bias"):
+        source, target = getattr(old, name, None), getattr(new, name, None)
+        if source is not None and source.numel():
+            target.copy_(source)
+            target.requires_grad_(source.requires_grad)
+            replaced[source] = target
+    new.train(old.training)
+    return replaced

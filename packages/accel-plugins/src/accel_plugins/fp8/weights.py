@@ -1,0 +1,73 @@
+"""Weights of a type of their own: state dicts have plain tensors, so that they load anywhere."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import Tensor, nn
+
+
+def plain_tensor(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor without the type that a library has put around them.
+
+    Args:
+        tensor: A tensor; of a `DTensor` the shard is looked at. A plain one is returned as it is.
+
+    Example:
+        >>> import torch
+        >>> plain_tensor(one := torch.ones(1)) is one
+        True
+    """
+    detached: Any = tensor.detach()
+    if isinstance(detached, DTensor):
+        local = detached.to_local()
+        plain = plain_tensor(local)
+        if plain is local:
+            return tensor
+        return DTensor(plain, detached._spec, requires_grad=False)  # pyright: ignore[reportCallIssue, reportPrivateUsage] - as FSDP does
+    if not is_traceable_wrapper_subclass(detached):
+        return tensor
+    return getattr(detached, detached.__tensor_flatten__()[0][0])
+
+
+def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
+    """Let state dicts of a model have plain weights, and weights that are loaded get new scales.
+
+    Args:
+        model: The model.
+        names: The layers whose weights are of a type of their own.
+    """
+    for name in names:
+        layer = model.get_submodule(name)
+        layer.register_state_dict_post_hook(_plain_weight)
+        layer.register_load_state_dict_post_hook(_forget_scale)
+
+
+def tied_layers(model: nn.Module) -> set[str]:
+    """Return the names of the layers that share a parameter with another one."""
+    owners: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(parameter), []).append(name.rpartition(".")[0])
+    return {name for names in owners.values() if len(names) > 1 for name in names}
+
+
+def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    del metadata
+    for name, _ in module.named_parameters(recurse=False):
+        if prefix + name in state:
+            state[prefix + name] = plain_tensor(state[prefix + name])
+
+
+def _forget_scale(module: nn.Module, incompatible: Any) -> None:
+    """Drop a scale that was computed of other values."""
+    del incompatible
+    weight: Any = module.weight
+    local = weight._local_tensor if isinstance(weight, DTensor) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
+    if hasattr(local, "_precomputed_scale"):
+        local._precomputed_scale = None

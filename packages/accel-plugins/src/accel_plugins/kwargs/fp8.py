@@ -1,0 +1,237 @@
+"""Options of FP8: how torchao, TransformerEngine or MS-AMP multiply matrices in 8 bits."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
+from accel_state import environ
+from accel_state.available import is_installed
+from accel_state.errors import SettingsError
+from accel_state.settings.engines import Fp8Settings
+from accel_state.settings.environ import from_environ
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+
+AO_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+"""Names that `AORecipeKwargs(config=…)` takes."""
+
+TE_RECIPES = ("delayed", "current", "mxfp8", "nvfp4")
+"""Names that `TERecipeKwargs(recipe=…)` takes."""
+
+
+@dataclass
+class AORecipeKwargs(KwargsHandler):
+    """Train in FP8 with torchao; pass it to `Accelerator(mixed_precision="fp8", kwargs_handlers=[…])`.
+
+    Args:
+        config: A `torchao.float8.Float8LinearConfig`, or the name of a recipe: `"tensorwise"` (fastest),
+            `"rowwise"`, `"rowwise_with_gw_hp"` (gradients of weights in high precision; most accurate) or
+            `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer, emulated on a CPU). `None`:
+            `"tensorwise"`, emulated on a CPU.
+        module_filter_func: Called with a module and its name; whether it is converted. `None`: linear
+            layers whose sizes are divisible by 16, except the first and the last one.
+        pad_inner_dim: Whether inner dims are padded to multiples of 16; `ACCELERATE_FP8_PAD_INNER_DIM`, else
+            true.
+        enable_fsdp_float8_all_gather: Whether FSDP2 all-gathers converted weights in 8 bits where weights
+            are scaled tensorwise; `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`, else true. Without FSDP2
+            there is no such all-gather.
+
+    Raises:
+        SettingsError: A field is unknown, or contradicts `config`.
+
+    Example:
+        >>> AORecipeKwargs(config="rowwise").pad_inner_dim
+        True
+    """
+
+    config: Any = None
+    module_filter_func: Callable[[nn.Module, str], bool] | None = None
+    pad_inner_dim: bool | None = None
+    enable_fsdp_float8_all_gather: bool | None = None
+
+    def __post_init__(self) -> None:
+        flags = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
+        expect_flags(self, *flags, optional=True)
+        expect(
+            self,
+            "config",
+            f"a configuration of torchao, or one of {[*AO_RECIPES]}",
+            lambda value: not isinstance(value, str) or value in AO_RECIPES,
+        )
+        expect(
+            self,
+            "module_filter_func",
+            "a function of a module and its name",
+            lambda value: value is None or callable(value),
+        )
+        tensorwise = self.config in {None, "tensorwise"}
+        if self.enable_fsdp_float8_all_gather and isinstance(self.config, str) and not tensorwise:
+            raise SettingsError(
+                f"AORecipeKwargs(config={self.config!r}, enable_fsdp_float8_all_gather=True): only weights "
+                "that are scaled tensorwise are all-gathered in 8 bits; leave one of the two out."
+            )
+        if self.config is None or isinstance(self.config, str):
+            _fill(self, {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
+            self.enable_fsdp_float8_all_gather &= tensorwise
+            return
+        for name in flags:
+            given, configured = getattr(self, name), bool(getattr(self.config, name, False))
+            if given is not None and bool(given) != configured:
+                raise SettingsError(
+                    f"AORecipeKwargs({name}={given!r}): the configuration says {configured!r}; say it there."
+                )
+            setattr(self, name, configured)
+
+    @property
+    def emulate(self) -> bool:
+        """Whether the configuration asks for the numbers of FP8 without its instructions."""
+        preference = str(getattr(self.config, "kernel_preference", ""))
+        return bool(getattr(self.config, "emulate", False)) or preference.endswith("EMULATED")
+
+
+@dataclass
+class TERecipeKwargs(KwargsHandler):
+    """Train in FP8 with TransformerEngine. A field that is `None` comes from `ACCELERATE_FP8_…`, else below.
+
+    Args:
+        use_autocast_during_eval: Whether evaluation computes in FP8, too; default false.
+        margin: Margin of the scaling factors, in powers of 2; default 0.
+        interval: Steps between two computations of the scaling factors; default 1. TransformerEngine 2
+            computes them in every step, and takes nothing else.
+        fp8_format: `"HYBRID"` (E4M3 forward, E5M2 backward), `"E4M3"` or `"E5M2"`; default `"HYBRID"`, which
+            block-scaled recipes replace by E4M3.
+        amax_history_len: Steps over which delayed scaling looks back; default 1024.
+        amax_compute_algo: `"max"` or `"most_recent"` of these; default `"most_recent"`.
+        override_linear_precision: Whether fprop, dgrad and wgrad compute in higher precision; default all
+            false. TransformerEngine 2 has no such choice.
+        use_mxfp8_block_scaling: The same as `recipe="mxfp8"`.
+        recipe: `"delayed"` (the default), `"current"` (scales of the values at hand), `"mxfp8"` or `"nvfp4"`
+            (blocks; compute capability 10.0 and newer), as far as the installed version has them.
+
+    Raises:
+        SettingsError: A field is unknown, out of its range, or contradicts another one.
+    """
+
+    use_autocast_during_eval: bool | None = None
+    margin: int | None = None
+    interval: int | None = None
+    fp8_format: Literal["HYBRID", "E4M3", "E5M2"] | None = None
+    amax_history_len: int | None = None
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    override_linear_precision: tuple[bool, bool, bool] | None = None
+    use_mxfp8_block_scaling: bool | None = None
+    recipe: Literal["delayed", "current", "mxfp8", "nvfp4"] | None = field(default=None, kw_only=True)
+
+    DEFAULTS: ClassVar[Mapping[str, Any]] = {
+        "use_autocast_during_eval": False,
+        "margin": 0,
+        "interval": 1,
+        "fp8_format": "HYBRID",
+        "amax_history_len": 1024,
+        "amax_compute_algo": "most_recent",
+        "override_linear_precision": (False, False, False),
+        "use_mxfp8_block_scaling": False,
+    }
+
+    def __post_init__(self) -> None:
+        blocks = self.use_mxfp8_block_scaling
+        _fill(self, self.DEFAULTS)
+        expect_flags(self, "use_autocast_during_eval", "use_mxfp8_block_scaling")
+        expect(self, "margin", "a whole number of at least 0", lambda value: is_count(value, least=0))
+        for name in ("interval", "amax_history_len"):
+            expect(self, name, "a whole number above 0", lambda value: is_count(value, least=1))
+        self.fp8_format = str(self.fp8_format).upper()  # pyright: ignore[reportAttributeAccessIssue] - checked below
+        for name, wanted in {
+            "fp8_format": ("HYBRID", "E4M3", "E5M2"),
+            "amax_compute_algo": ("max", "most_recent"),
+            "recipe": (None, *TE_RECIPES),
+        }.items():
+            expect(self, name, f"one of {[*wanted]}", lambda value, wanted=wanted: value in wanted)
+        expect(
+            self,
+            "override_linear_precision",
+            "three of True and False",
+            lambda value: len(value) == 3 and all(isinstance(one, bool) for one in value),
+        )
+        if blocks is not None and self.recipe not in {None, "mxfp8" if blocks else self.recipe}:
+            raise SettingsError(
+                f"{type(self).__name__}(use_mxfp8_block_scaling={blocks!r}, recipe={self.recipe!r}): the two "
+                "contradict each other; give one."
+            )
+        self.recipe = self.recipe or ("mxfp8" if self.use_mxfp8_block_scaling else "delayed")
+        self.use_mxfp8_block_scaling = self.recipe == "mxfp8"
+
+
+@dataclass
+class MSAMPRecipeKwargs(KwargsHandler):
+    """Train in FP8 with MS-AMP, which is no longer developed.
+
+    Args:
+        opt_level: `"O1"` (weights and gradients in 8 bits) or `"O2"` (optimizer states, too);
+            `ACCELERATE_FP8_OPT_LEVEL`, else `"O2"`.
+
+    Raises:
+        SettingsError: There is no such level.
+
+    Example:
+        >>> MSAMPRecipeKwargs().opt_level
+        'O2'
+    """
+
+    opt_level: Literal["O1", "O2"] | None = None
+
+    def __post_init__(self) -> None:
+        _fill(self, {"opt_level": "O2"})
+        expect(self, "opt_level", "'O1' or 'O2'", lambda value: value in {"O1", "O2"})
+
+
+@dataclass
+class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
+    """The older form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, in one; use one of these.
+
+    Args:
+        opt_level: As in `MSAMPRecipeKwargs`.
+        use_autocast_during_eval: As in `TERecipeKwargs`, and so on.
+        margin: As there.
+        interval: As there.
+        fp8_format: As there.
+        amax_history_len: As there.
+        amax_compute_algo: As there.
+        override_linear_precision: As there.
+        use_mxfp8_block_scaling: As there.
+        recipe: As there.
+        backend: `"TE"` or `"MSAMP"`; `ACCELERATE_FP8_BACKEND`, else MS-AMP where only that is installed.
+
+    Raises:
+        SettingsError: As with the two, or there is no such backend.
+    """
+
+    backend: Literal["MSAMP", "TE"] | None = None
+
+    def __post_init__(self) -> None:
+        warnings.warn(
+            "FP8RecipeKwargs is deprecated: use TERecipeKwargs or MSAMPRecipeKwargs (or AORecipeKwargs).",
+            FutureWarning,
+            stacklevel=3,
+        )
+        only_msamp = is_installed("msamp") and not is_installed("transformer_engine")
+        _fill(self, {"backend": "MSAMP" if only_msamp else "TE"})
+        self.backend = str(self.backend).upper()  # pyright: ignore[reportAttributeAccessIssue] - checked next
+        expect(self, "backend", "'TE' or 'MSAMP'", lambda value: value in {"TE", "MSAMP"})
+        TERecipeKwargs.__post_init__(self)
+        MSAMPRecipeKwargs.__post_init__(self)
+
+
+def _fill(handler: KwargsHandler, defaults: Mapping[str, Any]) -> None:
+    """Take fields that are `None` from the environment, else from defaults."""
+    found = from_environ(environ.read()).fp8 or Fp8Settings()
+    for name, default in defaults.items():
+        if getattr(handler, name) is None:
+            value = getattr(found, name)
+            setattr(handler, name, default if value is None else value)

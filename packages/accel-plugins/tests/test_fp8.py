@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_plugins.fp8.build import build
+from accel_plugins.fp8.te import has_transformer_engine_layers, recipe_options
+from accel_plugins.fp8.weights import plain_tensor, tied_layers
+from accel_plugins.kwargs.amp import AutocastKwargs
+from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_plugins.recipe import build_recipe
+from accel_state.available import is_installed
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.runtime import Runtime
+from accel_state.settings.model import Settings
+
+
+def test_fields_have_the_documented_defaults():
+    te, ao = TERecipeKwargs(), AORecipeKwargs()
+    assert (te.use_autocast_during_eval, te.margin, te.interval, te.fp8_format) == (False, 0, 1, "HYBRID")
+    assert (te.amax_history_len, te.amax_compute_algo) == (1024, "most_recent")
+    assert (te.override_linear_precision, te.use_mxfp8_block_scaling) == ((False, False, False), False)
+    assert (ao.config, ao.pad_inner_dim, ao.enable_fsdp_float8_all_gather) == (None, True, True)
+    assert MSAMPRecipeKwargs().opt_level == "O2"
+
+
+def test_the_environment_fills_fields_and_an_argument_wins(monkeypatch):
+    for name, value in {
+        "MARGIN": "2", "FORMAT": "e4m3", "OVERRIDE_WGRAD": "true", "PAD_INNER_DIM": "false",
+        "OPT_LEVEL": "O1", "USE_AUTOCAST_DURING_EVAL": "true", "USE_MXFP8_BLOCK_SCALING": "true",
+        "BACKEND": "msamp",
+    }.items():  # fmt: skip
+        monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
+    te = TERecipeKwargs(margin=1)
+    assert (te.margin, te.fp8_format, te.override_linear_precision) == (1, "E4M3", (False, False, True))
+    assert (te.use_autocast_during_eval, te.recipe) == (True, "mxfp8")
+    assert AORecipeKwargs().pad_inner_dim is False
+    assert MSAMPRecipeKwargs().opt_level == "O1"
+    with pytest.warns(FutureWarning, match="deprecated"):
+        assert FP8RecipeKwargs().backend == "MSAMP"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: AORecipeKwargs(config="fast"), "config='fast'.*'tensorwise'"),
+        (lambda: AORecipeKwargs(config="rowwise", enable_fsdp_float8_all_gather=True), "tensorwise"),
+        (lambda: AORecipeKwargs(pad_inner_dim="no"), "pad_inner_dim='no'"),
+        (lambda: TERecipeKwargs(margin=-1), "margin=-1"),
+        (lambda: TERecipeKwargs(fp8_format="E3M4"), "fp8_format='E3M4'"),
+        (lambda: TERecipeKwargs(recipe="current", use_mxfp8_block_scaling=True), "contradict"),
+        (lambda: MSAMPRecipeKwargs(opt_level="O3"), "opt_level='O3'"),
+    ],
+)
+def test_fields_that_cannot_be_are_refused(make, message):
+    with pytest.raises(SettingsError, match=message):
+        make()
+
+
+def test_handlers_are_for_fp8_and_one_at_a_time():
+    handlers = {AORecipeKwargs: AORecipeKwargs(), AutocastKwargs: AutocastKwargs()}
+    with pytest.raises(SettingsError, match=r"AORecipeKwargs, which is for mixed_precision='fp8'.*'bf16'"):
+        build_recipe("bf16", Settings(), Runtime(), handlers)
+    with pytest.raises(SettingsError, match="AORecipeKwargs and TERecipeKwargs"):
+        build(Settings(), Runtime(), {**handlers, TERecipeKwargs: TERecipeKwargs()})
+
+
+def test_what_cannot_run_here_names_what_can():
+    with pytest.raises(UnsupportedError, match=r"TransformerEngine trains on.*'cuda', not 'cpu'.*'AO'"):
+        build(Settings(), Runtime(), {TERecipeKwargs: TERecipeKwargs()})
+    with pytest.raises(UnsupportedError, match=r"MS-AMP trains on.*AORecipeKwargs\(\)"):
+        build(Settings(), Runtime(), {MSAMPRecipeKwargs: MSAMPRecipeKwargs()})
+    if not is_installed("torchao"):
+        with pytest.raises(MissingDependencyError, match=r"pip install 'accel-plugins\[torchao\]'"):
+            build(Settings(), Runtime(), {})
+
+
+def test_options_that_a_recipe_does_not_take_are_refused_unless_they_are_at_their_default():
+    known = dict.fromkeys(("margin", "fp8_format", "amax_history_len", "amax_compute_algo"))
+    assert recipe_options(TERecipeKwargs(margin=3), known) == {
+        "margin": 3, "fp8_format": "HYBRID", "amax_history_len": 1024, "amax_compute_algo": "most_recent",
+    }  # fmt: skip
+    with pytest.raises(UnsupportedError, match="interval=2"):
+        recipe_options(TERecipeKwargs(interval=2), known)
+    blocks = dict.fromkeys(("margin", "fp8_format"))
+    assert recipe_options(TERecipeKwargs(recipe="mxfp8"), blocks) == {"margin": 0}
+    with pytest.raises(UnsupportedError, match=r"amax_history_len=16.*MXFP8BlockScaling"):
+        recipe_options(TERecipeKwargs(recipe="mxfp8", amax_history_len=16), blocks)
+
+
+def test_tied_layers_and_plain_tensors_are_found():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[2].weight = model[0].weight
+    assert tied_layers(model) == {"0", "2"}
+    assert plain_tensor(model[1].weight) is model[1].weight
+    assert not has_transformer_engine_layers(model)

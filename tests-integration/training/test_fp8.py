@@ -1,0 +1,258 @@
+"""FP8 with torchao: several processes give what one does by hand, checkpoints have plain weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
+
+from accel_plugins.fp8.ao import has_ao_layers
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+from accel_plugins.kwargs.fp8 import AORecipeKwargs
+from accel_plugins.parallelism.config import ParallelismConfig
+from accel_state.accelerator_state import AcceleratorState
+from accel_train import Accelerator
+from harness import distributed
+
+pytest.importorskip("torchao")
+
+STEPS = 6
+ROWS = 4
+VOCABULARY = 32
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
+
+
+class Block(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(width)
+        self.up = torch.nn.Linear(width, 2 * width)
+        self.down = torch.nn.Linear(2 * width, width)
+
+    def forward(self, hidden):
+        return hidden + self.down(torch.nn.functional.gelu(self.up(self.norm(hidden))))
+
+
+class Model(torch.nn.Module):
+    """Predicts the next token from the present one and the mean of those before it."""
+
+    _no_split_modules = ("Block",)
+
+    def __init__(self, width=32):
+        super().__init__()
+        self.embed = torch.nn.Embedding(VOCABULARY, width)
+        self.first = torch.nn.Linear(width, width)
+        self.blocks = torch.nn.ModuleList([Block(width), Block(width)])
+        self.head = torch.nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens):
+        hidden = self.first(self.embed(tokens))
+        counts = torch.arange(1, 1 + tokens.shape[1], dtype=hidden.dtype)[:, None]
+        hidden = hidden + hidden.cumsum(1) / counts
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden)
+
+
+def make_model(seed=3):
+    torch.manual_seed(seed)
+    model = Model()
+    model.tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    return model
+
+
+def make_batches(steps=STEPS, rows=ROWS, seed=4):
+    """Sequences in which each token follows from the one before it."""
+    generator = torch.Generator().manual_seed(seed)
+    first = torch.randint(VOCABULARY, (steps, rows, 1), generator=generator)
+    return (first + 5 * torch.arange(9) + torch.arange(9) ** 2) % VOCABULARY
+
+
+def loss_of(model, tokens):
+    logits = model(tokens[:, :-1]).float()
+    return cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def make_optimizer(model):
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def convert_by_hand(model, name):
+    """torchao's own call, for the four layers in the middle."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = replace(Float8LinearConfig.from_recipe_name(name), emulate=True, pad_inner_dim=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "blocks" in name)
+
+
+def train_by_hand(name, shards, clip=None):
+    """One process: gradients are means over what each of several ranks would compute."""
+    model = make_model()
+    if name is not None:
+        convert_by_hand(model, name)
+    optimizer = make_optimizer(model)
+    for batch in make_batches():
+        for shard in range(shards):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(model, batch[shard::shards])
+            (loss / shards).backward()
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.state_dict()
+
+
+def train(accelerator, model, optimizer, batches, clip=None):
+    shards = accelerator._parts.strategy.sharding.num_shards
+    own = slice(accelerator.process_index if shards > 1 else 0, None, shards)
+    for batch in batches:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, batch[own]))
+            if clip is not None and accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def distance(found, expected):
+    """How far apart two results are, as a share of the way from the beginning."""
+    start = make_model().state_dict()
+    apart = sum((found[name] - expected[name]).square().sum() for name in start)
+    return (apart / sum((expected[name] - start[name]).square().sum() for name in start)).sqrt().item()
+
+
+def prepared(accelerator):
+    model = make_model()
+    return accelerator.prepare(model, make_optimizer(model))
+
+
+def fsdp2(**more):
+    wrap = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    return FullyShardedDataParallelPlugin(fsdp_version=2, **wrap, **more)
+
+
+PLUGINS = {
+    "ddp": dict,
+    "fsdp2": lambda: {"fsdp_plugin": fsdp2()},
+    "fsdp2-recomputed": lambda: {"fsdp_plugin": fsdp2(activation_checkpointing=True)},
+    "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
+}
+
+
+def make_accelerator(config=None, strategy="ddp", **more):
+    handlers = [AORecipeKwargs(config=config)]
+    return Accelerator(
+        cpu=True, mixed_precision="fp8", kwargs_handlers=handlers, **PLUGINS[strategy](), **more
+    )
+
+
+@pytest.mark.parametrize("name", RECIPES[:3])
+def test_one_process_trains_as_by_hand(name):
+    accelerator = make_accelerator(name)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, make_batches(), clip=0.5)
+    torch.testing.assert_close(model.state_dict(), train_by_hand(name, 1, clip=0.5))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_small_language_model_learns_as_it_does_in_bf16(name):
+    """The final loss is within 5 % of that in bfloat16, and far below that of a model that knows nothing."""
+    for seed in (1, 2, 3):
+        losses = {}
+        for precision in ("fp8", "bf16"):
+            handlers = [AORecipeKwargs(config=name)] if precision == "fp8" else []
+            accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=handlers)
+            model = make_model(seed)
+            model, optimizer = accelerator.prepare(model, make_optimizer(model))
+            train(accelerator, model, optimizer, make_batches(60, 8, seed))
+            with torch.no_grad():
+                losses[precision] = loss_of(model, make_batches(1, 64, 9)[0]).item()
+            AcceleratorState._reset_state(reset_partial_state=True)
+        assert losses["bf16"] < 0.7 * math.log(VOCABULARY)
+        assert abs(losses["fp8"] / losses["bf16"] - 1) < 0.05, losses
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])
+def test_what_is_saved_loads_without_torchao(name, tmp_path):
+    accelerator = make_accelerator(name)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, make_batches())
+    accelerator.save_model(model, tmp_path / "model")
+    accelerator.save_state(tmp_path / "state")
+    weights = {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+    for file in (tmp_path / "model" / "model.safetensors", tmp_path / "state" / "model.safetensors"):
+        plain = make_model()
+        plain.load_state_dict(load_file(file))
+        torch.testing.assert_close(plain.state_dict(), weights, rtol=0, atol=0)
+    train(accelerator, model, optimizer, make_batches())
+    accelerator.load_state(tmp_path / "state")
+    torch.testing.assert_close(accelerator.get_state_dict(model), weights, rtol=0, atol=0)
+
+
+def test_micro_batches_are_one_batch():
+    """Scales of rows do not depend on the other rows, nor do gradients of weights in high precision."""
+    accelerator = make_accelerator("rowwise_with_gw_hp", gradient_accumulation_steps=2)
+    model, optimizer = prepared(accelerator)
+    halves = [half for batch in make_batches() for half in batch.split(ROWS // 2)]
+    train(accelerator, model, optimizer, halves)
+    assert distance(accelerator.get_state_dict(model), train_by_hand("rowwise_with_gw_hp", 1)) < 0.05
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_regions_compute_the_same():
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)
+    accelerator = make_accelerator("tensorwise", dynamo_plugin=plugin)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, make_batches(), clip=0.5)
+    assert distance(accelerator.get_state_dict(model), train_by_hand("tensorwise", 1, clip=0.5)) < 0.05
+
+
+CASES = {
+    "ddp": "rowwise",
+    "fsdp2": "tensorwise",
+    "fsdp2-recomputed": "rowwise_with_gw_hp",
+    "tp": "tensorwise",
+}
+
+
+BOUNDS = {"ddp": 1e-5, "fsdp2": 0.1, "fsdp2-recomputed": 0.1, "tp": 0.1}
+"""FSDP2 rounds parameters and inputs to bfloat16, autocast the operands of matrix multiplications."""
+
+
+def gathers_in_8_bits(model):
+    weight = model.get_submodule("blocks.0.up").weight if hasattr(model, "blocks") else None
+    local = weight.to_local() if isinstance(weight, DTensor) else weight
+    return "Float8" in type(local).__name__
+
+
+@pytest.mark.parametrize("strategy", CASES)
+@distributed(world_size=2)
+def test_several_processes_train_as_one_does_and_resume(strategy, tmp_path):
+    name = CASES[strategy]
+    accelerator = make_accelerator(name, strategy)
+    model, optimizer = prepared(accelerator)
+    assert has_ao_layers(model)
+    assert gathers_in_8_bits(model) is (strategy == "fsdp2")
+    batches = make_batches()
+    train(accelerator, model, optimizer, batches[:3], clip=0.5)
+    accelerator.save_state(tmp_path / "half")
+    train(accelerator, model, optimizer, batches[3:], clip=0.5)
+    found = accelerator.get_state_dict(model)
+    shards = accelerator._parts.strategy.sharding.num_shards
+    if accelerator.is_main_process:
+        assert {type(value) for value in found.values()} == {torch.Tensor}
+        apart = distance(found, train_by_hand(name, shards, clip=0.5))
+        assert apart < BOUNDS[strategy]
+        assert apart < distance(found, train_by_hand(None, shards, clip=0.5))
+    accelerator.load_state(tmp_path / "half")
+    train(accelerator, model, optimizer, batches[3:], clip=0.5)
+    again = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        torch.testing.assert_close(again, found, rtol=0, atol=0)
