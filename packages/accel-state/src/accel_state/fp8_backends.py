@@ -134,10 +134,12 @@ def choose_backend(
         >>> choose_backend(None, Fp8Device(type="cpu"), installed=["TE", "AO"]).title
         'torchao'
     """
-    here = [one.name for one in BACKENDS if is_installed(one.library)] if installed is None else [*installed]
-    candidates = [one for one in BACKENDS if one.name in here] if named is None else [BY_NAME[named]]
+    current = (
+        [one.name for one in BACKENDS if is_installed(one.library)] if installed is None else [*installed]
+    )
+    candidates = [one for one in BACKENDS if one.name in current] if named is None else [BY_NAME[named]]
     for backend in candidates:
-        if backend.name in here and why_unusable(backend, device, emulate=emulate) is None:
+        if backend.name in current and why_unusable(backend, device, emulate=emulate) is None:
             return backend
     wanted = (candidates or BACKENDS)[0]
     reason = why_unusable(wanted, device, emulate=emulate)

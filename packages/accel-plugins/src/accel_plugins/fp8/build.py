@@ -47,6 +47,7 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
     if named is None and settings.fp8 is not None:
         named = settings.fp8.backend
     emulate = isinstance(handler, AORecipeKwargs) and handler.emulate
+    options: Any = handler
     backend = choose_backend(named, fp8_device(runtime.device), emulate=emulate)
     if named is None:
         logger.warning_once(
@@ -54,13 +55,13 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
             backend.title,
         )
     if backend.name == "AO":
-        return ao.build(handler or AORecipeKwargs(), runtime, sharded=_is_fsdp2(handlers))
+        return ao.build(options or AORecipeKwargs(), runtime, sharded=_is_fsdp2(handlers))
     if backend.name == "TE":
         plugin = handlers.get(FullyShardedDataParallelPlugin)
         return te.build(
-            handler or TERecipeKwargs(), recomputes=bool(plugin and plugin.activation_checkpointing)
+            options or TERecipeKwargs(), recomputes=bool(plugin and plugin.activation_checkpointing)
         )
-    return msamp.build(handler or MSAMPRecipeKwargs(), sharded=any(kind in handlers for kind in _SHARDING))
+    return msamp.build(options or MSAMPRecipeKwargs(), sharded=any(kind in handlers for kind in _SHARDING))
 
 
 def fp8_device(device: torch.device) -> Fp8Device:
@@ -81,13 +82,13 @@ def fp8_device(device: torch.device) -> Fp8Device:
 
 def _asked(handlers: Mapping[type, Any]) -> tuple[str | None, Any]:
     kinds = (*HANDLERS, FP8RecipeKwargs)
-    given = [handlers[kind] for kind in kinds if kind in handlers]
-    if len(given) > 1:
-        names = " and ".join(type(one).__name__ for one in given)
+    requested = [handlers[kind] for kind in kinds if kind in handlers]
+    if len(requested) > 1:
+        names = " and ".join(type(one).__name__ for one in requested)
         raise SettingsError(f"kwargs_handlers contains {names}, which stand for one recipe each; give one.")
-    if not given:
+    if not requested:
         return None, None
-    handler = given[0]
+    handler = requested[0]
     return handler.backend if isinstance(handler, FP8RecipeKwargs) else HANDLERS[type(handler)], handler
 
 

@@ -81,7 +81,8 @@ def convert_model(
     require("transformer_engine", "`convert_model`", install=_INSTALL)
     te = _te()
     linear, norm = (nn.Linear, nn.LayerNorm) if to_transformer_engine else (te.Linear, te.LayerNorm)
-    make_linear, make_norm = (_te_linear, _te_norm) if to_transformer_engine else (_linear, _norm)
+    make_linear: Any = _te_linear if to_transformer_engine else _linear
+    make_norm: Any = _te_norm if to_transformer_engine else _norm
     replaced: dict[Tensor, Tensor] = {}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
@@ -281,7 +282,7 @@ def _linear(layer: Any) -> nn.Linear:
 
 def _norm(layer: Any) -> nn.LayerNorm:
     weight = layer.weight
-    return nn.LayerNorm(tuple(weight.shape), eps=layer.eps, device=weight.device, dtype=weight.dtype)
+    return nn.LayerNorm([*weight.shape], eps=layer.eps, device=weight.device, dtype=weight.dtype)
 
 
 @torch.no_grad()
@@ -289,7 +290,7 @@ def _copy(old: nn.Module, new: nn.Module) -> dict[Tensor, Tensor]:
     """Give a new layer the values of an old one; return its parameters with the new ones."""
     replaced: dict[Tensor, Tensor] = {}
     for name in ("weight", "bias"):
-        source, target = getattr(old, name, None), getattr(new, name, None)
+        source, target = getattr(old, name, None), getattr(new, name)
         if source is not None and source.numel():
             target.copy_(source)
             target.requires_grad_(source.requires_grad)

@@ -46,7 +46,7 @@ def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         layer = model.get_submodule(name)
         layer.register_state_dict_post_hook(_plain_weight)
-        layer.register_load_state_dict_post_hook(_forget_scale)
+        layer.register_load_state_dict_post_hook(_clear_scale)
 
 
 def tied_layers(model: nn.Module) -> set[str]:
@@ -64,10 +64,10 @@ def _plain_weight(module: nn.Module, state: dict[str, Any], prefix: str, metadat
             state[prefix + name] = plain_tensor(state[prefix + name])
 
 
-def _forget_scale(module: nn.Module, incompatible: Any) -> None:
+def _clear_scale(module: nn.Module, incompatible: Any) -> None:
     """Drop a scale that was computed of other values."""
     del incompatible
     weight: Any = module.weight
-    local = weight._local_tensor if isinstance(weight, DTensor) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
+    local: Any = weight._local_tensor if isinstance(weight, DTensor) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
     if hasattr(local, "_precomputed_scale"):
         local._precomputed_scale = None

@@ -78,13 +78,13 @@ class AORecipeKwargs(KwargsHandler):
             )
         if self.config is None or isinstance(self.config, str):
             _fill(self, {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
-            self.enable_fsdp_float8_all_gather &= tensorwise
+            self.enable_fsdp_float8_all_gather = tensorwise and bool(self.enable_fsdp_float8_all_gather)
             return
         for name in flags:
-            given, configured = getattr(self, name), bool(getattr(self.config, name, False))
-            if given is not None and bool(given) != configured:
+            argument, configured = getattr(self, name), bool(getattr(self.config, name, False))
+            if argument is not None and bool(argument) != configured:
                 raise SettingsError(
-                    f"AORecipeKwargs({name}={given!r}): the configuration says {configured!r}; say it there."
+                    f"AORecipeKwargs({name}={argument!r}): the configuration says {configured!r}."
                 )
             setattr(self, name, configured)
 
