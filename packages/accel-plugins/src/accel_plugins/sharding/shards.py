@@ -38,9 +38,10 @@ def shard_like(
         return torch.empty_like(full, device=target).copy_(full)
     shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
     where = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    empty: Any = torch.empty(shape, dtype=full.dtype, device=target)
+    empty = torch.empty(shape, dtype=full.dtype, device=target)
     if keep_type:
-        empty = torch.empty_like(like.detach().to_local(), dtype=full.dtype, device=target)
+        local: Any = like.detach()
+        empty = torch.empty_like(local.to_local(), dtype=full.dtype, device=target)
     shard = empty.copy_(full[where])
     meta = TensorMeta(like.shape, torch.empty(like.shape, device="meta").stride(), full.dtype)
     # `from_local` would move a shard that is offloaded to the CPU to the device of the mesh.
