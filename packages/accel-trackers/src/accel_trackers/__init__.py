@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from accel_trackers.registry import filter_trackers as filter_trackers
     from accel_trackers.registry import get_available_trackers as get_available_trackers
     from accel_trackers.registry import register_tracker_class as register_tracker_class
+    from accel_trackers.registry import tracker_class as tracker_class
     from accel_trackers.session import TrackerSession as TrackerSession
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "get_available_trackers",
     "on_main_process",
     "register_tracker_class",
+    "tracker_class",
 ]
 
 __getattr__, __dir__ = attach(
@@ -35,5 +37,6 @@ __getattr__, __dir__ = attach(
         "get_available_trackers": "accel_trackers.registry",
         "on_main_process": "accel_trackers.general",
         "register_tracker_class": "accel_trackers.registry",
+        "tracker_class": "accel_trackers.registry",
     },
 )

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
+import accel_trackers
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_trackers.copies import Reading, Waiting, capture
 from accel_trackers.general import GeneralTracker, InertTracker, without_rank_check
-from accel_trackers.registry import filter_trackers, tracker_class
 from accel_trackers.termination import TerminationHook
 from accel_trackers.values import to_plain
 
@@ -80,7 +80,8 @@ class TrackerSession:
     ) -> None:
         if on_error not in ("raise", "warn"):
             raise SettingsError(f"on_tracker_error={on_error!r}: give 'raise' or 'warn'.")
-        self.log_with = filter_trackers(log_with, logging_dir)
+        # Without trackers no library's module is imported.
+        self.log_with = [] if log_with is None else accel_trackers.filter_trackers(log_with, logging_dir)
         self.trackers: list[GeneralTracker] = []
         self._logging_dir = logging_dir
         self._warns = on_error == "warn"
@@ -259,7 +260,7 @@ class TrackerSession:
                 is_ours = tracker.name in self.log_with and not isinstance(tracker, InertTracker)
                 if not is_ours or run_id in (None, tracker.run_id):
                     continue
-                if tracker_class(tracker.name).resume_arguments(str(run_id)):
+                if accel_trackers.tracker_class(tracker.name).resume_arguments(str(run_id)):
                     self._call(tracker, "finish")
                     self.trackers[index] = opened = self._start_one(tracker.name, project_name, options)
                     self._find_active()
@@ -269,14 +270,14 @@ class TrackerSession:
         self, chosen: str | GeneralTracker, project_name: str, options: Mapping[str, Any]
     ) -> GeneralTracker:
         """Construct and start a tracker; return an inert one on other ranks, or if that failed."""
-        kind = chosen if isinstance(chosen, GeneralTracker) else tracker_class(chosen)
+        kind = chosen if isinstance(chosen, GeneralTracker) else accel_trackers.tracker_class(chosen)
         if kind.main_process_only and not runtime.current_topology().is_main:
             return InertTracker(kind.name)
 
         try:
             tracker = chosen
             if not isinstance(tracker, GeneralTracker):
-                made: Any = tracker_class(tracker)
+                made: Any = accel_trackers.tracker_class(tracker)
                 where = (self._logging_dir,) if made.requires_logging_directory else ()
                 known = self._resumed.get(tracker)
                 going_on = {} if known is None else made.resume_arguments(known)

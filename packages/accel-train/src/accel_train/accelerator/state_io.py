@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch.utils.hooks import RemovableHandle
 
+from accel_ops import weights
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE
-from accel_ops.weights.write import save, save_state_parts
 from accel_train import checkpoint
 from accel_train.accelerator.facet import Facet
 from accel_train.data.skip import skip_first_batches
@@ -231,7 +231,7 @@ class StateIoFacet(Facet):
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
         try:
             if commits:
-                save_state_parts(
+                weights.write.save_state_parts(
                     (checkpoint.offloaded.with_offloaded_weights(part, model) for part in tensors),
                     save_directory,
                     max_shard_size=max_shard_size,
@@ -263,7 +263,7 @@ class StateIoFacet(Facet):
             f: The file, replaced when the new one is complete.
             safe_serialization: Write safetensors; else as `torch.save` does.
         """
-        save(obj, f, self._parts.project.save_on_each_node, safe_serialization)
+        weights.write.save(obj, f, self._parts.project.save_on_each_node, safe_serialization)
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return a loader whose next pass skips batches; further passes are complete.
