@@ -29,7 +29,7 @@ _ALIGNMENT = 512
 """Bytes; what CUDA's own allocations are aligned to."""
 
 _PINNED_SHARE = 0.5
-"""The part of the available main memory that blocks may keep pinned."""
+"""The part of the available host memory that blocks may keep pinned."""
 
 _PINNED_CHUNK = 64 << 20
 """Bytes pinned at a time; torch rounds up to powers of two."""

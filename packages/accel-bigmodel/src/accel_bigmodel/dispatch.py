@@ -78,7 +78,7 @@ def dispatch_model(
         skip_keys: Keyword arguments that are not moved between devices.
         preload_module_classes: Classes whose modules load everything below them at once.
         force_hooks: Attach hooks even where a single device needs none.
-        memory_limit: Bytes of disk-offloaded weights that may be in main memory at a time, when they run
+        memory_limit: Bytes of disk-offloaded weights that may be in host memory at a time, when they run
             on the CPU.
 
     Returns:

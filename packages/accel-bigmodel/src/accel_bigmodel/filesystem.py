@@ -15,7 +15,7 @@ _NETWORK = frozenset(
 
 
 def is_network(path: Path) -> bool:
-    """Say whether a path is on a network file system, where many small mapped reads are slow.
+    """Return whether a path is on a network file system, where many small mapped reads are slow.
 
     Args:
         path: Any path; where the system does not tell, the answer is False.

@@ -1,4 +1,4 @@
-"""How much main memory a rank may take: what is free within its control group, by local ranks."""
+"""How much host memory a rank may take: what is free within its control group, by local ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MOUNT = Path("/sys/fs/cgroup")
 
 
 def available_host_memory() -> int:
-    """Return the bytes of main memory that this rank may take.
+    """Return the bytes of host memory that this rank may take.
 
     Schedulers and containers limit memory by control groups, which the system's own count of free memory does
     not know: see https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files.

@@ -146,7 +146,7 @@ def load_checkpoint_and_dispatch(
         full_state_dict: Whether the checkpoint holds full tensors; otherwise each rank's shards.
         broadcast_from_rank0: Let rank 0 read and send to the others; they need no file.
         report: Measure, and leave a `LoadReport` in the model's `load_report`; it is logged too.
-        memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into main memory
+        memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into host memory
             beside mapped files, and on the disk-offloaded weights that are in memory while the model runs.
 
     Returns:

@@ -162,7 +162,7 @@ def make_blocks(
         weights: Where their weights are.
         device: Where they execute.
         preload_classes: Names of classes whose modules are one block.
-        memory_limit: Bytes of offloaded weights that may be in main memory.
+        memory_limit: Bytes of offloaded weights that may be in host memory.
     """
     roots: dict[str, nn.Module] = {}
     for entry in entries:

@@ -1,4 +1,4 @@
-"""Who a process is, on what it computes, and what it was asked to do. Names are imported when asked for."""
+"""Topology, device, settings and collectives of a process. Names are imported at their first use."""
 
 # fmt: off
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The export table of a package: names are imported when they are first asked for (PEP 562)."""
+"""The export table of a package: names are imported at their first use (PEP 562)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`AcceleratorState`: `PartialState` and how the model computes, shared by all its instances."""
+"""`AcceleratorState`: `PartialState` with precision and plugins, shared by all its instances."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ _ENGINE_LABELS = {"deepspeed_plugins": "deepspeed", "megatron_lm_plugin": "megat
 
 
 class AcceleratorState:
-    """What `Accelerator` shares between its instances: the place of the process, and the precision.
+    """State that all `Accelerator`s share: topology, device, precision and plugins.
 
-    Everything that `PartialState` has, it has too.
+    It has all attributes of `PartialState`.
 
     Args:
-        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or an installed recipe; `None` for what the environment
-            says.
-        cpu: Compute on the CPU, whatever else there is.
-        dynamo_plugin: How `torch.compile` is used.
+        mixed_precision: `"no"`, `"fp16"`, `"bf16"` or an installed recipe; `None` for the environment's.
+        cpu: Compute on the CPU, also if there is an accelerator.
+        dynamo_plugin: The options of `torch.compile`.
         deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As with all
             that follow, what was said before holds if `None`.
         fsdp_plugin: How models are sharded.
@@ -138,10 +137,10 @@ class AcceleratorState:
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Forget everything, for tests and sweeps.
+        """Reset the shared state, for tests and sweeps.
 
         Args:
-            reset_partial_state: Also forget the place of this process.
+            reset_partial_state: Also reset `PartialState`.
         """
         cls._shared_state.clear()
         if reset_partial_state:
@@ -186,7 +185,7 @@ class AcceleratorState:
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first process of its node."""
         return PartialState().is_local_main_process
 
     @property
@@ -195,7 +194,7 @@ class AcceleratorState:
         return PartialState().is_last_process
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """The DeepSpeed plugin of a name.
+        """Return the DeepSpeed plugin of a name.
 
         Raises:
             SettingsError: There is no such plugin.
@@ -206,7 +205,7 @@ class AcceleratorState:
         """Make the DeepSpeed plugin of a name the active one.
 
         Args:
-            name: The key under which it was given; the first if `None`.
+            name: The key of the plugin; the first if `None`.
 
         Raises:
             SettingsError: There is no such plugin.
@@ -227,7 +226,7 @@ class AcceleratorState:
         return plugins
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here."""
+        """Wait for all ranks (a barrier)."""
         PartialState().wait_for_everyone()
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -235,21 +234,21 @@ class AcceleratorState:
         return PartialState().main_process_first()
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the first process of each machine first, then on the others."""
+        """Run a block on the first process of each node first, then on the others."""
         return PartialState().local_main_process_first()
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """Give each process its share of some data; see `PartialState.split_between_processes`."""
+        """Yield this rank's shard of some data; see `PartialState.split_between_processes`."""
         return PartialState().split_between_processes(inputs, apply_padding=apply_padding)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine."""
+        """Print once per node."""
         PartialState().print(*args, **kwargs)
 
     def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
-        """Leave a process group; see `PartialState.destroy_process_group`."""
+        """Destroy a process group; see `PartialState.destroy_process_group`."""
         PartialState().destroy_process_group(group)
 
 
@@ -312,7 +311,7 @@ def _precision(asked: str | None, state: PartialState) -> str:
 
 
 def _by_name(plugin: Any) -> Mapping[str, Any] | None:
-    """DeepSpeed plugins by name; one alone is called `default`."""
+    """Return DeepSpeed plugins by name; a single one is called `default`."""
     if plugin is None or isinstance(plugin, dict):
         return cast("Mapping[str, Any] | None", plugin) or None
     return {"default": plugin}

@@ -76,7 +76,7 @@ LIBRARIES: Mapping[str, Library] = {
 
 
 def is_installed(name: str) -> bool:
-    """Tell whether a library of the table is installed, in a version that is enough.
+    """Return whether a library of the table is installed, in a version that is enough.
 
     Args:
         name: A key of `LIBRARIES`.
@@ -89,12 +89,12 @@ def is_installed(name: str) -> bool:
 
 
 def require(name: str, what: str, *, install: str | None = None) -> None:
-    """Stop where an optional library is needed and absent.
+    """Raise if an optional library is absent.
 
     Args:
         name: A key of `LIBRARIES`.
-        what: What needs it, as the subject of a sentence.
-        install: What brings it, such as an extra of one of our packages; its own distribution if None.
+        what: The feature that needs it, as the subject of a sentence.
+        install: What to install, such as an extra of one of our packages; its own distribution if None.
 
     Raises:
         MissingDependencyError: It is not installed, or too old.
@@ -145,172 +145,172 @@ def _version_of(library: Library) -> Version:
 
 
 def is_aim_available() -> bool:
-    """Tell whether aim is installed."""
+    """Return whether aim is installed."""
     return is_installed("aim")
 
 
 def is_amdsmi_available() -> bool:
-    """Tell whether amdsmi is installed."""
+    """Return whether amdsmi is installed."""
     return is_installed("amdsmi")
 
 
 def is_boto3_available() -> bool:
-    """Tell whether boto3 is installed."""
+    """Return whether boto3 is installed."""
     return is_installed("boto3")
 
 
 def is_clearml_available() -> bool:
-    """Tell whether clearml is installed."""
+    """Return whether clearml is installed."""
     return is_installed("clearml")
 
 
 def is_comet_ml_available() -> bool:
-    """Tell whether comet_ml is installed."""
+    """Return whether comet_ml is installed."""
     return is_installed("comet_ml")
 
 
 def is_datasets_available() -> bool:
-    """Tell whether datasets is installed."""
+    """Return whether datasets is installed."""
     return is_installed("datasets")
 
 
 def is_deepspeed_available() -> bool:
-    """Tell whether deepspeed is installed."""
+    """Return whether deepspeed is installed."""
     return is_installed("deepspeed")
 
 
 def is_dvclive_available() -> bool:
-    """Tell whether dvclive is installed."""
+    """Return whether dvclive is installed."""
     return is_installed("dvclive")
 
 
 def is_import_timer_available() -> bool:
-    """Tell whether import_timer is installed."""
+    """Return whether import_timer is installed."""
     return is_installed("import_timer")
 
 
 def is_lomo_available() -> bool:
-    """Tell whether lomo-optim is installed."""
+    """Return whether lomo-optim is installed."""
     return is_installed("lomo")
 
 
 def is_matplotlib_available() -> bool:
-    """Tell whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return is_installed("matplotlib")
 
 
 def is_megatron_lm_available() -> bool:
-    """Tell whether megatron-core is installed."""
+    """Return whether megatron-core is installed."""
     return is_installed("megatron_lm")
 
 
 def is_mlflow_available() -> bool:
-    """Tell whether mlflow is installed."""
+    """Return whether mlflow is installed."""
     return is_installed("mlflow")
 
 
 def is_msamp_available() -> bool:
-    """Tell whether MS-AMP is installed."""
+    """Return whether MS-AMP is installed."""
     return is_installed("msamp")
 
 
 def is_pandas_available() -> bool:
-    """Tell whether pandas is installed."""
+    """Return whether pandas is installed."""
     return is_installed("pandas")
 
 
 def is_peft_available() -> bool:
-    """Tell whether peft is installed."""
+    """Return whether peft is installed."""
     return is_installed("peft")
 
 
 def is_pynvml_available() -> bool:
-    """Tell whether pynvml is installed."""
+    """Return whether pynvml is installed."""
     return is_installed("pynvml")
 
 
 def is_pytest_available() -> bool:
-    """Tell whether pytest is installed."""
+    """Return whether pytest is installed."""
     return is_installed("pytest")
 
 
 def is_rich_available() -> bool:
-    """Tell whether rich is installed."""
+    """Return whether rich is installed."""
     return is_installed("rich")
 
 
 def is_sagemaker_available() -> bool:
-    """Tell whether sagemaker is installed."""
+    """Return whether sagemaker is installed."""
     return is_installed("sagemaker")
 
 
 def is_schedulefree_available() -> bool:
-    """Tell whether schedulefree is installed."""
+    """Return whether schedulefree is installed."""
     return is_installed("schedulefree")
 
 
 def is_swanlab_available() -> bool:
-    """Tell whether swanlab is installed."""
+    """Return whether swanlab is installed."""
     return is_installed("swanlab")
 
 
 def is_tensorboard_available() -> bool:
-    """Tell whether tensorboard or tensorboardX is installed."""
+    """Return whether tensorboard or tensorboardX is installed."""
     return is_installed("tensorboard")
 
 
 def is_timm_available() -> bool:
-    """Tell whether timm is installed."""
+    """Return whether timm is installed."""
     return is_installed("timm")
 
 
 def is_torchao_available() -> bool:
-    """Tell whether torchao (0.6.1 or newer) is installed."""
+    """Return whether torchao (0.6.1 or newer) is installed."""
     return is_installed("torchao")
 
 
 def is_torchdata_available() -> bool:
-    """Tell whether torchdata is installed."""
+    """Return whether torchdata is installed."""
     return is_installed("torchdata")
 
 
 def is_torchdata_stateful_dataloader_available() -> bool:
-    """Tell whether torchdata with its stateful data loader (0.8.0) is installed."""
+    """Return whether torchdata with its stateful data loader (0.8.0) is installed."""
     return is_installed("torchdata_stateful_dataloader")
 
 
 def is_torchvision_available() -> bool:
-    """Tell whether torchvision is installed."""
+    """Return whether torchvision is installed."""
     return is_installed("torchvision")
 
 
 def is_trackio_available() -> bool:
-    """Tell whether trackio is installed."""
+    """Return whether trackio is installed."""
     return is_installed("trackio")
 
 
 def is_transformer_engine_available() -> bool:
-    """Tell whether transformer_engine is installed."""
+    """Return whether transformer_engine is installed."""
     return is_installed("transformer_engine")
 
 
 def is_transformers_available() -> bool:
-    """Tell whether transformers is installed."""
+    """Return whether transformers is installed."""
     return is_installed("transformers")
 
 
 def is_triton_available() -> bool:
-    """Tell whether triton is installed."""
+    """Return whether triton is installed."""
     return is_installed("triton")
 
 
 def is_wandb_available() -> bool:
-    """Tell whether wandb is installed."""
+    """Return whether wandb is installed."""
     return is_installed("wandb")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Tell whether bitsandbytes is installed, without importing it.
+    """Return whether bitsandbytes is installed, without importing it.
 
     Args:
         min_version: The first version that is enough; None for any.
@@ -321,30 +321,30 @@ def is_bnb_available(min_version: str | None = None) -> bool:
 
 
 def is_8bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes is installed in a version with 8-bit layers (0.37.2)."""
+    """Return whether bitsandbytes is installed in a version with 8-bit layers (0.37.2)."""
     return is_bnb_available(min_version="0.37.2")
 
 
 def is_4bit_bnb_available() -> bool:
-    """Tell whether bitsandbytes is installed in a version with 4-bit layers (0.39.0)."""
+    """Return whether bitsandbytes is installed in a version with 4-bit layers (0.39.0)."""
     return is_bnb_available(min_version="0.39.0")
 
 
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Tell whether bitsandbytes is installed in a version for more than CUDA (0.46.0)."""
+    """Return whether bitsandbytes is installed in a version for more than CUDA (0.46.0)."""
     return is_bnb_available(min_version="0.46.0")
 
 
 def is_fp8_available() -> bool:
-    """Tell whether any library for FP8 training is installed."""
+    """Return whether any library for FP8 training is installed."""
     return any(map(is_installed, ("msamp", "transformer_engine", "torchao")))
 
 
 def is_pippy_available() -> bool:
-    """Tell whether torch brings `torch.distributed.pipelining` (2.4)."""
+    """Return whether torch brings `torch.distributed.pipelining` (2.4)."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_weights_only_available() -> bool:
-    """Tell whether `torch.load(weights_only=True)` accepts a list of safe classes (torch 2.4)."""
+    """Return whether `torch.load(weights_only=True)` accepts a list of safe classes (torch 2.4)."""
     return is_torch_version(">=", "2.4.0")

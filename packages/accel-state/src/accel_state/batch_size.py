@@ -1,4 +1,4 @@
-"""Find a batch size that fits into memory, by trying."""
+"""Find a batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ logger = logging.getLogger(__name__)
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Whether an error means that the memory of a device, or of the machine, was too small.
+    """Return whether an error means that device or host memory was too small.
 
     Args:
-        exception: Any.
+        exception: Any exception.
 
     Example:
         >>> should_reduce_batch_size(RuntimeError("CUDA out of memory. Tried to allocate 1 GiB"))
@@ -63,10 +63,10 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorate a function so that it is tried with smaller and smaller batches until one fits into memory.
+    """Decorate a function so that it is retried with smaller batches until one fits into memory.
 
-    The decorated function is called without its first argument, the batch size. The size that was found is
-    where the next call begins.
+    The decorated function is called without its first argument, the batch size. The next call begins with the
+    size that was found.
 
     Args:
         function: Takes the batch size first; leave it out to decorate with arguments.

@@ -1,4 +1,4 @@
-"""Debug mode: before a collective, all ranks compare what they are about to do. What they do is data here."""
+"""Debug mode: before a collective, all ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Description = tuple[str, str, "tuple[int, ...] | None"]  # path, type, shape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """What one rank is about to do.
+    """The collective that one rank is about to call.
 
     Attributes:
         where: File and line of the user's program.
@@ -44,17 +44,17 @@ def compare_calls(
     detail: str = "",
     rows_differ: bool = False,
 ) -> None:
-    """Return if all ranks are about to do the same; every rank calls this before every collective.
+    """Check that all ranks are about to call the same collective; called by every rank before each.
 
     Args:
-        collectives: How to talk to the others.
+        collectives: The collectives of the run.
         operation: The name of the collective.
         leaves: Path, type and shape of every leaf of its data.
         detail: Its other arguments, as text; they must agree.
         rows_differ: Sizes of dimension 0 need not agree.
 
     Raises:
-        DistributedOperationException: They are not. Every rank raises it, with a table of where each rank
+        DistributedOperationException: Calls differ. Every rank raises it, with a table of where each rank
             is, what it calls, and on what.
     """
     where, _ = source_location(call_site(inspect.currentframe()))
@@ -65,7 +65,7 @@ def compare_calls(
 
 
 def explain(calls: Sequence[Call], *, rows_differ: bool = False) -> str:
-    """A table of the ranks' calls: rank, call site, operation, and the leaves in which they differ.
+    """Format a table of the ranks' calls: rank, call site, operation, and the leaves in which they differ.
 
     Args:
         calls: The calls, in rank order.

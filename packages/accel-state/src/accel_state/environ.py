@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 def read() -> dict[str, str]:
     """Copy the environment of this process.
 
-    Public constructors and the command read it once and pass the copy on; nothing deeper asks again.
+    Public constructors and the command read it once and pass the copy on.
 
     Example:
         >>> "PATH" in read()
@@ -38,7 +38,7 @@ def read() -> dict[str, str]:
 
 
 def publish(variables: Mapping[str, str]) -> None:
-    """Set variables for this process and its children, for libraries that look there.
+    """Set variables for this process and its children, for libraries that read them.
 
     Args:
         variables: Names and values; those not named keep their value.
@@ -104,7 +104,7 @@ def parse_choice_from_env(key: str, default: str = "no") -> str:
 
 
 def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """Find the first of several variables that holds a number of at least 0.
+    """Return the first of several variables that is a number of at least 0.
 
     Args:
         env_keys: Names of variables, in order of preference.
@@ -130,7 +130,7 @@ def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Generator[None]:
-    """Set variables inside a `with` block, and put back what was there at its end.
+    """Set variables within the block, and restore the environment after it.
 
     Args:
         **kwargs: Names, put in upper case, and values, turned into text.
@@ -151,9 +151,9 @@ def patch_environment(**kwargs: Any) -> Generator[None]:
 
 @contextmanager
 def clear_environment() -> Generator[None]:
-    """Empty the environment inside a `with` block, and restore it as it was at its end.
+    """Clear the environment within the block, and restore it after it.
 
-    Variables that the block sets are gone afterwards.
+    Variables that the block sets are removed.
 
     Example:
         >>> with clear_environment():
@@ -234,13 +234,13 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Tell which of these libraries this process has imported already.
+    """Return which of these libraries this process has imported.
 
     Args:
         *library_names: Names of modules.
 
     Returns:
-        Those that are imported, in the order given.
+        The imported ones, in the order of the arguments.
 
     Example:
         >>> are_libraries_initialized("sys", "surely_not_imported")

@@ -49,7 +49,7 @@ class CheckpointError(AccelError, ValueError):
 
 
 class CheckpointWriteError(AccelError, OSError):
-    """A checkpoint could not be written, and is not there. The message names rank, file and what stands."""
+    """A checkpoint could not be written. The message names rank, file and older checkpoints."""
 
 
 class UnsupportedError(AccelError, NotImplementedError):

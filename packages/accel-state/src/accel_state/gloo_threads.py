@@ -21,7 +21,7 @@ _LIMIT = (
 
 
 def wait_for_gloo_threads() -> None:
-    """Return when no thread of gloo runs; at once where there is none, as in a process alone."""
+    """Wait until no thread of gloo runs."""
     threads = _threads()
     if not threads:
         return

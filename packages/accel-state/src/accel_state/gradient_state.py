@@ -1,4 +1,4 @@
-"""`GradientState`: where the training loop is in its accumulation window and its loader."""
+"""`GradientState`: the position of the training loop in its accumulation window and its loader."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ if TYPE_CHECKING:
 
 
 class AccumulationPlugin(Protocol):
-    """What `GradientState` needs of a `GradientAccumulationPlugin`."""
+    """The interface of `GradientAccumulationPlugin` that `GradientState` uses."""
 
     num_steps: int | None
     adjust_scheduler: bool
     sync_with_dataloader: bool
 
     def to_kwargs(self) -> dict[str, Any]:
-        """What differs from the defaults."""
+        """Return the fields that differ from the defaults."""
         ...
 
 
 class Loader(Protocol):
-    """What a loader tells about the batch that it yielded last."""
+    """The interface of a loader about its last batch."""
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether it was the last one."""
+        """Whether it was the last batch."""
         ...
 
     @property
     def remainder(self) -> int:
-        """How many samples of it are real, over all processes; -1 if that is not known yet."""
+        """Number of its real samples, over all ranks; -1 while unknown."""
         ...
 
 
 class GradientState:
-    """Whether gradients are synchronised in this step, and which loader is at work. All instances are one.
+    """Whether gradients are synchronised in this step, and the active loader. All instances share state.
 
     What is read in every step is a plain attribute.
 
@@ -92,7 +92,7 @@ class GradientState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget everything, for tests."""
+        """Reset the shared state, for tests."""
         cls._shared_state.clear()
 
     @property
@@ -125,21 +125,21 @@ class GradientState:
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last global batch are real; -1 outside of loaders, and while unknown."""
+        """Number of real samples in the last global batch; -1 outside of loaders, and while unknown."""
         loaders = self._loaders
         loader = loaders[-1]() if loaders else None
         return -1 if loader is None else loader.remainder
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether this step synchronises."""
+        """Set whether this step synchronises gradients."""
         self.sync_gradients = sync_gradients
 
     def _add_dataloader(self, dataloader: Loader) -> None:
-        """Make a loader the active one. A loader that is collected is forgotten."""
+        """Make a loader the active one; only weak references to loaders are kept."""
         self._loaders.append(weakref.ref(dataloader, self._remove))
 
     def _remove_dataloader(self, dataloader: Loader) -> None:
-        """Forget a loader, whichever is active; harmless when it is not there."""
+        """Remove a loader, active or not; do nothing if it is not there."""
         loaders = self.__dict__.get("_loaders", [])  # none after a reset
         for index in range(len(loaders) - 1, -1, -1):
             if loaders[index]() is dataloader:

@@ -28,7 +28,7 @@ _joined: tuple[int, weakref.ref[Any]] | None = None
 
 
 def joined() -> None:
-    """Remember that this process has initialised the default process group, which `leave` destroys."""
+    """Record that this process has initialised the default process group, which `leave` destroys."""
     global _joined  # noqa: PLW0603 - a process has one default group
     _joined = os.getpid(), weakref.ref(dist.group.WORLD)
 
@@ -40,7 +40,7 @@ def destroy(group: Any = None) -> None:
     backend can do that, and what is not done after a second is left to the end of the process.
 
     Args:
-        group: Which one.
+        group: The process group.
     """
     if sys.exc_info()[0] is None or group is not None:
         dist.destroy_process_group(group)
@@ -60,7 +60,7 @@ def leave() -> None:
 
 
 def _within(seconds: float, *, abort: bool) -> None:
-    """Destroy all groups, in another thread that is left behind if that takes longer."""
+    """Destroy all groups in another thread; abandon it after a timeout."""
     for group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage] - no public list
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # gloo's destructor would wait
     end = getattr(c10d, "_abort_process_group", dist.destroy_process_group)

@@ -42,13 +42,13 @@ _active: HangMonitor | None = None
 
 
 class collective_scope:  # noqa: N801 - used like a function, in `with`
-    """Mark what happens inside as one collective operation of this rank.
+    """Record the block as one collective of this rank.
 
     Costs nothing in a single process, and about a microsecond otherwise. Scopes inside scopes count as
     part of the outermost.
 
     Args:
-        operation: What is done, for a place without source text, such as `"backward"`.
+        operation: Name of the collective, for code without source text, such as `"backward"`.
 
     Raises:
         StalledCollectiveError: On entry if another rank has given up waiting; on leaving in place of the
@@ -97,10 +97,10 @@ class collective_scope:  # noqa: N801 - used like a function, in `with`
 def transport_errors_explained(operation: str) -> Generator[None]:
     """Explain a stall in code that mixes the user's computation with collectives, such as a pipeline.
 
-    Unlike a `collective_scope` it is no collective: what happens inside is recorded as what it is.
+    Unlike a `collective_scope` it is no collective: the collectives inside are recorded.
 
     Args:
-        operation: What is done, for the message.
+        operation: Name of the operation, for the message.
 
     Raises:
         StalledCollectiveError: In place of the transport's error when a collective timed out.
@@ -115,10 +115,10 @@ def transport_errors_explained(operation: str) -> Generator[None]:
 
 
 class HangMonitor:
-    """The notes of this rank, and the thread that posts them.
+    """The status of this rank, and the thread that posts it.
 
     Args:
-        store: A connection to the job's store that nobody else uses.
+        store: A connection to the job's store of its own.
         rank: Index of this process.
         world_size: Number of processes.
         limit: Seconds after which the backend gives up on a collective.
@@ -148,17 +148,17 @@ class HangMonitor:
         self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
 
     def start(self) -> None:
-        """Begin to post."""
+        """Start to post heartbeats."""
         if self._rank == 0:
             for key in ("diagnosis", "explaining", "closing"):  # of an earlier monitor on the same store
                 self._store.delete_key(key)
         self._thread.start()
 
     def stop(self, *, closing: bool = False) -> None:
-        """Say good-bye and end the thread.
+        """Post that this rank exits, and end the thread.
 
         Args:
-            closing: Whether this process may take the store with it. Rank 0 then gives the others the time
+            closing: Whether this process may close the store. Rank 0 then gives the others the time
                 to stop using it, about a second if they are still at work.
         """
         self._closing.set()
@@ -170,7 +170,7 @@ class HangMonitor:
                 logger.debug("the store is gone already: %s", error)
 
     def on_timeout(self, operation: str, error: BaseException) -> str:
-        """Make the message for a collective that the backend has given up, and tell it to the other ranks."""
+        """Make the message for a collective that timed out, and post it to the other ranks."""
         reason = first_sentence(error)
         self._warn_after = float("inf")
         try:
@@ -191,11 +191,11 @@ class HangMonitor:
 
     @property
     def _poll_interval(self) -> float:
-        """Seconds in which every rank that is alive posts."""
+        """Seconds within which every live rank posts."""
         return max(2.5 * self.interval, MIN_POLL_S)
 
     def _await_diagnosis(self) -> None:
-        """Wait for what another rank finds out, unless that rank is gone before."""
+        """Wait for the diagnosis of another rank, unless that rank exits."""
         deadline = time.monotonic() + 2 * self._poll_interval + SHUTDOWN_GRACE_S
         self._poll_diagnosis()
         while self.diagnosis is None and time.monotonic() < deadline:
@@ -203,7 +203,7 @@ class HangMonitor:
             self._poll_diagnosis()
 
     def _explanation(self) -> str:
-        """Where all ranks are; takes a few intervals, to find out who no longer answers."""
+        """Describe all ranks; wait a few intervals to find those that no longer answer."""
         ranks = range(self._world_size)
         before = self.statuses(ranks)
         time.sleep(self._poll_interval)
@@ -256,7 +256,7 @@ class HangMonitor:
             self.diagnosis = diagnosis  # from now on collectives are refused, with the reason in the log
 
     def _warn(self) -> None:
-        """Log where all ranks are if this one has not moved for long, then after twice as long, and so on."""
+        """Log all statuses if this one makes no progress, then after twice as long, and so on."""
         slot, now = self.slot, time.monotonic()
         current = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
         if current is None or current != self._stalled[0]:
@@ -280,10 +280,10 @@ class HangMonitor:
             )
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
-        """Return what ranks last said, in two requests if all have; `None` for one that never said anything.
+        """Return the last status of ranks, in two requests if all have one; `None` for a rank without one.
 
         Args:
-            ranks: Which to look for.
+            ranks: The ranks.
         """
         absent = set(absent_keys(self._store, [f"{rank}" for rank in ranks]))
         present = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
@@ -308,7 +308,7 @@ def active() -> HangMonitor | None:
 
 
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
-    """Start to monitor this process, if it is one of several.
+    """Start to monitor this rank if there are several.
 
     Args:
         store: The default store of the process group; a connection of its own is made to it.
@@ -337,7 +337,7 @@ def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchron
 
 
 def end(*, closing: bool = False) -> None:
-    """Stop to monitor; harmless when nothing is monitored.
+    """Stop to monitor; do nothing if nothing is monitored.
 
     Args:
         closing: Whether this process may take the store with it, as on leaving the process group.
@@ -349,13 +349,13 @@ def end(*, closing: bool = False) -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child there is no thread, and the notes are the parent's."""
+    """Reset the monitor in a forked child, which has no thread."""
     global _active  # noqa: PLW0603 - see `begin`
     _active = None
 
 
 def _explain(monitor: HangMonitor, operation: str, error: BaseException) -> None:
-    """Raise an error of the transport again, as one that says where all ranks are; pass over any other."""
+    """Raise a transport error again with the statuses of all ranks; ignore any other error."""
     if is_transport_error(error):
         wrapped = StalledCollectiveError if is_stall(error) else DistributedOperationException
         raise wrapped(monitor.on_timeout(operation, error)) from error

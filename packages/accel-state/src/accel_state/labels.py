@@ -19,14 +19,14 @@ class _BaseEnumMeta(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=_BaseEnumMeta):
-    """An enumeration that can be listed, tested for a value with `in`, and printed as its value."""
+    """An enumeration with `list()`, `in` for values, and its value as text."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[str]:
-        """All values, in order of definition."""
+        """Return all values, in order of definition."""
         return [str(member) for member in cls]
 
 
@@ -38,7 +38,7 @@ class ComputeEnvironment(str, Enum):  # noqa: UP042 - prints with the name of it
 
 
 class CustomDtype(Enum):
-    """Element types that are smaller than any `torch.dtype` has a name for, for size estimates."""
+    """Dtypes without a `torch.dtype`, for size estimates."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -46,7 +46,7 @@ class CustomDtype(Enum):
 
 
 class DistributedType(str, Enum):  # noqa: UP042 - prints with the name of its class, as documented
-    """How processes work together: a label for users, derived from the strategy and the device."""
+    """The label of a run for users, derived from the strategy and the device."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -129,7 +129,7 @@ class FP8BackendType(str, BaseEnum):
 
 
 class RNGType(BaseEnum):
-    """The sources of randomness that can be synchronised between processes."""
+    """The random number generators that can be synchronised across ranks."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -145,7 +145,7 @@ class RNGType(BaseEnum):
 
 
 class SageMakerDistributedType(str, Enum):  # noqa: UP042 - prints with the name of its class, as documented
-    """How a SageMaker job divides its work."""
+    """The kinds of distributed SageMaker jobs."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -166,11 +166,11 @@ _STRATEGY_LABELS = {
 def distributed_type_of(
     strategy_name: str, device_kind_label: DistributedType | str, world_size: int
 ) -> DistributedType:
-    """Say which label users see for a run.
+    """Return the label of a run.
 
     Args:
         strategy_name: The name of the strategy, such as `"single"`, `"ddp"` or a third party's own.
-        device_kind_label: What several processes on this kind of device are called, for example
+        device_kind_label: The label of several processes on this kind of device, for example
             `DistributedType.MULTI_GPU` for CUDA.
         world_size: Number of processes.
 
@@ -210,7 +210,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
 
 
 def has_sharded_gradients(distributed_type: DistributedType | str | None) -> bool:
-    """Whether each rank of such a run holds a part of the gradients.
+    """Return whether the gradients of such a run are sharded.
 
     Example:
         >>> has_sharded_gradients(DistributedType.FSDP), has_sharded_gradients("MULTI_GPU")

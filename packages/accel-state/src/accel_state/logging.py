@@ -1,4 +1,4 @@
-"""Loggers that know which process they are in."""
+"""Loggers that log on the main process, or on all ranks in order."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _VARIABLE = "ACCELERATE_LOG_LEVEL"
 
 
 class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
-    """A logger that speaks once for all processes, unless told otherwise.
+    """A logger that logs on the main process only by default.
 
     Every method of a logger takes two more arguments: `main_process_only` (default `True`) and, with
-    `main_process_only=False`, `in_order` (default `False`), which lets one process speak after the other;
+    `main_process_only=False`, `in_order` (default `False`), which lets ranks log one after the other;
     then all processes must make the call. It works before any state exists, too.
 
     Args:
@@ -37,7 +37,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
         Args:
             level: Such as `logging.INFO`.
             msg: The message, with `%` places for `args`.
-            *args: What goes there.
+            *args: The values of the message.
             **kwargs: As of `logging.Logger.log`, and `main_process_only` and `in_order`.
 
         Example:
@@ -62,7 +62,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
             self.logger.log(level, message, *args, **options)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Log a warning, unless this logger has said the same before.
+        """Log a warning once for the same arguments.
 
         Args:
             *args: As of `warning`.
@@ -76,7 +76,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
 
 
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Get a logger that speaks once for all processes.
+    """Get a logger that logs on the main process only by default.
 
     Args:
         name: As of `logging.getLogger`, such as `__name__`.

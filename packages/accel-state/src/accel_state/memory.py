@@ -1,4 +1,4 @@
-"""Give memory back: of objects that are done with, and of the caching allocators of devices."""
+"""Release the memory of objects and of the caching allocators of devices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel_state.devices.kinds import available_kind
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give cached memory of the device back to the driver; does nothing on the CPU.
+    """Release cached memory of the device to the driver; do nothing on the CPU.
 
     Args:
         garbage_collection: Collect unreachable objects first.
@@ -25,7 +25,7 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Let go of objects and give the memory behind them back.
+    """Release objects and their memory.
 
     Args:
         *objects: Models, optimizers, tensors … A function cannot delete its caller's names, so these must be

@@ -14,7 +14,7 @@ _PAUSE = 1.0  # seconds between two looks at the parent
 
 
 def die_with_parent(parent: int) -> None:
-    """Let this process be killed when its parent ends, for whatever reason.
+    """Have this process killed when its parent ends, for whatever reason.
 
     It is SIGKILL: the parent keeps the store of the job, without which nothing can be finished together, and
     a process that waits for other ranks in C++ would not get to the handler of another signal. On Linux the

@@ -36,13 +36,13 @@ logger = logging.getLogger(__name__)
 
 
 class PartialState:
-    """Which process this is, on which device, and how to act with the others. All instances are one.
+    """Rank, world size and device of this process, with collectives. All instances share state.
 
     The first one joins the process group, if a launcher started several processes; a group that exists
     already is used as it is.
 
     Args:
-        cpu: Compute on the CPU, whatever else there is.
+        cpu: Compute on the CPU, also if there is an accelerator.
         **kwargs: Options of `torch.distributed.init_process_group`: `backend`, `init_method`, `timeout`
             (a `datetime.timedelta`: how long a collective may wait for a rank), `store`, `rank`,
             `world_size` …
@@ -134,13 +134,13 @@ class PartialState:
 
     @classmethod
     def _reset_state(cls) -> None:
-        """Forget everything, for tests. The process group stays as it is."""
+        """Reset the shared state, for tests. The process group stays as it is."""
         cls._shared_state.clear()
         runtime.reset()
 
     @property
     def initialized(self) -> bool:
-        """Whether the place of this process is known."""
+        """Whether the state is initialised."""
         return bool(self._shared_state)
 
     @property
@@ -155,7 +155,7 @@ class PartialState:
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first process of its node."""
         return self.local_process_index == 0
 
     @property
@@ -165,7 +165,7 @@ class PartialState:
 
     @property
     def default_device(self) -> torch.device:
-        """The best device that is there, whether or not this run uses it."""
+        """The best device of this machine, whether or not this run uses it."""
         topology = self.runtime.topology
         return default_device(available_kind(), topology.local_rank, topology.local_world_size)
 
@@ -174,10 +174,10 @@ class PartialState:
         set_current_device(self.device)
 
     def wait_for_everyone(self) -> None:
-        """Wait until every process has come here.
+        """Wait for all ranks (a barrier).
 
         Raises:
-            DistributedOperationException: In debug mode, another process calls something else.
+            DistributedOperationException: In debug mode, another rank calls another collective.
 
         Example:
             >>> PartialState(cpu=True).wait_for_everyone()
@@ -194,7 +194,7 @@ class PartialState:
         return goes_first(self.is_main_process, self.wait_for_everyone)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the first process of each machine first, then on the others."""
+        """Run a block on the first process of each node first, then on the others."""
         return goes_first(self.is_local_main_process, self.wait_for_everyone)
 
     @overload
@@ -221,7 +221,7 @@ class PartialState:
         self, function: None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorate a function so that only the first process of each machine runs it."""
+        """Decorate a function so that only the first process of each node runs it."""
         run = functools.partial(only_if, self.is_local_main_process)
         return run if function is None else run(function)
 
@@ -242,7 +242,7 @@ class PartialState:
 
         Args:
             function: The function; leave it out to decorate with arguments.
-            process_index: Which process. A run of one process is every process.
+            process_index: The rank. With one process, every rank is this one.
 
         Raises:
             ValueError: `process_index` is missing.
@@ -265,11 +265,11 @@ class PartialState:
         self, function: None = None, local_process_index: int | None = None
     ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that only one process of each machine runs it.
+        """Decorate a function so that only one process of each node runs it.
 
         Args:
             function: The function; leave it out to decorate with arguments.
-            local_process_index: Which process of a machine. A run of one process is every process.
+            local_process_index: The local rank. With one process, every local rank is this one.
 
         Raises:
             ValueError: `local_process_index` is missing.
@@ -279,16 +279,16 @@ class PartialState:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """Give each process its share of some data, for the length of a block.
+        """Yield this rank's shard of some data.
 
         Args:
             inputs: A list, tuple, tensor, numpy array or `datasets.Dataset`, or a dict of such, equally long.
-            apply_padding: Repeat the last item of `inputs` so that all shares are equally long, as a
+            apply_padding: Repeat the last item of `inputs` so that all shards are equally long, as a
                 following `gather` of tensors may need.
 
         Raises:
             ValueError: The values of a dict are not equally long.
-            TypeError: `inputs` is something else.
+            TypeError: `inputs` has another type.
 
         Example:
             >>> with PartialState(cpu=True).split_between_processes(["a", "b"]) as shard:
@@ -299,7 +299,7 @@ class PartialState:
         return nullcontext(shard)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per machine, as the built-in `print` does.
+        """Print once per node, as the built-in `print` does.
 
         Args:
             *args: What to print.
@@ -309,7 +309,7 @@ class PartialState:
             builtins.print(*args, **kwargs)  # noqa: T201 - it is what was asked for
 
     def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
-        """Leave a process group.
+        """Destroy a process group.
 
         Args:
             group: Which one; the default one, and all others with it, if `None`. A process that was forked
@@ -326,7 +326,7 @@ class PartialState:
         return run if function is None else run(function)
 
     def _agree(self, cpu: bool, options: dict[str, Any]) -> None:
-        """Check that a later construction asks for nothing else than what was started."""
+        """Check that a later construction asks for what was initialised."""
         if cpu and not self._cpu:
             raise SettingsError(
                 f"cpu=True was asked for, but this process computes on {self.device} already. Pass cpu=True "

@@ -1,4 +1,4 @@
-"""TCP ports of this machine: whether one is taken, one that is not, and one that is kept. Torch-free."""
+"""TCP ports of this machine: check, find and reserve one. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from accel_state.topology import DEFAULT_PORT
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Tell whether a server on this machine could not listen on a port, because another does.
+    """Return whether a server on this machine listens on a port.
 
     Args:
         port: From 1 to 65535; the usual port of rank 0 (29500) if None.
@@ -28,7 +28,7 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on at the moment.
+    """Return a TCP port of this machine on which no process listens at present.
 
     Example:
         >>> 0 < free_port() < 65536
@@ -40,7 +40,7 @@ def free_port() -> int:
 
 
 def reserved_port() -> int:
-    """A free TCP port of this machine that the system gives nobody else while this process lives.
+    """Reserve a free TCP port of this machine for the lifetime of this process.
 
     That also holds for the program that this process becomes. On Linux a socket stays bound to it that never
     listens: a server that sets SO_REUSEADDR, as torch's store does, can still listen on that

@@ -1,4 +1,4 @@
-"""Who does what: functions for one process only, blocks for one process first, a share for each."""
+"""Run code on selected ranks; split inputs across ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ R = TypeVar("R")
 
 
 def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
-    """The function itself, or one of the same name that does nothing.
+    """Return the function itself, or one of the same name that does nothing.
 
     Args:
-        condition: Whether this process is one that shall run it.
+        condition: Whether this rank shall run it.
         function: Any callable.
 
     Example:
@@ -39,11 +39,11 @@ def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
 
 @contextmanager
 def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
-    """Run the block on some processes first, then on the others.
+    """Run the block on some ranks first, then on the others.
 
     Args:
-        first: Whether this process is one of the first.
-        barrier: Waits for all processes. Called exactly once on each, also when the block raises, so that
+        first: Whether this rank is one of the first.
+        barrier: Waits for all ranks. Called exactly once on each, also when the block raises, so that
             an error in the first does not leave the others waiting.
     """
     if not first:
@@ -56,12 +56,12 @@ def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
 
 
 def shard_bounds(length: int, num_shards: int, index: int) -> tuple[int, int]:
-    """Where one share of a sequence begins and ends; the first shares are one longer if they must differ.
+    """Return where one shard of a sequence begins and ends; the first shards may be one longer.
 
     Args:
         length: Number of items.
-        num_shards: In how many shares they are divided.
-        index: Which share is meant, from 0.
+        num_shards: Number of shards.
+        index: Index of the shard, from 0.
 
     Example:
         >>> [shard_bounds(5, 3, i) for i in range(3)]
@@ -73,17 +73,17 @@ def shard_bounds(length: int, num_shards: int, index: int) -> tuple[int, int]:
 
 
 def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: bool = False) -> Any:
-    """One process's share of some data.
+    """Return one rank's shard of some data.
 
     Args:
         inputs: A list, tuple, tensor, numpy array, `datasets.Dataset`, or a dict of such, all equally long.
         num_shards: Number of processes.
-        index: Which process's share.
-        apply_padding: Repeat the last item of `inputs` so that all shares are equally long.
+        index: The rank.
+        apply_padding: Repeat the last item of `inputs` so that all shards are equally long.
 
     Raises:
         ValueError: The values of a dict are not equally long.
-        TypeError: `inputs` is something else.
+        TypeError: `inputs` has another type.
 
     Example:
         >>> shard_inputs({"a": [1, 2, 3], "b": (4, 5, 6)}, 2, 1, apply_padding=True)
@@ -111,7 +111,7 @@ def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: boo
 
 
 def _slice_padded(inputs: Any, begin: int, end: int, missing: int) -> Any:
-    """Items `begin` to `end`, and the last item of all as often as it is `missing`."""
+    """Return items `begin` to `end`, padded with `missing` copies of the last item of all."""
     if _is_dataset(inputs):
         return inputs.select([*range(begin, end), *[len(inputs) - 1] * missing])
     shard, last = inputs[begin:end], inputs[-1:]
@@ -125,7 +125,7 @@ def _slice_padded(inputs: Any, begin: int, end: int, missing: int) -> Any:
 
 
 def _is_dataset(inputs: Any) -> bool:
-    """Whether this is a `datasets.Dataset`, told without importing that package."""
+    """Return whether this is a `datasets.Dataset`, without importing that package."""
     return any(
         base.__name__ == "Dataset" and base.__module__.partition(".")[0] == "datasets"
         for base in type(inputs).__mro__

@@ -1,4 +1,4 @@
-"""Progress bars that one process shows for all."""
+"""Progress bars that are shown once per node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from accel_state import runtime
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """A `tqdm` progress bar that only the first process of each machine shows.
+    """Make a `tqdm` progress bar that only the first process of each node shows.
 
     Args:
         *args: As of `tqdm.auto.tqdm`, which wraps any iterable.
@@ -18,7 +18,7 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         **kwargs: As of `tqdm.auto.tqdm`.
 
     Returns:
-        The bar, which iterates as what it wraps does.
+        The bar, which iterates like the wrapped iterable.
 
     Example:
         >>> list(tqdm(range(3), disable=True))

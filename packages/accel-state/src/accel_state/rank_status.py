@@ -25,16 +25,16 @@ _internal_files: dict[str, bool] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankStatus:
-    """What one rank last said about itself.
+    """The last status that one rank posted.
 
     Args:
         rank: Index of the process.
-        heartbeat: How often it has said something; it stands still when the process is gone.
+        heartbeat: Number of posts; it stops when the process is gone.
         location: File and line of the user's program, such as `train.py:88`.
-        source: The source line there, or what is done there.
-        collective: How many collectives it has begun.
-        inside: Whether it is inside the last of these.
-        exited: Whether it has closed its process group or ended.
+        source: The source line there, or the name of the operation.
+        collective: Number of collectives that it has begun.
+        inside: Whether it is inside the last one.
+        exited: Whether it has destroyed its process group or ended.
     """
 
     rank: int
@@ -56,7 +56,7 @@ class RankStatus:
 
 
 def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
-    """The innermost point of the user's program among the callers of a frame.
+    """Return the innermost call site in the user's program among the callers of a frame.
 
     Frames of accel, torch and the standard library are passed over. Costs about a tenth of a microsecond
     per frame; `source_location` turns the answer into text when it is needed.
@@ -81,12 +81,12 @@ def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
 
 
 def main_thread_site() -> tuple[CodeType, int] | None:
-    """Where the main thread of this process is now, as `call_site` says it."""
+    """Return the current `call_site` of the main thread."""
     return call_site(sys._current_frames().get(threading.main_thread().ident or 0))  # pyright: ignore[reportPrivateUsage] - public in all but name
 
 
 def source_location(site: tuple[CodeType, int] | None) -> tuple[str, str]:
-    """File with line, and the text of the line, of a `call_site`.
+    """Return file with line, and the source line, of a `call_site`.
 
     Returns:
         Such as `("eval.py:41", "preds = gather(preds)")`. The path is relative to the current directory
@@ -105,11 +105,11 @@ def source_location(site: tuple[CodeType, int] | None) -> tuple[str, str]:
 
 
 def format_statuses(statuses: Mapping[int, RankStatus | None], *, silent: Iterable[int] = ()) -> str:
-    """Say in one line where ranks are, those in the minority first.
+    """Format the statuses of ranks in one line, the minority first.
 
     Args:
-        statuses: What ranks last said, in rank order; `None` for one that never said anything.
-        silent: Ranks that have stopped answering.
+        statuses: The last status of ranks, in rank order; `None` for a rank without one.
+        silent: Ranks whose heartbeat has stopped.
 
     Example:
         >>> waiting = RankStatus(rank=0, location="a.py:8", source="f()", inside=True, collective=4)
@@ -135,7 +135,7 @@ _VERBS = {
 
 
 def _describe(status: RankStatus | None, *, silent: bool) -> tuple[str, str]:
-    """A key of `_VERBS`, and what follows the verb."""
+    """Return a key of `_VERBS`, and the text after the verb."""
     if status is None:
         return "be", "without a status in the store"
     if status.exited:
@@ -148,7 +148,7 @@ def _describe(status: RankStatus | None, *, silent: bool) -> tuple[str, str]:
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in ascending order.
+    """Format ranks in ascending order.
 
     Args:
         ranks: One or more.

@@ -1,4 +1,4 @@
-"""Read files that somebody else may have written: regular ones only, of a bounded size, at once.
+"""Read untrusted files: regular ones only, of a bounded size, without blocking.
 
 A FIFO in place of a file would be waited for, and `/dev/zero` read until memory is full.
 """
@@ -35,11 +35,11 @@ _KINDS = {
 def open_regular(
     path: str | os.PathLike[str], error: Callable[[str], Exception] = CheckpointError
 ) -> BufferedReader:
-    """Open a file for reading, without waiting for anything.
+    """Open a file for reading, without blocking.
 
     Args:
         path: The file.
-        error: What is raised if it is a folder, a FIFO, a device or a socket.
+        error: The exception to raise if it is a folder, a FIFO, a device or a socket.
 
     Raises:
         OSError: It cannot be opened.
@@ -65,12 +65,12 @@ def read_regular(
     limit: int = JSON_LIMIT,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> bytes:
-    """Read a whole file.
+    """Read a file in full.
 
     Args:
         path: The file.
         limit: The bytes that it may have.
-        error: What is raised if it is no regular file, or larger.
+        error: The exception to raise if it is no regular file, or larger.
 
     Raises:
         OSError: It cannot be read.
@@ -95,7 +95,7 @@ def read_json(
         path: The file.
         what: What it should be, for the message.
         limit: The bytes that it may have.
-        error: What is raised if it is no regular file, larger, or not JSON.
+        error: The exception to raise if it is no regular file, larger, or not JSON.
 
     Raises:
         OSError: It cannot be read.
@@ -117,7 +117,7 @@ def parse_json(
         text: The text; bytes are UTF-8.
         path: Where it comes from, for the message.
         what: What it should be, for the message.
-        error: What is raised if it is something else.
+        error: The exception to raise if it is something else.
         **how: More arguments of `json.loads`.
 
     Example:

@@ -1,4 +1,4 @@
-"""Randomness: seeds, and the same random numbers on every process."""
+"""Seed random number generators, and synchronise them across ranks."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RngSource:
-    """One stream of random numbers whose position can be read and set.
+    """One random number generator whose state can be read and set.
 
     Args:
-        read: The state, a uint8 tensor on the CPU.
-        write: Takes such a state.
+        read: Returns the state, a uint8 tensor on the CPU.
+        write: Sets such a state.
     """
 
     read: Callable[[], Tensor]
@@ -38,7 +38,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
     Args:
         seed: Any whole number from 0 to 2**32 - 1.
-        device_specific: Add the index of the process, so that every process draws other numbers.
+        device_specific: Add the rank to the seed, so that every rank draws other numbers.
         deterministic: Make torch use deterministic algorithms, or fail where it has none.
 
     Raises:
@@ -68,14 +68,14 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 def synchronize_rng_state(
     rng_type: RNGType | str | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Let all processes draw the random numbers that process 0 draws, from one source.
+    """Broadcast rank 0's state of one generator to all ranks.
 
     Args:
-        rng_type: Which source. `None` for the generator if there is one, else torch's own on the CPU.
+        rng_type: The generator. `None` for the generator if there is one, else torch's own on the CPU.
         generator: The generator, for `"generator"`.
 
     Raises:
-        SettingsError: There is no such source, or no device for it, or no generator.
+        SettingsError: There is no such type, or no device for it, or no generator.
 
     Example:
         >>> synchronize_rng_state("torch")
@@ -87,14 +87,14 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[RNGType | str], generator: torch.Generator | None = None
 ) -> None:
-    """Let all processes draw the random numbers that process 0 draws, from several sources in one broadcast.
+    """Broadcast rank 0's states of several generators to all ranks, in one message.
 
     Args:
-        rng_types: Which sources, such as `["torch", "cuda", "generator"]`; the same on all processes.
+        rng_types: The generators, such as `["torch", "cuda", "generator"]`; the same on all ranks.
         generator: The generator, for `"generator"`.
 
     Raises:
-        SettingsError: There is no such source, or no device for it, or no generator.
+        SettingsError: There is no such type, or no device for it, or no generator.
     """
     sources = [rng_source(rng_type, generator) for rng_type in rng_types]
     collectives = runtime.current_or_single().collectives
@@ -108,14 +108,14 @@ def synchronize_rng_states(
 
 
 def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None) -> RngSource:
-    """The source of a type.
+    """Return the generator of a type.
 
     Args:
         rng_type: A value of `RNGType`.
         generator: The generator, for `"generator"`.
 
     Raises:
-        SettingsError: There is no such source, or no device for it, or no generator.
+        SettingsError: There is no such type, or no device for it, or no generator.
 
     Example:
         >>> rng_source("torch").read().dtype

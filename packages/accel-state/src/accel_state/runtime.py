@@ -35,14 +35,14 @@ class NotStartedError(AccelError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """This process in its run.
+    """The runtime of this process.
 
     Args:
         topology: Rank, world size and their local counterparts.
         device: The device of this process.
-        kind: The family of that device.
-        collectives: How tensors travel between the processes.
-        backend: The process-group backend that moves the device's tensors; `None` for a process alone.
+        kind: The kind of that device.
+        collectives: The collectives of the run.
+        backend: The process-group backend that moves the device's tensors; `None` with one process.
         debug: Whether every collective first checks that all ranks make the same call.
         fork_launched: Whether this process was forked by a launcher that outlives it.
     """
@@ -56,10 +56,10 @@ class Runtime:
     fork_launched: bool = False
 
     def barrier(self) -> None:
-        """Return when every rank has come here.
+        """Wait for all ranks.
 
         Raises:
-            DistributedOperationException: In debug mode, another rank calls something else.
+            DistributedOperationException: In debug mode, another rank calls another collective.
         """
         if self.debug and self.topology.world_size > 1:
             compare_calls(self.collectives, "barrier")
@@ -91,9 +91,9 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
     A default process group that exists already is used as it is.
 
     Args:
-        settings: What was asked for from outside.
-        variables: The environment, in which launchers leave the place of a process.
-        cpu: Compute on the CPU whatever else is there.
+        settings: The settings of the run.
+        variables: The environment, with the variables of the launcher.
+        cpu: Compute on the CPU, also if there is an accelerator.
         **group: Options of `torch.distributed.init_process_group`.
 
     Raises:
@@ -139,7 +139,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
 
 
 def current() -> Runtime:
-    """The runtime of this process.
+    """Return the runtime of this process.
 
     Raises:
         NotStartedError: There is none yet.
@@ -152,7 +152,7 @@ def current() -> Runtime:
 
 
 def current_or_single() -> Runtime:
-    """The runtime of this process, or that of a process alone on the CPU while none was started."""
+    """Return the runtime of this process, or that of one process on the CPU while none is started."""
     return _current or _SINGLE
 
 
@@ -164,17 +164,17 @@ def current_topology() -> Topology:
 
 
 def reset() -> None:
-    """Forget the runtime. The process group stays as it is."""
+    """Drop the runtime. The process group stays as it is."""
     global _current  # noqa: PLW0603 - see `init`
     hang_monitor.end()
     _current = None
 
 
 def set_collective_timeout(timeout: timedelta) -> None:
-    """Change after how long the backends of the default group give up on a collective.
+    """Set the timeout of collectives of the default group.
 
     Args:
-        timeout: The new limit.
+        timeout: The new timeout.
 
     Raises:
         TypeError: It is no `timedelta`.
@@ -185,7 +185,7 @@ def set_collective_timeout(timeout: timedelta) -> None:
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """Destroy a process group, the default one and all others if `None`; harmless where there is none.
+    """Destroy a process group, the default one and all others if `None`; do nothing without one.
 
     While an exception is handled, it does not wait for ranks that do not answer.
     """
@@ -223,7 +223,7 @@ def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topolog
 
 
 def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]) -> Runtime:
-    """The runtime with a process group behind it."""
+    """Join the process group; return the runtime."""
     _limit_threads(runtime, variables)
     timeout = options.get("timeout")
     if not dist.is_initialized():
@@ -254,7 +254,7 @@ def _monitor(runtime: Runtime, limit: timedelta) -> None:
 def _group_options(
     runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The arguments of `init_process_group`, complete."""
+    """Return the arguments of `init_process_group`."""
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["backend"] = _check_backend(kind, options.get("backend"))
@@ -271,7 +271,7 @@ def _group_options(
 
 
 def _restart_count(variables: Mapping[str, str]) -> int:
-    """How often torch's elastic agent has started this process again and lends it its store."""
+    """Return the number of restarts by torch's elastic agent, if the agent provides the store."""
     lent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0) if lent else 0
 
@@ -279,9 +279,9 @@ def _restart_count(variables: Mapping[str, str]) -> int:
 def _restart_store(
     restart_count: int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
 ) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """A store without what processes that are dead have left in the agent's.
+    """Return a store without the stale keys of dead processes in the agent's store.
 
-    With a static rendezvous that outlives them; torch 2.15 would connect to their addresses.
+    With a static rendezvous these outlive the processes; torch 2.15 would connect to their addresses.
     """
     endpoint = rendezvous(variables, topology)
     wait = dist.default_pg_timeout if timeout is None else timeout
@@ -292,7 +292,7 @@ def _restart_store(
 
 
 def _check_backend(kind: DeviceKind, asked: str | None) -> str:
-    """What to give to `init_process_group` as its backend."""
+    """Return the backend argument of `init_process_group`."""
     if asked is None:
         if kind.group_backend is None:
             raise SettingsError(
@@ -310,7 +310,7 @@ def _check_backend(kind: DeviceKind, asked: str | None) -> str:
 
 
 def _backend_of(device: torch.device) -> str:
-    """The name of the backend that serves a device in the default group."""
+    """Return the name of the backend of a device in the default group."""
     pairs = dict(pair.split(":") for pair in dist.get_backend_config().split(",") if ":" in pair)
     return pairs.get(device.type) or dist.get_backend()
 
@@ -324,7 +324,7 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
 
 
 def _leave() -> None:
-    """End in order: the thread that uses the store, the process group, and what remains of gloo's threads."""
+    """End in order: the monitor's thread, the process group, and gloo's threads."""
     hang_monitor.end(closing=True)
     group_end.leave()
     wait_for_gloo_threads()

@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def clone_store(store: Any) -> Any:
-    """Open a second connection to a store, for another thread; the first is blocked while somebody waits.
+    """Open a second connection to a store, for another thread; a waiting request blocks the first.
 
     Args:
-        store: That of the process group.
+        store: The store of the process group.
     """
     if hasattr(store, "clone"):
         return store.clone()
@@ -31,7 +31,7 @@ def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
 
     Args:
         store: Any store.
-        keys: Which to look for.
+        keys: The keys to check.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -53,7 +53,7 @@ def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
 
     Args:
         store: Any store.
-        keys: Which values to get.
+        keys: The keys to get.
     """
     if not keys:
         return []

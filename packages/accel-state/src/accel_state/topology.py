@@ -1,7 +1,7 @@
 """Rank, world size and nodes of this process, read from the variables of the launcher that started it.
 
-Torch-free. Every launcher answers the same questions (rank, world size, local rank, local world size,
-where rank 0 listens) in variables of its own; `LAUNCHERS` is the table of their names.
+Torch-free. Every launcher has variables of its own for rank, world size, local rank, local world size and
+rendezvous; `LAUNCHERS` is the table of their names.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Topology:
 
     Args:
         rank: Index of this process among all, from 0.
-        world_size: How many processes there are.
-        local_rank: Index of this process among those of its machine, from 0.
-        local_world_size: How many processes its machine runs.
+        world_size: Number of processes.
+        local_rank: Index of this process on its node, from 0.
+        local_world_size: Number of processes of its node.
         launcher: The name of the row of `LAUNCHERS` that answered.
 
     Example:
@@ -49,7 +49,7 @@ class Topology:
 
     @property
     def is_local_main(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """Whether this is the first process of its node."""
         return self.local_rank == 0
 
     @property
@@ -60,10 +60,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where the processes of a job meet.
+    """The address of a job's rendezvous.
 
     Args:
-        address: Host name or IP address of the machine of rank 0.
+        address: Host name or IP address of node 0.
         port: TCP port there.
     """
 
@@ -83,14 +83,14 @@ def _always(environ: Mapping[str, str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherEnvironment:
-    """The variables in which one launcher tells a process its place.
+    """The variables of one launcher for rank and world size.
 
     Args:
-        name: What the launcher is called in messages.
+        name: Name of the launcher, for messages.
         rank: Variable of the rank. The row applies when it and `world_size` are set.
         world_size: Variable of the number of processes.
-        local_rank: Variable of the rank within the machine.
-        local_world_size: Variable of the number of processes of the machine.
+        local_rank: Variable of the local rank.
+        local_world_size: Variable of the local world size.
         node: Variable of the machine's index, for a launcher that lists the numbers of all machines.
         applies: A further condition on the environment.
         address: Where rank 0 is, if the launcher lets one know.
@@ -119,7 +119,7 @@ def _inside_srun(environ: Mapping[str, str]) -> bool:
 
 
 def first_host(nodelist: str) -> str | None:
-    """The first host of a Slurm node list.
+    """Return the first host of a Slurm node list.
 
     Args:
         nodelist: As in `SLURM_STEP_NODELIST`, possibly abbreviated.
@@ -218,7 +218,7 @@ def detect(environ: Mapping[str, str]) -> Topology:
 
 
 def launcher_of(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    """The row of `LAUNCHERS` that describes this environment, or None for a process that nobody launched."""
+    """Return the row of `LAUNCHERS` of this environment, or None without a launcher."""
     for row in LAUNCHERS:
         if environ.get(row.rank) and environ.get(row.world_size) and row.applies(environ):
             return row
@@ -226,16 +226,16 @@ def launcher_of(environ: Mapping[str, str]) -> LauncherEnvironment | None:
 
 
 def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
-    """Where the processes of this job meet.
+    """Return the rendezvous of this job.
 
-    `MASTER_ADDR` and `MASTER_PORT` win; otherwise what the launcher lets one know.
+    `MASTER_ADDR` and `MASTER_PORT` take precedence over the launcher's variables.
 
     Args:
         environ: The process environment.
-        topology: What `detect` made of it.
+        topology: The result of `detect`.
 
     Raises:
-        SettingsError: If rank 0's address is unknown, as under MPI on several machines.
+        SettingsError: If rank 0's address is unknown, as under MPI on several nodes.
 
     Example:
         >>> rendezvous({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2",
@@ -278,7 +278,7 @@ def _number(environ: Mapping[str, str], variable: str) -> int:
 
 
 def _local_world_size(environ: Mapping[str, str], row: LauncherEnvironment, world_size: int) -> int:
-    """How many processes this machine runs; a launcher that does not say it is taken to use one machine.
+    """Return the local world size; a launcher that does not set it is taken to use one node.
 
     Slurm lists those of all nodes, as `4(x2),3` (https://slurm.schedmd.com/srun.html, output
     environment variables).
@@ -304,9 +304,9 @@ class CPUInformation:
 
     Args:
         rank: Index of this process among all, from 0.
-        world_size: How many processes there are.
-        local_rank: Index of this process among those of its machine, from 0.
-        local_world_size: How many processes its machine runs.
+        world_size: Number of processes.
+        local_rank: Index of this process on its node, from 0.
+        local_world_size: Number of processes of its node.
     """
 
     rank: int = 0

@@ -1,6 +1,6 @@
-"""Tell errors of the transport between ranks from those of the program, by their type and origin.
+"""Distinguish errors of the transport between ranks from those of the program, by their type and origin.
 
-A word in a message decides nothing: `"timed out"` is also what a download of the user's says.
+The message alone is not enough: a download of the user may also fail with `"timed out"`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _NCCL_STALL = re.compile(r"timed? ?out|connection|remote|peer|system error|abort
 
 
 def is_transport_error(error: BaseException | None) -> bool:
-    """Tell whether an error was raised by a process-group backend or by the store.
+    """Return whether an error was raised by a process-group backend or by the store.
 
     Args:
         error: Any error.
@@ -31,7 +31,7 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 
 def is_stall(error: BaseException) -> bool:
-    """Tell whether a transport error means that another rank did not come, and not that ranks disagree.
+    """Return whether a transport error means that another rank did not take part, not that ranks disagree.
 
     Args:
         error: One for which `is_transport_error` holds.
@@ -47,7 +47,7 @@ def is_stall(error: BaseException) -> bool:
 
 
 def first_sentence(error: BaseException) -> str:
-    """Return what a transport error says, without its place in the source and its advice.
+    """Return the message of a transport error, without its source location and advice.
 
     Args:
         error: Any error.

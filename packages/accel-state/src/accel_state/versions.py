@@ -1,4 +1,4 @@
-"""Comparisons of library versions, from the metadata of what is installed. Imports none of it."""
+"""Compare versions of installed libraries, by their metadata; import none of them."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 @functools.cache
 def installed_version(distribution: str) -> Version:
-    """The version of an installed distribution.
+    """Return the version of an installed distribution.
 
     Args:
-        distribution: Its name, as on the package index.
+        distribution: Its name on the package index.
 
     Raises:
         MissingDependencyError: It is not installed.

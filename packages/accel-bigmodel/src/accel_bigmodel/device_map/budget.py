@@ -34,7 +34,7 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
     Args:
         max_memory: Device to bytes, or to text like `"10GB"`, which is turned into bytes in a dictionary that
             is given, too, as callers expect; devices that it lacks get nothing. By default, what is free now
-            on every accelerator, and this rank's part of the main memory that is free within the limits of
+            on every accelerator, and this rank's part of the host memory that is free within the limits of
             its control group.
 
     Returns:

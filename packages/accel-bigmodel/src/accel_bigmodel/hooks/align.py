@@ -193,7 +193,7 @@ class AlignDevicesHook(ModelHook):
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Say whether a module's weights are offloaded between forwards.
+    """Return whether a module's weights are offloaded between forwards.
 
     Args:
         module: The module itself; what is below it does not count.

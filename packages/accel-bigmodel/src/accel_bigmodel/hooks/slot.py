@@ -62,7 +62,7 @@ class PlainSlot:
         self._table[self._leaf] = self._live
 
     def leave(self) -> None:
-        """Hold the meta tensor. Only a value that somebody else keeps in main memory is remembered."""
+        """Hold the meta tensor. Only a value that somebody else keeps in host memory is remembered."""
         self._table[self._leaf] = self._meta
         value = None if self._last is None else self._last()
         if value is None or value.device.type != "cpu":

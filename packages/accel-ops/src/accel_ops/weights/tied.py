@@ -69,7 +69,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Tell whether the model's configuration asks for input and output embeddings that are tied.
+    """Return whether the model's configuration asks for input and output embeddings that are tied.
 
     Args:
         model: Any module; without a transformers-like `config` the answer is False.

@@ -41,7 +41,7 @@ def bitsandbytes() -> Any:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Say whether any layer of a model has 4-bit weights.
+    """Return whether any layer of a model has 4-bit weights.
 
     Example:
         >>> has_4bit_bnb_layers(nn.Linear(2, 2))
@@ -67,7 +67,7 @@ def default_skipped(model: nn.Module) -> list[str]:
 
 
 def is_listed(name: str, listed: Iterable[str]) -> bool:
-    """Say whether a module is in a list of names, itself, below, or by a part of its dotted name.
+    """Return whether a module is in a list of names, itself, below, or by a part of its dotted name.
 
     Example:
         >>> is_listed("model.layers.0.mlp", ["layers.0"]), is_listed("layers.01", ["layers.0"])

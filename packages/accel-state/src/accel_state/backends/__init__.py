@@ -1,1 +1,1 @@
-"""What a process group can do to one tensor, for every way of being several processes."""
+"""Collectives on single tensors, for one process and for `torch.distributed`."""

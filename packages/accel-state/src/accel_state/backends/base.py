@@ -1,4 +1,4 @@
-"""The seam of communication: what the processes of a run can do to one tensor together."""
+"""The protocol of collectives on single tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Collectives(Protocol):
     """Collectives on single tensors; `accel_ops` flattens nested data.
 
     Every method is called by all ranks in the same order. Tensors are contiguous and live on the CPU or on
-    the device of the run. Any element type travels; an operation that fails raises on the ranks that see it.
+    the device of the run. Every dtype is supported; an operation that fails raises on the ranks that see it.
 
     Work that a caller passes as `meanwhile` is done exactly once, while the message is under way if the
     backend allows it; it must not touch the contents of the tensors.
@@ -71,13 +71,13 @@ class Collectives(Protocol):
         ...
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
-        """Fill `out` with this rank's one of the tensors of rank `src`.
+        """Fill `out` with this rank's tensor of those of rank `src`.
 
         Args:
             out: Of the same size and type on all ranks.
             parts: On rank `src` one such tensor for every rank, elsewhere None. The one of `src` itself may
                 be `out`.
-            src: Who sends.
+            src: The sending rank.
         """
         ...
 
@@ -97,12 +97,12 @@ class Collectives(Protocol):
         Args:
             tensor: Of the same size and type on all ranks; real unless added.
             meanwhile: Work for the time that this takes.
-            op: How values are combined.
+            op: The reduction.
         """
         ...
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The picklable objects of all ranks, in rank order."""
+        """Gather the picklable objects of all ranks, in rank order."""
         ...
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
@@ -110,5 +110,5 @@ class Collectives(Protocol):
         ...
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait for all ranks."""
         ...

@@ -1,4 +1,4 @@
-"""Collectives of a process that is alone: everything is the identity."""
+"""Collectives of a single process: all are the identity."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SingleCollectives:
-    """The collectives of a world of one; see `Collectives` for what each promises.
+    """The collectives of a world of one; see `Collectives` for their contracts.
 
     Example:
         >>> SingleCollectives().all_gather_object("me")
@@ -63,13 +63,13 @@ class SingleCollectives:
     def all_reduce(
         self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
     ) -> None:
-        """Do nothing but the other work: the result of one is there."""
+        """Do the work of `meanwhile` only."""
         del tensor, op
         if meanwhile is not None:
             meanwhile()
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The object alone."""
+        """Return a list of the object."""
         return [obj]
 
     def broadcast_object_list(self, objects: list[Any], src: int) -> None:
@@ -86,4 +86,4 @@ class SingleCollectives:
 
 
 def _done() -> None:
-    """There is nothing to wait for."""
+    """Do nothing: there is nothing to wait for."""

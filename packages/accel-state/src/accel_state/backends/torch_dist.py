@@ -57,7 +57,7 @@ _CHUNK_RANKS = 16
 
 
 class TorchCollectives:
-    """The collectives of the default process group; see `Collectives` for what each promises.
+    """The collectives of the default process group; see `Collectives` for their contracts.
 
     Args:
         device: The device of this process.
@@ -126,7 +126,7 @@ class TorchCollectives:
             dist.broadcast(_as_moved(buffer), src=src)
 
     def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
-        """Fill `out` with this rank's one of the tensors of rank `src`."""
+        """Fill `out` with this rank's tensor of those of rank `src`."""
         if out.numel() == 0:
             return
         with collective_scope("scatter"), self._transferable(out) as target:
@@ -169,7 +169,7 @@ class TorchCollectives:
                 buffer.copy_(total)
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """The picklable objects of all ranks, in rank order."""
+        """Gather the picklable objects of all ranks, in rank order."""
         gathered: list[Any] = [None] * self.world_size
         with collective_scope("all_gather_object"):
             dist.all_gather_object(gathered, obj)
@@ -182,7 +182,7 @@ class TorchCollectives:
             dist.broadcast_object_list(objects, src=src, device=device)
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Wait for all ranks."""
         with collective_scope("barrier"):
             # Without the CPU's backend the barrier runs on the device, which is named lest one be guessed.
             indices = (
@@ -191,7 +191,7 @@ class TorchCollectives:
             dist.barrier(device_ids=indices)
 
     def _goes_as_it_is(self, tensor: Tensor) -> bool:
-        """Whether a tensor needs no preparation: the common case, in which microseconds count."""
+        """Whether a tensor can be sent as it is: the common case, in which microseconds count."""
         return tensor.dtype in _MOVED and tensor.device.type in self._device_types and tensor.numel() > 0
 
     def _all_gather(self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None) -> None:
@@ -218,14 +218,14 @@ def _done() -> None:
 
 
 def _sources(out: Tensor, target: Tensor, parts: Sequence[Tensor] | None) -> list[Tensor] | None:
-    """What is scattered, where `target` is, which stands for `out`."""
+    """Return the tensors to scatter, on the device of `target`, the staged `out`."""
     if parts is None:
         return None
     return [_as_moved(target if part is out else part.to(target.device)) for part in parts]
 
 
 class _Same:
-    """A context around a tensor that can travel from where it is."""
+    """A context manager of a tensor that needs no staging."""
 
     __slots__ = ("_tensor",)
 
@@ -240,10 +240,10 @@ class _Same:
 
 
 def group_timeout(device: torch.device) -> timedelta:
-    """After how long the backend that serves a device gives up on a collective.
+    """Return the timeout of collectives of the backend of a device.
 
     Args:
-        device: The device whose tensors are meant.
+        device: The device of the tensors.
     """
     try:
         return _default_group()._get_backend(device).options._timeout
@@ -252,13 +252,13 @@ def group_timeout(device: torch.device) -> timedelta:
 
 
 def set_group_timeout(timeout: timedelta) -> None:
-    """Change after how long the backends of the default group give up on a collective."""
+    """Set the timeout of collectives of the default group."""
     change = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage, reportDeprecated] - what older torch has
     change(timeout)
 
 
 def default_store() -> Any:
-    """The store through which the processes of the default group met."""
+    """Return the store of the default process group."""
     return c10d._get_default_store()  # pyright: ignore[reportPrivateUsage] - no public way to it
 
 
@@ -272,7 +272,7 @@ def _supported_device_types() -> frozenset[str]:
 
 
 def _is_gloo() -> bool:
-    """Whether tensors of the CPU go through gloo."""
+    """Return whether the backend of CPU tensors is gloo."""
     try:
         return _default_group()._get_backend(torch.device("cpu")).name() == "gloo"
     except RuntimeError:  # a group without a backend for the CPU
@@ -285,7 +285,7 @@ def _do(work: Callable[[], None] | None) -> None:
 
 
 def _finish(under_way: dist.Work | None, meanwhile: Callable[[], None] | None) -> None:
-    """Do the other work, then wait; also if that work fails: until then the message uses its memory."""
+    """Do the work of `meanwhile`, then wait, also if it fails: until then the message uses its memory."""
     try:
         _do(meanwhile)
     finally:
@@ -294,7 +294,7 @@ def _finish(under_way: dist.Work | None, meanwhile: Callable[[], None] | None) -
 
 
 def _as_moved(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor in a type that every backend moves."""
+    """View a contiguous tensor in a dtype that every backend sends."""
     if tensor.dtype in _MOVED:
         return tensor
     flat = tensor.reshape(-1)
@@ -302,7 +302,7 @@ def _as_moved(tensor: Tensor) -> Tensor:
 
 
 def _as_reduced(tensor: Tensor) -> Tensor:
-    """A view of a contiguous tensor in a type that every backend combines."""
+    """View a contiguous tensor in a dtype that every backend reduces."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     # Two's complement: sum and product are the same, signed or not.

@@ -1,1 +1,1 @@
-"""The families of devices: how they are found, named and asked about themselves."""
+"""The kinds of devices: detection, names and properties."""

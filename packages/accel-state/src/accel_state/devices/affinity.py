@@ -18,12 +18,12 @@ logger = logging.getLogger(__name__)
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Pin this process to the cores near its GPU, whatever it was pinned to before.
+    """Pin this process to the cores near its GPU, also if it is pinned already.
 
     Does nothing but log where there is no CUDA device, or the machine does not say which cores are near it.
 
     Args:
-        local_process_index: Index of this process on its machine, which is also that of its GPU.
+        local_process_index: Local rank, which is also the index of its GPU.
         verbose: Log the cores as information rather than for debugging; by default if
             `ACCELERATE_DEBUG_MODE` is set.
     """
@@ -49,14 +49,14 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
     """Pin this process to the cores near its GPU, once: later calls leave it as it is.
 
     Args:
-        local_process_index: Index of this process on its machine, which is also that of its GPU.
+        local_process_index: Local rank, which is also the index of its GPU.
         verbose: As of `override_numa_affinity`.
     """
     override_numa_affinity(local_process_index, verbose)
 
 
 def near_cores(address: str, devices: Path = _SYSFS) -> set[int]:
-    """The cores that are near a device.
+    """Return the cores that are near a device.
 
     Args:
         address: The PCI address of the device, such as `"0000:3b:00.0"`.

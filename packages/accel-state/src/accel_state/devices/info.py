@@ -1,4 +1,4 @@
-"""What the driver and the kernel say about themselves, asked without initialising CUDA."""
+"""Properties of the driver and the kernel, read without initialising CUDA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """The names of the NVIDIA GPUs of this machine, and how many there are.
+    """Return the names of the NVIDIA GPUs of this machine, and their number.
 
     Returns:
         No names and 0 where there is no NVIDIA driver.
@@ -33,7 +33,7 @@ def get_gpu_info() -> tuple[list[str], int]:
 
 
 def get_driver_version() -> str:
-    """The version of the NVIDIA driver, such as `"550.54.14"`.
+    """Return the version of the NVIDIA driver, such as `"550.54.14"`.
 
     Raises:
         MissingDependencyError: There is no NVIDIA driver.
@@ -42,7 +42,7 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Whether the GPUs of this machine can talk to each other directly and through InfiniBand.
+    """Return whether the GPUs of this machine support peer-to-peer and InfiniBand transfers.
 
     Returns:
         False for cards that cannot (`NCCL_P2P_DISABLE=1` and `NCCL_IB_DISABLE=1` help); True otherwise, and
@@ -75,7 +75,7 @@ def check_os_kernel() -> None:
 
 
 def _nvidia_smi(field: str) -> list[str]:
-    """One field of every GPU."""
+    """Query one field of every GPU."""
     try:
         answer = subprocess.run(
             ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],

@@ -1,4 +1,4 @@
-"""Checkpoints: complete or absent, verified, and out of the way of training."""
+"""Checkpoints: complete or absent, verified, and written in the background."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint back into the objects of a run. What does not come back is named."""
+"""Load a checkpoint into the objects of a run, and warn about what is not restored."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ _MOST_NAMES = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A checkpoint that is read, by one rank.
+    """A checkpoint that one rank reads.
 
     Args:
-        folder: Where it is; complete.
+        folder: The folder of a complete checkpoint.
         manifest: `None` for a checkpoint that another library wrote.
         rank: Index of this process.
         world_size: Number of processes that load.
-        device: Of this process.
-        map_location: Where the states of optimizers are read to first.
+        device: Device of this process.
+        map_location: The device to which optimizer states are read first.
         options: More arguments of `torch.load`.
-        opened: What was read already, by the names of files.
-        is_open: Whether all that will be needed is in `opened`.
+        opened: The files that are read already, by name.
+        is_open: Whether `opened` has all files that are needed.
         stamp: The folder's `identity` when it was verified.
     """
 
@@ -74,7 +74,7 @@ class Source:
         """Read one file. Safetensors are mapped: they stay what they are if the file is replaced.
 
         Raises:
-            CheckpointError: It is absent or damaged, or holds what is not read without trust.
+            CheckpointError: The file is absent or damaged, or holds objects that are unsafe to load.
         """
         if name in self.opened:
             return self.opened.pop(name)
@@ -93,26 +93,26 @@ class Source:
         return (self.folder / name).is_file()
 
     def weights_name(self, index: int) -> str:
-        """The file with the weights of a model; where there is none, the one that should be there."""
+        """Return the file with the weights of a model; if there is none, the one that should be there."""
         safe, plain = layout.weights_name(index, safe=True), layout.weights_name(index, safe=False)
         sharded = layout.fsdp_weights_name(index)  # what other libraries write of a model that was sharded
         return next((name for name in (safe, plain, sharded) if self.has(name)), safe)
 
     def position_name(self) -> str:
-        """The file with the positions of this rank's loaders, if there is one."""
+        """Return the file with the positions of this rank's loaders, if there is one."""
         # Positions are global, so that in another world any rank's will do, and rank 0 always has one.
         same_world = self.manifest is not None and self.manifest.world_size == self.world_size
         return layout.position_name(self.rank if same_world else 0)
 
     def rng_name(self) -> str | None:
-        """The file with the random numbers of this rank, or of another one if it has none."""
+        """Return the file with the RNG states of this rank, or of another one if it has none."""
         saved = self.ranks()
         if not saved:
             return None
         return layout.rng_name(self.rank if self.rank in saved else saved[self.rank % len(saved)])
 
     def ranks(self) -> list[int]:
-        """The ranks whose random numbers were saved."""
+        """Return the ranks whose RNG states were saved."""
         count = self.manifest.world_size if self.manifest is not None else len(list(self.folder.iterdir()))
         return [rank for rank in range(count) if self.has(layout.rng_name(rank))]
 
@@ -129,9 +129,9 @@ def restore_model(
 
     Args:
         source: The checkpoint.
-        index: The model's place in the order of preparation.
-        model: Not wrapped.
-        load: What loads a state dict; the model itself if `None`.
+        index: Index of the model in the order of preparation.
+        model: The unwrapped model.
+        load: Loads a state dict; the model's `load_state_dict` if `None`.
         **options: As for `Module.load_state_dict`.
     """
     state: Mapping[str, Any] = source.read(source.weights_name(index))
@@ -140,11 +140,11 @@ def restore_model(
 
 
 def warn_about_more_models(source: Source, count: int) -> None:
-    """Name the weights of models that are not there any more.
+    """Warn about weights of models that the run does not have.
 
     Args:
         source: The checkpoint.
-        count: How many models there are.
+        count: Number of models.
     """
     for safe in (True, False):
         name = layout.weights_name(count, safe=safe)
@@ -155,7 +155,7 @@ def warn_about_more_models(source: Source, count: int) -> None:
 
 
 def shortened(error: RuntimeError) -> RuntimeError:
-    """Give an error of `Module.load_state_dict` that names thousands of tensors a message that can be read.
+    """Shorten the message of a `Module.load_state_dict` error that names thousands of tensors.
 
     Example:
         >>> len(str(shortened(RuntimeError(", ".join(["name"] * 30_000))))) < 200
@@ -193,11 +193,11 @@ def local_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Give tied weights, which are saved under one name, all their names again.
+    """Add all names of tied weights, which are saved under one name.
 
     Args:
-        state: Name to tensor, as it was saved.
-        like: The tensors of the model that it will be loaded into, as `local_tensors` gives them.
+        state: The saved state dict.
+        like: The tensors of the model, as `local_tensors` returns them.
 
     Example:
         >>> import torch
@@ -240,7 +240,7 @@ def restore_states(
 
 
 def restore_positions(source: Source, dataloaders: Sequence[Any]) -> None:
-    """Let loaders go on in the epoch in which they were, also if there are more or fewer ranks now.
+    """Resume the epoch of the loaders, also with another number of ranks.
 
     Stateful ones, and those with `resume_mid_epoch`, go on with the next batch; others begin the epoch again.
 
@@ -289,7 +289,7 @@ def _restore_foreign_positions(source: Source, dataloaders: Sequence[Any]) -> No
 
 
 def restore_rng(source: Source) -> None:
-    """Set this rank's generators of random numbers."""
+    """Restore the RNG states of this rank."""
     saved = source.ranks()
     if source.rank in saved:
         states = source.read(layout.rng_name(source.rank))
@@ -316,7 +316,7 @@ def restore_rng(source: Source) -> None:
 
 
 def step_of(source: Source) -> int:
-    """Micro-batches since the last optimizer step, when the checkpoint was saved."""
+    """Return the number of micro-batches after the last optimizer step at the time of saving."""
     if source.manifest is not None:
         return source.manifest.step
     name = layout.rng_name(0)  # where others keep it

@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: the objects of a run, each with its file."""
+"""The contents of a checkpoint: the objects of a run, each with its file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Contents:
 
 
 def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
-    """List what one rank writes for all.
+    """List the files that one rank writes for all.
 
     Args:
         contents: The objects.
@@ -77,12 +77,12 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
 
 
 def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[Part]:
-    """List what every rank writes for itself: where its loaders are, and its random numbers.
+    """List the files that every rank writes: the positions of its loaders and its RNG states.
 
     Args:
         contents: The objects.
         rank: Index of this process.
-        device: Of this process.
+        device: Device of this process.
     """
     parts: list[Part] = []
     if contents.dataloaders:

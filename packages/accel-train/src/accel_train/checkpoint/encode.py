@@ -1,4 +1,4 @@
-"""How objects become the bytes of a checkpoint, and bytes become objects without running anybody's code."""
+"""Serialise the objects of a checkpoint, and load them without executing code of the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_weights(state: Mapping[str, Any], sink: ByteSink, *, safe: bool) -> No
 
     Args:
         state: Name to tensor.
-        sink: Gets the bytes.
+        sink: Receives the bytes.
         safe: As safetensors, tensors with two names once; else as `torch.save` does.
     """
     if safe:
@@ -55,7 +55,7 @@ def write_object(obj: Any, sink: Any) -> None:
 
     Args:
         obj: Tensors and plain containers, if it must load with `weights_only=True`.
-        sink: Gets the bytes.
+        sink: Receives the bytes.
     """
     with _without_crc():
         torch.save(on_host(obj), sink)

@@ -1,4 +1,4 @@
-"""Files that are hashed while they are written, and folders that are on disk before one relies on them."""
+"""Files that are hashed while they are written, and flushed folders."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FileWriter:
     """A new file: hashed while it is written.
 
     Args:
-        path: Where; must not exist.
+        path: The file, which must not exist.
         to_disk: Whether `finish` is to return only when the contents are on disk.
 
     Attributes:
@@ -45,7 +45,7 @@ class FileWriter:
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Append bytes; small pieces are collected.
+        """Append bytes; small ones are buffered.
 
         Raises:
             OSError: The disk is full, or fails.
@@ -60,7 +60,7 @@ class FileWriter:
         return len(view)
 
     def flush(self) -> None:
-        """Give what was collected to the operating system."""
+        """Write the buffer to the operating system."""
         if self._pending:
             pending, self._pending = self._pending, bytearray()
             self._write_out(memoryview(pending))
@@ -80,7 +80,7 @@ class FileWriter:
         return FileRecord(size=self._size, checksum=self._hash.hexdigest())
 
     def abandon(self) -> None:
-        """Close the file, whatever is in it."""
+        """Close the file without completing it."""
         os.close(self.descriptor)
 
     def _write_out(self, view: memoryview) -> None:
@@ -124,7 +124,7 @@ def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """The size of every file in a folder and the folders in it, by path with `/` between folders."""
+    """Return the size of every file below a folder, by path with `/` between folders."""
     return {
         path.relative_to(folder).as_posix(): path.stat().st_size
         for path in sorted(folder.rglob("*"))
@@ -133,7 +133,7 @@ def sizes_in(folder: Path) -> dict[str, int]:
 
 
 def flush_folder(folder: Path) -> None:
-    """Return when the names in a folder are on disk; where the system cannot tell, at once."""
+    """Flush the entries of a folder to disk, where the system supports that."""
     try:
         descriptor = os.open(folder, os.O_RDONLY)
     except PermissionError:  # Windows opens no folders
@@ -148,7 +148,7 @@ def flush_folder(folder: Path) -> None:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and those above it, where they are absent."""
+    """Make a folder with its parents, if absent."""
     if not folder.is_dir():
         make_folder(folder.parent)
         with contextlib.suppress(FileExistsError):  # another rank was faster
@@ -156,12 +156,12 @@ def make_folder(folder: Path) -> None:
 
 
 def move(source: Path, target: Path) -> None:
-    """Rename, over a file or an empty folder if need be."""
+    """Rename, replacing a file or an empty folder."""
     os.replace(source, target)  # noqa: PTH105 - as above
 
 
 def remove(path: Path) -> None:
-    """Delete a file, or a folder with all that is in it; nothing happens if it is not there."""
+    """Delete a file or a folder tree, if present."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

@@ -1,4 +1,4 @@
-"""A checkpoint's folder: begun beside its place, put there in one step, found again, deleted."""
+"""The folder of a checkpoint: staged, committed in one step, listed and deleted."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ class Staging:
     """The folder in which a checkpoint is written.
 
     Args:
-        path: Of the folder.
-        lock: Keeps other writers away.
+        path: The staging folder.
+        lock: The lock against other writers.
     """
 
     path: Path
     lock: FolderLock
 
     def discard(self) -> None:
-        """Remove it, and let others write."""
+        """Remove the folder and release the lock."""
         remove(self.path)
         self.lock.release()
 
 
 def begin(target: Path) -> Staging:
-    """Make the folder in which a checkpoint is written, and remove what died processes have left there.
+    """Make the staging folder of a checkpoint, and remove stale files of processes that died.
 
     Args:
-        target: Where the checkpoint will stand. If that exists, the new one is written inside of it, and its
-            files replace those of the old one when they are complete; other files in it stay.
+        target: The folder of the checkpoint. If it exists, the staging folder is inside of it, and the new
+            files replace the old ones when they are complete; other files in it stay.
 
     Raises:
         CheckpointWriteError: Another job saves there.
-        OSError: It cannot be made.
+        OSError: The folder cannot be made.
     """
     held = _locked(target)
     try:
@@ -106,16 +106,16 @@ def _clean(folder: Path, target: Path) -> None:
 
 
 def publish(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
-    """Put a complete checkpoint in its place: it is there afterwards, or as if it had never been begun.
+    """Commit a complete checkpoint: it is present afterwards, or absent after an error.
 
     Args:
-        staging: What `begin` gave.
-        target: Where the checkpoint will stand.
-        manifest: Of all files in `staging`, which are on disk if `to_disk`.
+        staging: The result of `begin`.
+        target: The folder of the checkpoint.
+        manifest: The manifest of all files in `staging`, which are flushed if `to_disk`.
         to_disk: Whether to return only when everything is on disk.
 
     Raises:
-        OSError: It could not be done.
+        OSError: The commit failed.
     """
     write_text(staging / layout.MANIFEST_NAME, manifest.to_text(), to_disk=to_disk)
     if to_disk:
@@ -134,7 +134,7 @@ def publish(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -
 
 
 def recover(target: Path) -> None:
-    """Complete the replacement of an older checkpoint, if a process died while it was at it.
+    """Complete the replacement of an older checkpoint by a process that died during it.
 
     Every step can be repeated; the manifest comes last, so that a mixture is never taken for a checkpoint.
 
@@ -193,7 +193,7 @@ def is_being_replaced(target: Path) -> bool:
 
 
 def identity(target: Path) -> tuple[int, ...] | None:
-    """Return what tells the checkpoint in a folder from the next one there; `None` without a manifest."""
+    """Return an id of the checkpoint in a folder, which changes with it; `None` without a manifest."""
     try:
         status = os.stat(target / layout.MANIFEST_NAME)  # noqa: PTH116 - one call for all three
     except OSError:
@@ -202,7 +202,7 @@ def identity(target: Path) -> tuple[int, ...] | None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a checkpoint; `None` for one that another library wrote.
+    """Read the manifest of a checkpoint; `None` for one that another library wrote.
 
     Raises:
         CheckpointError: It is damaged.
@@ -220,7 +220,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def check(folder: Path) -> Manifest | None:
-    """Make sure that a checkpoint is complete, as far as the sizes of its files tell.
+    """Check by the sizes of its files that a checkpoint is complete.
 
     Returns:
         Its manifest, `None` for a checkpoint that another library wrote.
@@ -257,7 +257,7 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def complete_ones(project: Path) -> list[int]:
-    """The numbers of the complete checkpoints in a project's folder of checkpoints; completes what can be.
+    """Return the numbers of the complete checkpoints of a project; complete interrupted replacements.
 
     Args:
         project: The folder with `checkpoint_0` and so on, which need not exist.
@@ -276,7 +276,7 @@ def complete_ones(project: Path) -> list[int]:
 
 
 def numbers(project: Path) -> list[int]:
-    """The numbers of all checkpoints in a project's folder of checkpoints, complete or not."""
+    """Return the numbers of all checkpoints of a project, complete or not."""
     if not project.is_dir():
         return []
     found = (layout.iteration_of(entry.name) for entry in project.iterdir() if entry.is_dir())
@@ -284,14 +284,14 @@ def numbers(project: Path) -> list[int]:
 
 
 def delete(folder: Path) -> None:
-    """Delete a checkpoint; while that lasts, it has a name that nobody takes for a checkpoint."""
+    """Delete a checkpoint; it is renamed first, so that a partial one is never loaded."""
     trash_path = layout.trash_path(folder, secrets.token_hex(4))
     move(folder, trash_path)
     remove(trash_path)
 
 
 def _is_trash(entry: Path, target: Path) -> bool:
-    """Whether what lies beside or inside a checkpoint was left there, also by numbered ones before it."""
+    """Whether a path beside or inside a checkpoint is stale, also from earlier numbered checkpoints."""
     owner = layout.target_of_trash(entry.name)
     if owner is None or not owner:
         return owner is not None and entry.parent == target
@@ -300,7 +300,7 @@ def _is_trash(entry: Path, target: Path) -> bool:
 
 
 def _checkpoint_files(folder: Path) -> set[str]:
-    """What belongs to the checkpoint in a folder: by its manifest, or by name."""
+    """Return the files of the checkpoint in a folder: by its manifest, or by name."""
     named = {entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name)}
     for entry in folder.iterdir():
         if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name):

@@ -1,4 +1,4 @@
-"""Checkpoints without a manifest, which other libraries write: whether their files look whole."""
+"""Check checkpoints of other libraries, which have no manifest, for truncated files."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _ZIP = b"PK\x03\x04"
 
 
 def check_foreign(folder: Path) -> None:
-    """Make sure that there is a checkpoint, and that none of its files was cut off.
+    """Check that there is a checkpoint, and that none of its files is truncated.
 
     Args:
-        folder: Without a manifest.
+        folder: A folder without a manifest.
 
     Raises:
-        CheckpointError: It has no file that a checkpoint consists of, or one is not whole.
+        CheckpointError: The folder has no file of a checkpoint, or one is truncated.
     """
     names = sorted(entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name))
     folders = [

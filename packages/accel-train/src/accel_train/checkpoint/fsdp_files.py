@@ -49,15 +49,15 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Save a model as the plugin's `state_dict_type` says. Call it on every process.
+    """Save a model in the form of the plugin's `state_dict_type`. Call it on every process.
 
     Args:
-        fsdp_plugin: Says the form: one file, a folder to which every rank writes, or one file per rank.
-        accelerator: That has prepared the model.
-        model: Prepared.
+        fsdp_plugin: Has the form: one file, a folder to which every rank writes, or one file per rank.
+        accelerator: The `Accelerator` that has prepared the model.
+        model: The prepared model.
         output_dir: The folder; made if absent.
         model_index: Number of the model, part of the name.
-        adapter_only: Whether only the adapter of a PEFT model is saved. Other models are saved whole.
+        adapter_only: Whether only the adapter of a PEFT model is saved. Other models are saved in full.
         use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a
             file for itself.
     """
@@ -87,9 +87,9 @@ def load_fsdp_model(
     """Load what `save_fsdp_model` has saved. Call it on every process.
 
     Args:
-        fsdp_plugin: Says the form.
-        accelerator: That has prepared the model.
-        model: Prepared.
+        fsdp_plugin: Has the form.
+        accelerator: The `Accelerator` that has prepared the model.
+        model: The prepared model.
         input_dir: The folder; of shards also the one that they are in.
         model_index: Number of the model.
         adapter_only: Whether only the adapter of a PEFT model was saved.
@@ -122,12 +122,12 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Save an optimizer as the plugin's `state_dict_type` says. Call it on every process.
+    """Save an optimizer in the form of the plugin's `state_dict_type`. Call it on every process.
 
     Args:
-        fsdp_plugin: Says the form.
-        accelerator: That has prepared the optimizer.
-        optimizer: Prepared.
+        fsdp_plugin: Has the form.
+        accelerator: The `Accelerator` that has prepared the optimizer.
+        optimizer: The prepared optimizer.
         model: The prepared model that it trains.
         output_dir: The folder; made if absent.
         optimizer_index: Number of the optimizer, part of the name.
@@ -162,9 +162,9 @@ def load_fsdp_optimizer(
     """Load what `save_fsdp_optimizer` has saved. Call it on every process.
 
     Args:
-        fsdp_plugin: Says the form.
-        accelerator: That has prepared the optimizer.
-        optimizer: Prepared.
+        fsdp_plugin: Has the form.
+        accelerator: The `Accelerator` that has prepared the optimizer.
+        optimizer: The prepared optimizer.
         model: The prepared model that it trains.
         input_dir: The folder; of shards also the one that they are in.
         optimizer_index: Number of the optimizer.
@@ -191,7 +191,7 @@ def load_fsdp_optimizer(
 
 
 class _Access:
-    """What an accelerator's strategy gives these functions."""
+    """The parts of an accelerator's strategy that these functions use."""
 
     def __init__(self, accelerator: Any) -> None:
         parts = accelerator._parts
@@ -218,7 +218,7 @@ def _form(plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> StateForm
 
 
 def _write_folder(accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:
-    """Write the part of this rank; when all have, the main process makes the index."""
+    """Write the shards of this rank; after all ranks, the main process writes the index."""
     make_folder(folder)
     if accelerator.is_main_process:
         for path in folder.iterdir():
@@ -244,7 +244,7 @@ def _has_adapter(model: nn.Module) -> bool:
 
 
 def _adapter_of(model: nn.Module, state: Mapping[str, Any], adapter_only: bool) -> dict[str, Any]:
-    """The weights of a PEFT model's active adapter, if that is all that is wanted; else all."""
+    """Return the weights of a PEFT model's active adapter if only these are wanted; else all."""
     if not adapter_only or not _has_adapter(model):
         return dict(state)
     core = extract_model_from_parallel(model, keep_torch_compile=False)

@@ -108,7 +108,7 @@ def rng_name(rank: int) -> str:
 
 
 def position_name(rank: int) -> str:
-    """Where the data loaders of a rank are."""
+    """The positions of the data loaders of a rank."""
     return f"{POSITION_NAME}_{rank}.bin"
 
 
@@ -118,7 +118,7 @@ def custom_name(index: int) -> str:
 
 
 def is_of_checkpoint(name: str) -> bool:
-    """Whether a file of this name belongs to a checkpoint, so that the next one in its place replaces it.
+    """Whether a file of this name belongs to a checkpoint, so that the next one in its folder replaces it.
 
     Example:
         >>> is_of_checkpoint("optimizer_1.bin"), is_of_checkpoint("tokenizer.json")
@@ -138,7 +138,7 @@ def is_folder_of_checkpoint(name: str) -> bool:
 
 
 def numbered_folders(project_dir: str | Path) -> Path:
-    """Where numbered checkpoints are."""
+    """The folder of numbered checkpoints."""
     return Path(project_dir) / "checkpoints"
 
 
@@ -164,22 +164,22 @@ def iteration_of(name: str) -> int | None:
 
 
 def staging_path(target: Path, nonce: str) -> Path:
-    """Where a checkpoint is written whose folder does not exist yet."""
+    """The staging folder of a checkpoint whose folder does not exist yet."""
     return target.with_name(f".{target.name}.{_SAVING}{nonce}")
 
 
 def staging_inside(target: Path, nonce: str) -> Path:
-    """Where a checkpoint is written that goes into a folder which exists."""
+    """The staging folder of a checkpoint in an existing folder."""
     return target / f".{_SAVING}{nonce}"
 
 
 def lock_inside(target: Path) -> Path:
-    """The lock of those who save into a folder that exists."""
+    """The lock of writers into an existing folder."""
     return target / LOCK_NAME
 
 
 def lock_path(target: Path) -> Path:
-    """The lock of those who make a checkpoint's folder; numbered ones in the same place share it.
+    """The lock of writers of a new folder; numbered checkpoints of a project share it.
 
     Example:
         >>> lock_path(Path("run/checkpoint_3")).name, lock_path(Path("run/best")).name
@@ -191,15 +191,15 @@ def lock_path(target: Path) -> Path:
 
 
 def trash_path(target: Path, nonce: str) -> Path:
-    """What a checkpoint is called while it is being deleted."""
+    """The name of a checkpoint while it is deleted."""
     return target.with_name(f".{target.name}.{_DELETING}{nonce}")
 
 
 def target_of_trash(name: str) -> str | None:
-    """Say for which checkpoint a process made a folder, in which it then died while saving or deleting.
+    """Return the checkpoint of a staging or trash folder that a died process has left.
 
     Args:
-        name: Of the folder.
+        name: Name of the folder.
 
     Returns:
         The name of the checkpoint beside it, `""` for the one around it, `None` if it is no such folder.

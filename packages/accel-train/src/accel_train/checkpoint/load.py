@@ -1,4 +1,4 @@
-"""Loading the state of a run: what happens in which order, on every rank alike."""
+"""Load the state of a run: the steps in order, the same on every rank."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ def load(
     """Load the state of a run.
 
     Args:
-        run: What it is loaded into.
+        run: The run to load into.
         input_dir: The checkpoint; the newest complete one if `None`.
         options: More arguments of `torch.load`.
         model_options: More arguments of `Module.load_state_dict`; and `map_location`.
 
     Returns:
-        Where it was loaded from.
+        The folder of the checkpoint.
 
     Raises:
-        CheckpointError: There is none, or it is damaged, or does not fit what was prepared.
+        CheckpointError: There is no checkpoint, or it is damaged, or does not fit the prepared objects.
         DistributedOperationException: Another rank does something else.
     """
     run.finish()
@@ -103,7 +103,7 @@ def load(
 
 
 def has_checkpoint(run: Run) -> bool:
-    """Whether there is a complete numbered checkpoint; ask on every rank."""
+    """Return whether there is a complete numbered checkpoint; call it on every rank."""
     run.finish()
     if not run.is_automatic:
         return False
@@ -111,7 +111,7 @@ def has_checkpoint(run: Run) -> bool:
 
 
 def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path]:
-    """The folder that was asked for, or the numbered checkpoints that look complete, newest first."""
+    """Return the requested folder, or the numbered checkpoints that look complete, newest first."""
     if input_dir is None and not run.is_automatic:
         raise SettingsError(
             "load_state() needs an input_dir, unless the Accelerator has a "
@@ -132,7 +132,7 @@ def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path
 
 
 def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
-    """What all ranks say, once they agree on what is asked for."""
+    """Gather the answers of all ranks; check that they got the same arguments."""
     mine = _find_candidates(run, asked) if run.commits else Answer(asked=asked)
     answers = [Answer(**json.loads(text)) for text in run.main.exchange(what, json.dumps(asdict(mine)))]
     shared = not run.project.save_on_each_node
@@ -148,7 +148,7 @@ def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
 
 
 def _find_candidates(run: Run, asked: str | None) -> Answer:
-    """What is there, on the host of this rank."""
+    """Find the candidates on the node of this rank."""
     try:
         complete, following = None, 0
         if run.is_automatic:

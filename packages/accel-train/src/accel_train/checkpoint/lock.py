@@ -46,7 +46,7 @@ class FolderLock:
         self._descriptor: int | None = descriptor
 
     def release(self) -> None:
-        """Let others have it; nothing happens the second time."""
+        """Release the lock; nothing happens the second time."""
         with _guard:
             if self._descriptor is None:
                 return
@@ -57,13 +57,13 @@ class FolderLock:
 
 
 def try_lock(path: Path) -> FolderLock | None:
-    """Take a lock if nobody has it.
+    """Take a lock if it is free.
 
     Args:
-        path: Of a file in an existing folder; there while somebody has the lock, or has died with it.
+        path: The lock file in an existing folder; it exists while the lock is held, or after its holder died.
 
     Returns:
-        The lock, `None` if somebody else has it, perhaps in this process.
+        The lock; `None` if another writer holds it, perhaps in this process.
 
     Raises:
         OSError: The file cannot be made.
@@ -90,15 +90,15 @@ def try_lock(path: Path) -> FolderLock | None:
 
 
 def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
-    """Take a lock; say so if somebody else has it, and wait.
+    """Take a lock; if another writer holds it, log that and wait.
 
     Args:
-        path: Of the lock.
-        folder: What it protects, for the messages.
+        path: The lock file.
+        folder: The folder that it protects, for the messages.
         timeout: The longest time to wait, in seconds.
 
     Raises:
-        CheckpointWriteError: Somebody else has it all the time.
+        CheckpointWriteError: The timeout is over.
         OSError: The file cannot be made.
     """
     end = time.monotonic() + timeout
@@ -115,7 +115,7 @@ def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
 
 
 def holder(path: Path) -> str:
-    """Say who has a lock."""
+    """Describe the holder of a lock."""
     with _guard:
         if _held.get(_key(path)) == os.getpid():  # reading the file would end the lock
             return "this process"

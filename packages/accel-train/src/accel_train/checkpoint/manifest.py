@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint consists of. A folder that agrees with its manifest is complete."""
+"""The manifest: the files of a checkpoint. A folder that agrees with its manifest is complete."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The files of a checkpoint, and the facts of the run that saved it.
 
     Args:
-        world_size: How many ranks have saved.
+        world_size: World size of the run that saved.
         step: Micro-batches since the last optimizer step.
-        iteration: Number of the checkpoint, where it has one.
+        iteration: Number of the checkpoint, if numbered.
         files: Every file by its path inside the folder, with `/` between folders.
         format: Version of this format.
     """
@@ -50,7 +50,7 @@ class Manifest:
     format: int = FORMAT
 
     def to_text(self) -> str:
-        """The manifest as JSON.
+        """Write as JSON.
 
         Example:
             >>> manifest = Manifest(world_size=2, step=0, files={"a": FileRecord(size=1, checksum="0f")})
@@ -76,7 +76,7 @@ class Manifest:
             where: The file it comes from, for the messages.
 
         Raises:
-            CheckpointError: It is damaged, or of a version that is not known here.
+            CheckpointError: It is damaged, or of an unknown version.
         """
         try:
             table: dict[str, Any] = json.loads(text)
@@ -111,7 +111,7 @@ class Manifest:
         )
 
     def complaints(self, sizes: Mapping[str, int]) -> list[str]:
-        """What is wrong with a folder, judged by the sizes of its files.
+        """Return the problems of a folder, by the sizes of its files.
 
         Args:
             sizes: The size of every file that is there.

@@ -1,4 +1,4 @@
-"""One weight file out of what the ranks of a sharded model have saved."""
+"""Merge the shards of a model into one weight file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Make one weight file out of a folder with the shards of a model.
+    """Merge a folder with the shards of a model into one weight file.
 
     Tensors go from file to file one after the other: the model need not fit into memory. With several
     processes, the main one does it, and all wait.
@@ -102,7 +102,7 @@ def _folder_of_model(source: Path) -> Path:
 
 
 def _name(entry: Entry) -> str | None:
-    """The name of a weight; `None` for what is none."""
+    """Return the name of a weight; `None` for other entries."""
     if entry.shape is None:
         return None
     path = entry.path if entry.path[0] != "model" or len(entry.path) == 1 else entry.path[1:]

@@ -1,4 +1,4 @@
-"""The documented functions that save and load single parts of a checkpoint, without its guarantees."""
+"""The documented functions that save and load single files of a checkpoint, without its guarantees."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write this process's part of a checkpoint, file by file.
+    """Write this rank's files of a checkpoint.
 
-    The manifest lists what the main process wrote. `Accelerator.save_state` does more: it writes beside the
-    final place, for all processes at once.
+    The manifest lists what the main process wrote. `Accelerator.save_state` does more: it commits the files
+    of all ranks at once.
 
     Args:
         output_dir: The folder; made if absent.
@@ -99,7 +99,7 @@ def load_accelerator_state(
 
     Args:
         input_dir: The folder.
-        models: Not wrapped.
+        models: The unwrapped models.
         optimizers: In the order of preparation.
         schedulers: In the order of preparation.
         dataloaders: Prepared ones.
@@ -168,7 +168,7 @@ def load_custom_state(obj: Any, path: str | os.PathLike[str], index: int = 0) ->
 
 
 def _write(path: Path, write: Callable[[Any], object]) -> FileRecord:
-    """Write beside the target, then put it there."""
+    """Write to a temporary file, then rename it."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
     writer = FileWriter(temporary, to_disk=True)

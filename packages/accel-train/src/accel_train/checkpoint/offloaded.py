@@ -19,7 +19,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """Return the state dict of a model, offloaded weights included; those on the disk are mapped.
 
     Args:
-        model: With the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
+        model: A model with the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
 
     Raises:
         CheckpointError: A tensor is on the meta device, and no hook keeps its values.
@@ -28,11 +28,11 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
 
 def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Put offloaded weights in the places of meta tensors; those on the disk are mapped.
+    """Replace meta tensors by the offloaded weights; those on the disk are mapped.
 
     Args:
         state: The state dict of a model, or a part of it.
-        model: With the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
+        model: A model with the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
 
     Raises:
         CheckpointError: A tensor is on the meta device, and no hook keeps its values.

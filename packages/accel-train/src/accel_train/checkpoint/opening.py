@@ -1,4 +1,4 @@
-"""Opening a checkpoint: all ranks verify and read it while nobody replaces it, and nothing changes yet."""
+"""Open a checkpoint: all ranks verify and read it while no process replaces it, before any object changes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _ATTEMPTS = 50
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """What a rank has seen of a checkpoint.
+    """The state of a checkpoint as a rank has read it.
 
     Args:
-        digest: Of its manifest; empty without one.
+        digest: Digest of its manifest; empty without one.
         committed: Whether it was the same checkpoint all the time.
         problem: Why it cannot be loaded.
     """
@@ -44,15 +44,15 @@ class View:
 
 
 def open_newest_complete(run: Run, candidates: Sequence[Path], options: Mapping[str, Any]) -> Source:
-    """Open the first of several checkpoints that is whole, on all ranks alike.
+    """Open the first complete one of several checkpoints, the same on all ranks.
 
     Args:
-        run: What it will be loaded into; not changed.
+        run: The run to load into; not changed.
         candidates: Folders.
         options: More arguments of `Source`.
 
     Raises:
-        CheckpointError: None is whole, or the one that is does not fit what was prepared.
+        CheckpointError: None is complete, or it does not fit the prepared objects.
     """
     problems: list[str] = []
     for folder in candidates:
@@ -71,7 +71,7 @@ def first_problem(problems: Iterable[str]) -> str:
 
 
 def _open_committed(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str:
-    """Open a checkpoint; if it is replaced meanwhile, the next one in its place. Return what is damaged."""
+    """Open a checkpoint, or its replacement; return its problem."""
     for _ in range(_ATTEMPTS):
         found = _attempt(run, folder, options)
         if found is not None:
@@ -81,7 +81,7 @@ def _open_committed(run: Run, folder: Path, options: Mapping[str, Any]) -> Sourc
 
 
 def _attempt(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str | None:
-    """Open a checkpoint; return what is damaged, or `None` if it was replaced meanwhile."""
+    """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
     source, damage, blocked = _verified(run, folder, options)
     damages = _exchange(run, source, damage, blocked=blocked)
     if damages is None or damages:
@@ -103,7 +103,7 @@ def _attempt(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str
 
 
 def _verified(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Source, str, bool]:
-    """Verify this rank's share of the files; return what is wrong, and whether a dead writer left it so."""
+    """Verify this rank's share of the files; return the problem, and whether a writer died."""
     topology = run.runtime.topology
     together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
     manifest, problem, blocked = None, "", True
@@ -146,10 +146,10 @@ def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) 
 
 
 def _open(run: Run, source: Source) -> bool:
-    """Read or map what will be loaded; return whether that is all that will be needed.
+    """Read or map the files to load; return whether these are all that are needed.
 
     Raises:
-        CheckpointError: Something is absent or cannot be read.
+        CheckpointError: A file is absent or cannot be read.
     """
     prepared = run.prepared
     shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
@@ -173,7 +173,7 @@ def _open(run: Run, source: Source) -> bool:
 
 
 def _open_models(run: Run, source: Source) -> bool:
-    """Map the weights; return whether no others are needed."""
+    """Map the weights; return whether no other files are needed."""
     if run.load_hooks:  # they may load models themselves, and take them from the list
         return False
     count = len(run.prepared.models)

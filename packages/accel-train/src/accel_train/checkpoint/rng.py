@@ -21,10 +21,10 @@ _HOST_KEYS = (PYTHON_KEY, NUMPY_KEY, TORCH_KEY)
 
 
 def read_rng(device: torch.device) -> dict[str, Any]:
-    """The states of all generators, in the form in which the field stores them.
+    """Return the states of all generators, in the usual format of checkpoints.
 
     Args:
-        device: Of this process. Generators of other kinds of devices are read if they are in use.
+        device: Device of this process. Generators of other kinds of devices are read if they are in use.
 
     Example:
         >>> sorted(read_rng(torch.device("cpu")))
@@ -44,11 +44,11 @@ def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
     """Set all generators.
 
     Args:
-        states: What `read_rng` gave.
-        device: Of this process.
+        states: The result of `read_rng`.
+        device: Device of this process.
 
     Returns:
-        What could not be restored, one sentence each.
+        One sentence for each generator that could not be restored.
     """
     complaints = [f"{key!r} is absent" for key in _HOST_KEYS if key not in states]
     if PYTHON_KEY in states:
@@ -71,10 +71,10 @@ def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
 
 
 def seed_apart(states: Mapping[str, Any], rank: int) -> None:
-    """Seed all generators of a rank that has no states of its own, as a function of those of another.
+    """Seed all generators of a rank without saved states, as a function of those of another.
 
     Args:
-        states: Of a rank that has saved some.
+        states: The states of a rank that has saved some.
         rank: This rank.
     """
     torch_state = states.get(TORCH_KEY)
@@ -87,7 +87,7 @@ def seed_apart(states: Mapping[str, Any], rank: int) -> None:
 
 
 def _kinds_in_use(device: torch.device) -> list[str]:
-    """Types of devices whose generators matter: this process's own, and those that were touched."""
+    """Return the device types in use: this process's own, and others that are initialised."""
     types = dict.fromkeys(kind.type for kind in KINDS if kind.probe() and kind.type not in {"cpu", "xla"})
     return [
         name

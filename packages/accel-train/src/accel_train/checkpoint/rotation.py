@@ -9,12 +9,12 @@ if TYPE_CHECKING:
 
 
 def outdated(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
-    """Say which checkpoints are to be deleted, now that a new one stands.
+    """Return the checkpoints to prune after a commit.
 
     Args:
         complete: The numbers of all complete checkpoints, the new one among them or not.
         newest: The number of the new one, which always stays.
-        limit: How many stay; all if `None`.
+        limit: Number of checkpoints to keep; all if `None`.
 
     Returns:
         Numbers from the oldest on. What is not complete is not counted, nor deleted.
@@ -30,7 +30,7 @@ def outdated(complete: Iterable[int], *, newest: int, limit: int | None) -> list
 
 
 def complete_everywhere(found: Sequence[Iterable[int]]) -> list[int]:
-    """Say which checkpoints there are to go on from: those that are complete on every host, oldest first.
+    """Return the checkpoints that are complete on every node, oldest first.
 
     Args:
         found: For every host that has folders of its own, the numbers of its complete checkpoints.

@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class Run:
-    """What one `Accelerator` saves and loads, and where.
+    """The objects that one `Accelerator` saves and loads, and their folders.
 
     Args:
-        runtime: Of this process.
-        project: Where numbered checkpoints go, and how many stay.
-        prepared: What is saved.
+        runtime: Device, topology and collectives.
+        project: The folder of numbered checkpoints, and how many to keep.
+        prepared: The objects to save.
         synchronizer: Counts micro-batches.
-        persister: The strategy's; gives state dicts.
-        shards: The strategy's; gives what this rank holds, `None` where one rank writes everything.
+        persister: The strategy's persister.
+        shards: The strategy's sharded states; `None` where one rank writes everything.
         precision: With the loss scaler.
-        recipe: What models were converted by, if they were.
+        recipe: The precision recipe, if there is one.
         custom: Registered objects.
         save_hooks: Called as `hook(models, weights, folder)` before anything is written.
         load_hooks: Called as `hook(models, folder)` before anything is loaded.
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def numbered(self) -> Path:
-        """Where numbered checkpoints are.
+        """The folder of numbered checkpoints.
 
         Raises:
             SettingsError: There is no project directory.
@@ -88,28 +88,28 @@ class Run:
 
     @property
     def committer(self) -> int:
-        """The rank that completes the folder in which this one writes."""
+        """The rank that commits the folder in which this one writes."""
         topology = self.runtime.topology
         return topology.rank - topology.local_rank if self.project.save_on_each_node else 0
 
     @property
     def commits(self) -> bool:
-        """Whether that is this rank."""
+        """Whether this rank is the committer."""
         return self.rank == self.committer
 
     @property
     def bare_models(self) -> list[nn.Module]:
-        """The models without what `prepare` has put around them, as hooks get them."""
+        """The unwrapped models, as hooks get them."""
         return [extract_model_from_parallel(one, keep_torch_compile=False) for one in self.prepared.models]
 
     @cached_property
     def main(self) -> Agreement:
-        """How the main threads of all ranks agree."""
+        """All-gather of strings between the main threads of all ranks."""
         return agreement_of(self.runtime, "main", in_main_thread=True)
 
     @cached_property
     def background(self) -> Agreement:
-        """How those agree who write."""
+        """All-gather of strings between the writer threads."""
         return agreement_of(self.runtime, "writer", in_main_thread=False)
 
     @cached_property

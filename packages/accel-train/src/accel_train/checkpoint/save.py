@@ -1,4 +1,4 @@
-"""Saving the state of a run: what happens in which order, on every rank alike."""
+"""Save the state of a run: the steps in order, the same on every rank."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ WHAT = "save_state()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What a rank was asked to save; the same on all ranks.
+    """The arguments of a save; the same on all ranks.
 
     Args:
-        folder: Where the checkpoint will stand.
+        folder: The folder of the checkpoint.
         iteration: Its number, if it is numbered.
         safe: Whether weights are written as safetensors.
-        blocking: Whether the caller waits until the checkpoint stands.
+        blocking: Whether the caller waits for the commit.
         to_disk: Whether that means that it is on disk.
     """
 
@@ -61,7 +61,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a rank says before anything is written.
+    """The answer of a rank before anything is written.
 
     Args:
         request: What it was asked.
@@ -96,7 +96,7 @@ def save(
         run: What is saved.
         output_dir: Where, unless checkpoints are numbered.
         safe: Whether weights are written as safetensors.
-        blocking: Whether to return when the checkpoint stands; else when everything is copied to host memory.
+        blocking: Whether to return after the commit; else when everything is copied to host memory.
         to_disk: Whether the checkpoint counts only when it is on disk.
 
     Returns:
@@ -128,7 +128,7 @@ def save(
 
 
 def _save(run: Run, request: Request, job: Job) -> Saving:
-    """Write, or begin to."""
+    """Write, or start the writer thread."""
     if request.iteration is not None:
         run.project.iteration = request.iteration + 1
     parts: list[Part] = []
@@ -164,7 +164,7 @@ def _save(run: Run, request: Request, job: Job) -> Saving:
 
 
 def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
-    """Where the next checkpoint will stand.
+    """Return the folder of the next checkpoint.
 
     Raises:
         SettingsError: That is not clear.
@@ -187,7 +187,7 @@ def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
 
 
 def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | None]:
-    """Meet all ranks; return the folder in which this one writes, and what it has to release."""
+    """Agree with all ranks on the request; return the staging folder and what to release."""
     # Hosts that share no file system may well save to folders of different names.
     common = replace(request, folder="") if run.project.save_on_each_node else request
     begun, mine = _begin(request, target) if run.commits else (None, Answer(request=request))
@@ -211,7 +211,7 @@ def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | No
 
 
 def _begin(request: Request, target: Path) -> tuple[Staging | None, Answer]:
-    """Make the folder in which is written."""
+    """Make the staging folder."""
     if request.iteration is not None and target.exists():
         return None, _reserve(request, target)
     try:
@@ -259,7 +259,7 @@ def _job(run: Run, request: Request, target: Path, staging: Path) -> Job:
 
 
 def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
-    """Run the hooks; return what this rank writes."""
+    """Run the hooks; return the files that this rank writes."""
     prepared, form = run.prepared, form_of(run)
     full = form is StateForm.FULL
     weights = [run.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full]

@@ -1,4 +1,4 @@
-"""Checkpoints to which every rank writes what it holds, and how they are read under any strategy."""
+"""Sharded checkpoints: every rank writes its shards; any strategy can load them."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ OPTIMIZER_KEY = "optimizer"
 
 
 def form_of(run: Run) -> StateForm:
-    """In which form models and optimizers are saved now."""
+    """Return the form in which models and optimizers are saved."""
     return StateForm.FULL if run.shards is None else run.shards.form()
 
 
 def folders_of(run: Run) -> list[str]:
-    """The folders to which all ranks write."""
+    """Return the folders to which all ranks write."""
     if form_of(run) is not StateForm.SHARDED:
         return []
     prepared = run.prepared
@@ -49,7 +49,7 @@ def folders_of(run: Run) -> list[str]:
 
 
 def sharded_parts(run: Run) -> list[Part]:
-    """What this rank writes of models and optimizers."""
+    """Return this rank's shards of models and optimizers."""
     shards, prepared = run.shards, run.prepared
     if shards is None:
         return []
@@ -63,7 +63,7 @@ def sharded_parts(run: Run) -> list[Part]:
 
 
 def parts_of_folder(folder: str, state: Mapping[str, Any], rank: int) -> list[Part]:
-    """The two files of a rank.
+    """Return the two files of a rank.
 
     Args:
         folder: Inside the checkpoint.
@@ -81,7 +81,7 @@ def check_shared(run: Run) -> None:
     """Refuse a sharded checkpoint whose nodes write to folders of their own.
 
     Raises:
-        SettingsError: That is what would happen.
+        SettingsError: Nodes have folders of their own.
     """
     topology = run.runtime.topology
     several_hosts = topology.world_size > topology.local_world_size
@@ -93,7 +93,7 @@ def check_shared(run: Run) -> None:
 
 
 def native_parts(run: Run, staging: Path) -> list[Part]:
-    """What this rank writes of models and optimizers in the strategy's own form.
+    """Return this rank's files of models and optimizers in the strategy's native form.
 
     Args:
         run: What is saved.
@@ -114,13 +114,13 @@ def native_parts(run: Run, staging: Path) -> list[Part]:
 
 
 def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """The model that has the first parameter of an optimizer; the first model if none has."""
+    """Return the model that has the first parameter of an optimizer; the first model if none has."""
     first = {id(one) for group in optimizer.param_groups[:1] for one in group["params"][:1]}
     return next((model for model in models if any(id(one) in first for one in model.parameters())), models[0])
 
 
 def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] | None:
-    """Find out how to load a model that was not saved as one file; nothing is loaded yet.
+    """Return the loader of a sharded model; nothing is loaded yet.
 
     Returns:
         Called with the model and arguments of `Module.load_state_dict`; `None` if there is one file, or none.
@@ -143,7 +143,7 @@ def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] 
 
 
 def optimizer_loader(run: Run, source: Source, index: int) -> Callable[[Optimizer], object] | None:
-    """Find out how to load an optimizer that was not saved as one file; nothing is loaded yet.
+    """Return the loader of a sharded optimizer; nothing is loaded yet.
 
     Returns:
         Called with the optimizer; `None` if there is one file, or none.
@@ -183,12 +183,12 @@ def _is_full(source: Source, index: int) -> bool:
 def restore_model_shards(
     run: Run, folder: Path, model: nn.Module, *, strict: bool = True, **options: Any
 ) -> None:
-    """Load a model from shards, however it is divided now.
+    """Load a model from shards, however it is sharded now.
 
     Args:
-        run: With the strategy.
-        folder: With an index.
-        model: Prepared.
+        run: The run with the strategy.
+        folder: A folder with an index.
+        model: The prepared model.
         strict: Whether names must be the same.
         **options: More arguments of `Module.load_state_dict`.
     """
@@ -211,11 +211,11 @@ def restore_model_shards(
 
 
 def restore_optimizer_shards(run: Run, folder: Path, optimizer: Optimizer) -> None:
-    """Load an optimizer from shards, however it is divided now.
+    """Load an optimizer from shards, however it is sharded now.
 
     Args:
         run: With the strategy and the models.
-        folder: With an index.
+        folder: A folder with an index.
         optimizer: As torch knows it.
     """
     models = run.prepared.models

@@ -56,7 +56,7 @@ class StragglerMonitor:
         self._seen: dict[int, tuple[tuple[int, str] | None, float, int, float]] = {}
 
     def is_due(self) -> bool:
-        """Tell whether it is time to look again."""
+        """Return whether it is time to look again."""
         return self._monitor is not None and time.monotonic() - self._polled >= self._pause
 
     def poll(self, missing: Sequence[int]) -> None:
