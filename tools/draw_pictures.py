@@ -1,9 +1,10 @@
-"""Draw the pictures of the documentation: what a viewer shows after an example.
+"""Draw the pictures of the documentation: what viewers show after an example.
 
-    uv run tools/draw_pictures.py [--chromium PATH]
+    uv run tools/draw_pictures.py [--chromium PATH] [--viewers NAME ...]
 
-Runs examples/by_feature/tracking.py in a folder that is removed, starts TensorBoard's viewer on the loopback
-interface, photographs it with a headless Chromium, and writes docs/guides/tracking.png.
+For each viewer, runs examples/by_feature/tracking.py with its tracker in a folder that is removed, starts the
+viewer on the loopback interface, photographs it with a headless Chromium, and writes the picture of
+docs/guides: tracking.png for TensorBoard, tracking_trackio.png for Trackio.
 """
 
 from __future__ import annotations
@@ -17,12 +18,47 @@ import sys
 import tempfile
 import time
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "packages/accel-suite/examples/by_feature/tracking.py"
-PICTURE = ROOT / "packages/accel-suite/docs/guides/tracking.png"
+GUIDES = ROOT / "packages/accel-suite/docs/guides"
 MOST_BYTES = 200_000
+SHOW_TRACKIO = """
+import sys, trackio
+port = int(sys.argv[1])
+trackio.show(project="digits", host="127.0.0.1", server_port=port, open_browser=False, block_thread=True)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Viewer:
+    """The viewer of a tracker."""
+
+    picture: str
+    command: tuple[str, ...]  # of Python; `{port}` stands for its port
+    is_loaded: tuple[str, str]  # a path whose answer contains a text when the run can be shown
+    page: str
+
+
+VIEWERS = {
+    "tensorboard": Viewer(
+        picture="tracking.png",
+        command=(
+            *("-m", "tensorboard.main", "--logdir", "tracking-run", "--host", "127.0.0.1"),
+            *("--port", "{port}", "--load_fast", "false"),
+        ),
+        is_loaded=("data/plugin/scalars/tags", "train/loss"),
+        page="?darkMode=false#scalars",
+    ),
+    "trackio": Viewer(
+        picture="tracking_trackio.png",
+        command=("-c", SHOW_TRACKIO, "{port}"),
+        is_loaded=("", "Trackio"),
+        page="?project=digits",
+    ),
+}
 
 
 def free_port() -> int:
@@ -30,17 +66,17 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def wait_until_loaded(base: str, tag: str) -> None:
+def wait_until_loaded(address: str, text: str) -> None:
     """Wait until the viewer has read the run."""
     for _ in range(600):
         try:
-            with urllib.request.urlopen(f"{base}/data/plugin/scalars/tags") as answer:
-                if tag in answer.read().decode():
+            with urllib.request.urlopen(address) as answer:
+                if text in answer.read().decode():
                     return
         except OSError:
             pass
         time.sleep(0.2)
-    sys.exit(f"{base} never showed {tag}")
+    sys.exit(f"{address} never showed {text}")
 
 
 def photograph(chromium: str, page: str, picture: Path, profile: Path) -> None:
@@ -61,36 +97,43 @@ def photograph(chromium: str, page: str, picture: Path, profile: Path) -> None:
     subprocess.run(command, check=True, capture_output=True)
 
 
+def draw(name: str, viewer: Viewer, chromium: str) -> Path:
+    """Run the example with a tracker and photograph what its viewer shows; return the picture."""
+    picture = GUIDES / viewer.picture
+    with tempfile.TemporaryDirectory() as folder:
+        example = Path(folder) / EXAMPLE.name
+        example.write_text(EXAMPLE.read_text().replace('"tensorboard"', repr(name)))
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TRACKIO_DIR": f"{folder}/trackio"}
+        subprocess.run([sys.executable, str(example)], check=True, cwd=folder, env=environment)
+        port = free_port()
+        command = [sys.executable, *(part.replace("{port}", str(port)) for part in viewer.command)]
+        process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.DEVNULL)
+        try:
+            base = f"http://127.0.0.1:{port}/"
+            path, text = viewer.is_loaded
+            wait_until_loaded(base + path, text)
+            photograph(chromium, base + viewer.page, picture, Path(folder) / "profile")
+        finally:
+            process.terminate()
+            process.wait()
+    return picture
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--chromium", default=shutil.which("chromium"), help="the browser")
-    chromium = parser.parse_args().chromium
-    if chromium is None:
+    parser.add_argument("--viewers", nargs="+", default=[*VIEWERS], choices=[*VIEWERS], metavar="NAME")
+    arguments = parser.parse_args()
+    if arguments.chromium is None:
         sys.exit("There is no Chromium here: install it, or say where it is with --chromium.")
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run(
-            [sys.executable, str(EXAMPLE)],
-            check=True,
-            cwd=folder,
-            env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        )
-        port = free_port()
-        viewer = [sys.executable, "-m", "tensorboard.main", "--logdir", "tracking-run"]
-        viewer += ["--host", "127.0.0.1", "--port", str(port), "--load_fast", "false"]
-        process = subprocess.Popen(viewer, cwd=folder, stderr=subprocess.DEVNULL)
-        try:
-            base = f"http://127.0.0.1:{port}"
-            wait_until_loaded(base, "train/loss")
-            photograph(chromium, f"{base}/?darkMode=false#scalars", PICTURE, Path(folder) / "profile")
-        finally:
-            process.terminate()
-            process.wait()
-    size = PICTURE.stat().st_size
-    print(f"wrote {PICTURE.relative_to(ROOT)}, {size} bytes")
-    if size > MOST_BYTES:
-        sys.exit(f"more than {MOST_BYTES} bytes: choose a smaller window")
+    for name in arguments.viewers:
+        picture = draw(name, VIEWERS[name], arguments.chromium)
+        size = picture.stat().st_size
+        print(f"wrote {picture.relative_to(ROOT)}, {size} bytes")
+        if size > MOST_BYTES:
+            sys.exit(f"more than {MOST_BYTES} bytes: choose a smaller window")
 
 
 if __name__ == "__main__":
