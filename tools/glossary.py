@@ -2,7 +2,7 @@
 
 Identifiers are those that a file defines: modules, functions, classes, arguments and variables. Prose is
 every string with a blank in it (docstrings, messages, help texts), every comment, the pages of the docs
-without their code, and the name of a test, which is a sentence.
+without their code, and the name of a test, which is a sentence. Of tests, only prose is read.
 """
 
 from __future__ import annotations
@@ -53,8 +53,10 @@ class Glossary:
             return
         tree = ast.parse(text)
         names = list(identifiers(tree))
+        is_test = "/tests/" in path or path.startswith("tests-integration/")
         tests = [(line, name.replace("_", " ")) for line, name in names if name.startswith("test_")]
-        yield from self._find_names([(1, Path(path).stem), *names])
+        if not is_test or "/harness/" in path:
+            yield from self._find_names([(1, Path(path).stem), *names])
         yield from self._find_phrases([*strings(tree), *comments(text), *tests])
 
     def _find_names(self, names: Iterable[tuple[int, str]]) -> Iterator[Finding]:

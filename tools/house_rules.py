@@ -238,8 +238,14 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
 
 
 def texts() -> Iterator[tuple[str, str]]:
-    """The path and text of every file whose words are checked: sources, tools, the harness and pages."""
-    for pattern in ("packages/*/src/**/*.py", "tools/**/*.py", "tests-integration/harness/*.py", "**/*.md"):
+    """The path and text of every file whose words are checked: sources, tests, tools and pages."""
+    for pattern in (
+        "packages/*/src/**/*.py",
+        "packages/*/tests/**/*.py",
+        "tools/**/*.py",
+        "tests-integration/**/*.py",
+        "**/*.md",
+    ):
         for path in sorted(ROOT.glob(pattern)):
             relative = path.relative_to(ROOT)
             if not any(folder.startswith(".") for folder in relative.parts):

@@ -1,4 +1,4 @@
-"""Inference with layers divided among processes gives what the whole model gives."""
+"""Pipeline-parallel inference gives the results of the model on one rank."""
 
 from __future__ import annotations
 

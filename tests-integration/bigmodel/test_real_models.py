@@ -57,7 +57,7 @@ GENERATION = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_t
 
 
 def maps_of(model):
-    """All on the CPU; in turns on the CPU and the disk; planned for three quarters; all on the disk."""
+    """All on the CPU; alternately on the CPU and the disk; planned for three quarters; all on the disk."""
     total = sum(p.numel() * 4 for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
     kept = list(model._no_split_modules or ())
     planned = infer_auto_device_map(model, {"cpu": int(total * 0.75)}, no_split_module_classes=kept)

@@ -123,7 +123,7 @@ def test_divided_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_
     assert one["parts"]["parameters"] == 4 * ((ELEMENTS - whole) / 8 + whole / 4)
     assert found["ranks"]["0"]["files"]["out/model.safetensors"] == 4 * ELEMENTS
     assert "out/model.safetensors" not in one["files"]
-    # A whole state dict is brought together, of the optimizer too.
+    # A full state dict is gathered, of the optimizer too.
     assert found["ranks"]["0"]["host memory"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
     assert {plan["form"] for plan in found["checkpoints"].values()} == {"whole"}
     (problem,) = found["problems"]

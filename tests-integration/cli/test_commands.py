@@ -113,7 +113,7 @@ def test_an_example_with_epochs_and_numbered_checkpoints_is_followed_to_its_end(
     assert not (tmp_path / "digits-run").exists()
 
 
-def test_ranks_that_never_end_or_end_at_once_are_told(tmp_path):
+def test_ranks_that_never_end_or_end_at_once_are_reported(tmp_path):
     lines = ["import os, sys, time", "if os.environ['RANK'] == '0':", "    time.sleep(1000)"]
     lines += ["print('bye', file=sys.stderr, flush=True)", "os._exit(3)"]
     (tmp_path / "ends.py").write_text("\n".join(lines))
@@ -124,7 +124,7 @@ def test_ranks_that_never_end_or_end_at_once_are_told(tmp_path):
     assert gone == "problem: rank 1: it ended with exit code 3: bye"
 
 
-def test_an_error_of_the_script_is_told_with_its_line(tmp_path):
+def test_an_error_of_the_script_is_reported_with_its_line(tmp_path):
     (tmp_path / "fails.py").write_text("import accel\n\nraise ValueError('no such thing')\n")
     done = accel("check", "--world", "4", "--ranks", "0", "fails.py")
     assert done.returncode == 1

@@ -192,7 +192,7 @@ def test_two_launches_at_the_same_time_do_not_meet_at_one_port(here):
     assert len(list(here.glob("port*"))) == 2
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process cannot be told of its parent's end")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a process gets no signal at its parent's end")
 @pytest.mark.parametrize("is_program", [False, True])
 def test_the_processes_of_a_launcher_that_was_killed_end(here, is_program):
     (here / "waits.py").write_text(
@@ -226,7 +226,7 @@ def is_gone(pid):
     return True
 
 
-def test_a_busy_port_is_told_before_anything_starts(here):
+def test_a_busy_port_is_reported_before_anything_starts(here):
     (here / "starts.py").write_text(f"open({str(here / 'started')!r}, 'w')")
     with socket.socket() as server:
         server.bind(("", 0))

@@ -141,7 +141,7 @@ def test_gradients_travel_in_half_precision(hook, dtype, place):
 
 @pytest.mark.parametrize("hook", ["power_sgd", "batched_power_sgd"])
 @distributed(world_size=2)
-def test_power_sgd_keeps_as_many_ranks_as_it_is_told(hook):
+def test_power_sgd_has_the_matrix_rank_of_its_options(hook):
     right = exact_gradient()
     assert torch.linalg.matrix_rank(right) == 2
     options = {"start_powerSGD_iter": 2, "min_compression_rate": 1, "matrix_approximation_rank": 2}

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other in vain are told where all of them are; each is a process of its own."""
+"""Ranks in a hanging collective report the source lines of all ranks; each is a process of its own."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if state.process_index == 1:
     time.sleep(2)  # long enough to be seen here
     os._exit(7)
 try:
-    gather()  # in vain
+    gather()  # hangs
 except StalledCollectiveError as error:
     print(error)
 """,
@@ -139,7 +139,7 @@ def test_a_wait_is_warned_about_before_the_limit(ends) -> None:
     )
 
 
-def test_ranks_in_different_collectives_are_told_apart(ends) -> None:
+def test_ranks_in_different_collectives_are_distinguished(ends) -> None:
     for end in ends["disagreement"]:
         assert end.code == 0, end.errors
         assert "rank 2 is at program.py:14 `gather()  # evaluates already` (collective 2)" in end.output
@@ -151,7 +151,7 @@ def test_a_rank_that_died_is_named(ends) -> None:
     assert dead.code == 7
     assert survivor.code == 0, survivor.errors
     assert "rank 1 no longer answers, last seen at program.py:13 `time.sleep(2)" in survivor.output
-    assert "rank 0 is at program.py:16 `gather()  # in vain` (collective 2)" in survivor.output
+    assert "rank 0 is at program.py:16 `gather()  # hangs` (collective 2)" in survivor.output
 
 
 def test_a_rank_that_ended_early_is_named(ends) -> None:

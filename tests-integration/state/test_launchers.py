@@ -23,11 +23,11 @@ PLAIN = f"{BEGIN}state = PartialState(cpu=True){REPORT}"
 THREADS = f"{PLAIN}print(torch.get_num_threads() == max(1, len(os.sched_getaffinity(0)) // 2))"
 BY_HAND = f"""{BEGIN}
 rank = int(os.environ["MY_RANK"])
-state = PartialState(cpu=True, init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
+state = PartialState(cpu=True, init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=2)
 {REPORT}"""
 BEFORE = f"""{BEGIN}
 rank = int(os.environ["MY_RANK"])
-dist.init_process_group("gloo", init_method="file://" + os.environ["MEETING"], rank=rank, world_size=2)
+dist.init_process_group("gloo", init_method="file://" + os.environ["RENDEZVOUS"], rank=rank, world_size=2)
 state = PartialState(cpu=True)
 {REPORT}
 PartialState._reset_state()
@@ -49,7 +49,7 @@ SLURM = {
     "SLURM_STEP_NODELIST": "localhost",
     "MASTER_PORT": "{port}",
 }
-HAND = {"MY_RANK": "{rank}", "MEETING": "{folder}/meeting"}
+HAND = {"MY_RANK": "{rank}", "RENDEZVOUS": "{folder}/meeting"}
 PROGRAMS = {
     "torchrun": Program(PLAIN, variables=TORCHRUN),
     "Open MPI": Program(THREADS, variables=OPEN_MPI),
@@ -72,4 +72,4 @@ def test_processes_of_every_launcher_find_each_other(ends, name) -> None:
         assert (end.code, end.errors) == (0, "")
         place, *rest = end.output.splitlines()
         assert place == f"{launcher} {rank} 2 {rank} 11 gloo"
-        assert set(rest) <= {"True"}  # cores are shared out under MPI and Slurm; a group stays with its maker
+        assert set(rest) <= {"True"}  # threads are limited under MPI and Slurm; a group stays with its maker

@@ -1,4 +1,4 @@
-"""Differences from the reference are told, unless they are intended, and those are in the documentation."""
+"""Differences from the reference are reported, unless they are intended and documented."""
 
 from __future__ import annotations
 

@@ -339,7 +339,7 @@ def in_child(function, name):
     if child == 0:
         try:
             function(name)
-        except Exception:  # noqa: BLE001 - whatever it is, the parent is told
+        except Exception:  # noqa: BLE001 - the parent reports it, whatever it is
             traceback.print_exc()
             os._exit(1)
         os._exit(0)

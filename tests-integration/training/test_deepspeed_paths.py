@@ -202,7 +202,7 @@ def test_experts_are_gathered_together_whichever_are_used(make):
 
 @pytest.mark.parametrize("asked", [True, False])
 @distributed(world_size=WORLD)
-def test_the_engines_own_file_has_whole_weights_if_that_is_asked_for(asked, tmp_path):
+def test_the_engines_own_file_has_full_weights_if_that_is_asked_for(asked, tmp_path):
     plugin = {"hf_ds_config": {"zero_optimization": DIVIDE_ALL}, "zero3_save_16bit_model": asked}
     with deepspeed_process(), prepared(plugin, make_model()) as (_, engine, *_rest):
         written = engine.save_16bit_model(tmp_path, "weights.bin")

@@ -162,7 +162,7 @@ def test_an_error_within_is_not_followed_by_a_collective():
 
 
 @distributed(world_size=2)
-def test_gradients_of_earlier_forward_passes_can_be_brought_together():
+def test_gradients_of_earlier_forward_passes_can_be_reduced():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(make_model())
     rank = accelerator.process_index

@@ -144,7 +144,7 @@ def test_two_ranks_with_halves_of_each_sequence_train_as_one(stage):
 
 
 @distributed(world_size=2)
-def test_losses_may_also_be_brought_together_without_a_graph():
+def test_losses_may_also_be_gathered_without_a_graph():
     with deepspeed_process():
         check(2, loss_of=loss_of_part)
 

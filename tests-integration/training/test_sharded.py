@@ -435,7 +435,7 @@ def test_bad_plans_are_one_error_on_every_rank():
 
 @distributed(world_size=2)
 def test_other_ranks_never_hold_more_than_their_shard_and_one_block():
-    """Counts the bytes of all living tensors whenever a whole tensor has just arrived."""
+    """Counts the bytes of all living tensors whenever a full tensor has just arrived."""
     import gc
 
     width, depth = 256, 4

@@ -409,7 +409,7 @@ def test_local_ranks_share_main_memory(monkeypatch):
     assert get_max_memory()["cpu"] < alone / 3
 
 
-def test_tied_weights_on_different_devices_are_told(caplog):
+def test_tied_weights_on_different_devices_are_reported(caplog):
     check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b": 0})
     assert not caplog.text
     check_tied_parameters_on_same_device([["a.w", "b.w"]], {"a": 0, "b": "cpu"})

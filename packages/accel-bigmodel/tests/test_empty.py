@@ -1,4 +1,4 @@
-"""Skeletons: parameters on the meta device, ties kept, no compiler."""
+"""Meta models: parameters on the meta device, ties kept, no compiler."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_everything_is_as_before_after_an_error():
         ),
     ],
 )
-def test_a_skeleton_imports_nothing_of_the_compiler(buffers):
+def test_a_meta_model_imports_nothing_of_the_compiler(buffers):
     program = f"""
         import sys
         import torch

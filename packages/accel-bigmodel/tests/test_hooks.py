@@ -197,7 +197,7 @@ def test_blocks_take_one_setting_for_all(toy, tokens):
     assert other[0]._hf_hook.execution_device == "cpu"
 
 
-def test_models_take_turns():
+def test_one_model_at_a_time_is_on_the_device():
     first, hook1 = cpu_offload_with_hook(nn.Linear(2, 2), "cpu")
     second, hook2 = cpu_offload_with_hook(nn.Linear(2, 2), "cpu", prev_module_hook=hook1)
     offloaded = []

@@ -129,7 +129,7 @@ def test_a041_ties_hold_whichever_name_the_checkpoint_has(toy, toy_class, tokens
                 assert find_tied_parameters(model) == [["embed.weight", "head.weight"]]
 
 
-def test_a041_a_weight_without_values_is_never_random(toy, toy_class, tmp_path, caplog):
+def test_a041_a_weight_that_is_not_materialised_is_never_random(toy, toy_class, tmp_path, caplog):
     state = {name: value for name, value in toy.state_dict().items() if name != "head.weight"}
     save_state_dict(state, tmp_path)
     with init_empty_weights():
@@ -344,7 +344,7 @@ def test_a_hub_id_is_found_in_the_local_cache(toy, tmp_path, monkeypatch):
     assert (found / "model.safetensors").is_file()
 
 
-def test_a_path_that_is_nothing_is_told(tmp_path):
+def test_a_path_that_is_nothing_is_reported(tmp_path):
     with pytest.raises(FileNotFoundError, match="neither a file nor a folder"):
         load_checkpoint_in_model(nn.Linear(1, 1), tmp_path / "nowhere")
 

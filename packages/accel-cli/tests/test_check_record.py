@@ -73,7 +73,7 @@ def test_a_rank_that_needs_too_much_is_named():
     assert find_problems([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**9).problems == ()
 
 
-def test_another_number_of_processes_in_the_config_is_told():
+def test_another_number_of_processes_in_the_config_is_reported():
     merged = combine(
         {
             "launch.num_processes": SourcedValue(
@@ -106,6 +106,6 @@ def test_a_player_is_on_the_cpu_and_knows_its_place():
         (["--world", "2", "--memory", "much", __file__], "--memory"),
     ],
 )
-def test_a_command_line_that_cannot_be_used_is_told(words, part, capsys):
+def test_a_command_line_that_cannot_be_used_is_reported(words, part, capsys):
     assert main(["check", *words]) == 2
     assert part in capsys.readouterr().err

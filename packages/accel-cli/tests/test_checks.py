@@ -52,7 +52,7 @@ def test_what_does_not_fit_is_refused_with_where_it_came_from(line, file, parts)
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_everything_that_does_not_fit_is_told_at_once():
+def test_everything_that_does_not_fit_is_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         plan("--fsdp_version", "2", "--num_processes", "3", "--num_machines", "2", "--machine_rank", "5")
     said = str(caught.value).splitlines()
@@ -107,12 +107,12 @@ def test_fp8_that_the_machine_can_compute_is_launched(line, machine):
     assert plan("--mixed_precision", "fp8", *line, **machine).environ["ACCELERATE_MIXED_PRECISION"] == "fp8"
 
 
-def test_a_wrong_precision_is_told_which_there_are():
+def test_a_wrong_precision_is_refused_with_those_that_exist():
     with pytest.raises(SettingsError, match=r"expected one of 'no', 'fp8', 'fp16', 'bf16'$"):
         plan("--mixed_precision", "bf17")
 
 
-def test_two_engines_are_told_with_everything_else_that_does_not_fit():
+def test_two_engines_are_reported_with_everything_else_that_does_not_fit():
     with pytest.raises(SettingsError) as caught:
         plan("--cpu", "--multi_gpu", "--use_fsdp", "--use_deepspeed", "--use_megatron_lm")
     engines, third, device = caught.value.problems
@@ -126,7 +126,7 @@ def test_a_file_keeps_settings_of_an_engine_that_is_not_used():
     assert from_environ(made.environ).fsdp is None
 
 
-def test_workers_are_told_the_defaults_of_the_command():
+def test_workers_get_the_defaults_of_the_command():
     fsdp = from_environ(plan("--use_fsdp").environ).fsdp
     assert (fsdp.fsdp_version, fsdp.use_orig_params, fsdp.cpu_ram_efficient_loading) == (1, True, True)
     assert from_environ(plan("--use_fsdp", "--fsdp_version", "2").environ).fsdp.fsdp_version == 2

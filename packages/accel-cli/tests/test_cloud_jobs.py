@@ -83,7 +83,7 @@ def pairs(words):
         ),
     ],
 )  # fmt: skip
-def test_each_make_of_mpirun_is_told_in_its_own_flags(version, expected, script):
+def test_each_kind_of_mpirun_gets_its_own_flags(version, expected, script):
     line = ["--mpirun_hostfile", "hosts", "--num_processes", "4", "--num_machines", "2"]
     made = plan(*line, file={"distributed_type": "MULTI_CPU"}, script=script)
     assert made.runner == "mpirun"

@@ -29,7 +29,7 @@ def test_the_overview_names_every_command(capsys):
     assert accel_cli.COMMANDS is COMMANDS
 
 
-def test_the_version_is_told(capsys):
+def test_the_version_is_reported(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"accel {version('accel-cli')}\n"
 
@@ -165,7 +165,7 @@ def test_a_config_file_that_cannot_be_used_is_named(name, text, parts, tmp_path)
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_what_is_wrong_with_variables_and_the_file_is_told_at_once(tmp_path, capsys, monkeypatch):
+def test_what_is_wrong_with_variables_and_the_file_is_reported_at_once(tmp_path, capsys, monkeypatch):
     (tmp_path / "run.yaml").write_text("num_proceses: 2\n")
     monkeypatch.setenv("ACCELERATE_USE_CPU", "perhaps")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf61")

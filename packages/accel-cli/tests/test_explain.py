@@ -68,7 +68,7 @@ def test_the_command_and_what_differs_in_the_environment_are_shown(explained, tm
     assert "HOME" not in " ".join(differs)
 
 
-def test_the_number_of_processes_that_nobody_gave_is_told(explained):
+def test_the_number_of_processes_that_nobody_gave_is_reported(explained):
     assert row(explained(), "launch.num_processes") == ("1", "this machine")
 
 
@@ -83,7 +83,7 @@ def test_what_is_not_used_says_so(explained, monkeypatch):
     assert "FSDP_VERSION" not in text
 
 
-def test_what_workers_are_told_where_nobody_says_anything_is_marked(explained):
+def test_defaults_that_only_workers_get_are_marked(explained):
     text = explained("--use_fsdp", "--cpu")
     assert row(text, "fsdp.cpu_ram_efficient_loading") == ("true", "default of accel launch")
     assert "FSDP_CPU_RAM_EFFICIENT_LOADING=true" in text

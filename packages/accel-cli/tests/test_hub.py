@@ -100,7 +100,7 @@ def test_a_model_in_the_cache_needs_no_hub(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_model_that_is_nowhere_is_told() -> None:
+def test_a_model_that_is_nowhere_is_reported() -> None:
     with pytest.raises(SettingsError, match=r"'someone/absent': neither a file here nor in the hub's cache"):
         meta_model("someone/absent")
 
@@ -170,7 +170,7 @@ def gate() -> Iterator[str]:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_model_behind_a_gate_is_told(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_behind_a_gate_is_reported(gate: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", gate)
     monkeypatch.setattr(

@@ -41,7 +41,7 @@ def test_an_upgrade_leaves_the_versions_to_the_installer(run):
     assert line[4:7] == ["--upgrade", "torch", "torch_xla[tpu]"]
 
 
-def test_what_the_installer_says_last_is_told(run):
+def test_what_the_installer_says_last_is_reported(run):
     run[1].update(returncode=1, stderr="Looking\nERROR: No matching distribution\n")
     with pytest.raises(InstallationError, match=r"exit code 1: ERROR: No matching distribution"):
         install_xla()

@@ -94,7 +94,7 @@ def test_a_line_that_cannot_be_read_says_what_is_wrong(line, parts):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_all_mistakes_of_a_line_are_told_at_once():
+def test_all_mistakes_of_a_line_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         read_arguments(
             ["--num_proceses", "2", "--num_machines", "x", "--cpu=1", "--quite", "--debug", "train.py"]

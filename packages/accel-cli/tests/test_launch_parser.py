@@ -49,7 +49,7 @@ def _long(flag):
     return row.option.flags
 
 
-def test_flags_and_script_are_told_apart():
+def test_flags_and_script_are_separated():
     parser = launch_command_parser()
     args = parser.parse_args(["--num-processes", "2", "--cpu", "train.py", "--num_processes", "3", "-x"])
     assert (args.num_processes, args.cpu, args.mixed_precision) == (2, True, None)

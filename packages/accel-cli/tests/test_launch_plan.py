@@ -124,7 +124,7 @@ def test_settings_that_contradict_each_other_name_both(line, file, parts):
 
 
 @given(st.integers(1, 64), st.integers(1, 8))
-def test_processes_are_divided_evenly_among_machines_or_refused(processes, machines):
+def test_processes_are_spread_evenly_over_nodes_or_refused(processes, machines):
     line = ["--cpu", "--num_processes", str(processes), "--num_machines", str(machines),
             "--main_process_ip", "10.0.0.1", "--main_process_port", "29500"]  # fmt: skip
     if processes % machines:
@@ -172,12 +172,12 @@ def test_a_program_is_looked_up_on_the_path_of_the_worker(tmp_path):
     assert run_simple.job(plan("--no_python", environ=environ)).command == (str(program), "--lr", "1")
 
 
-def test_one_process_learns_the_meeting_place_that_was_given():
+def test_one_process_gets_the_rendezvous_of_the_arguments():
     environ = plan("--main_process_port", "29400", "--main_process_ip", "10.0.0.1").environ
     assert (environ["MASTER_ADDR"], environ["MASTER_PORT"]) == ("10.0.0.1", "29400")
 
 
-def test_torchrun_gets_processes_machines_and_the_meeting_place():
+def test_torchrun_gets_processes_nodes_and_the_rendezvous():
     line = ["--num_processes", "4", "--num_machines", "2", "--machine_rank", "1", "--main_process_ip",
             "10.0.0.1", "--main_process_port", "29400"]  # fmt: skip
     options, rest = torchrun(plan(*line), 29400)

@@ -44,7 +44,7 @@ def test_the_other_format_and_the_end_of_the_shards_can_be_asked_for(shards, tmp
 
 
 @pytest.mark.parametrize(("name", "part"), [("nowhere", "nowhere"), ("empty", "empty")])
-def test_what_holds_no_shards_is_told(name, part, tmp_path, capsys):
+def test_what_holds_no_shards_is_reported(name, part, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
     assert main(["merge-weights", str(tmp_path / name), str(tmp_path / "out")]) == 2
     assert part in capsys.readouterr().err

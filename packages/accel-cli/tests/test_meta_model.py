@@ -44,7 +44,7 @@ def test_weight_files_alone_tell_sizes_and_blocks(folder):
         ("empty", None, ["empty", "weight files"]),
     ],
 )
-def test_what_describes_no_model_is_told(name, content, parts, tmp_path):
+def test_what_describes_no_model_is_reported(name, content, parts, tmp_path):
     (tmp_path / "empty").mkdir()
     if content is not None:
         (tmp_path / name).write_text(content)
@@ -113,6 +113,6 @@ def test_the_numbers_come_as_json_too(folder, capsys):
         (["--num_devices", "none"], "--num_devices"),
     ],
 )
-def test_a_value_that_cannot_be_used_is_told_with_its_flag(folder, words, part, capsys):
+def test_a_value_that_cannot_be_used_is_reported_with_its_flag(folder, words, part, capsys):
     assert main(["estimate-memory", str(folder), *words]) == 2
     assert part in capsys.readouterr().err

@@ -45,7 +45,7 @@ def test_a_state_dict_of_local_shards_becomes_one_of_shards():
     assert "LOCAL_STATE_DICT" in converted.notes[0]
 
 
-def test_a_hybrid_strategy_is_told_where_its_replicas_are_said():
+def test_a_hybrid_strategy_is_refused_with_the_key_of_its_replicas():
     assert any(
         "dp_replicate_size" in note for note in to_fsdp2(config(fsdp_sharding_strategy="HYBRID_SHARD")).notes
     )
@@ -63,7 +63,7 @@ def test_a_hybrid_strategy_is_told_where_its_replicas_are_said():
         (config(fsdp_colour="red"), ["fsdp_colour"]),
     ],
 )
-def test_what_cannot_be_rewritten_is_told(old, parts):
+def test_what_cannot_be_rewritten_is_reported(old, parts):
     with pytest.raises(SettingsError) as caught:
         to_fsdp2(old)
     assert [part for part in parts if part not in str(caught.value)] == []

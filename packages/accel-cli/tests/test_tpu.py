@@ -73,7 +73,7 @@ def test_accel_is_installed_first(version, line, capsys):
         ([*BASE, "--install_accelerate", "--accelerate_version", "; rm -rf /"], ["'; rm -rf /'", "latest"]),
     ],
 )
-def test_what_is_missing_is_told(words, parts, capsys):
+def test_what_is_missing_is_reported(words, parts, capsys):
     assert main(words) == 2
     message = capsys.readouterr().err
     assert [part for part in parts if part not in message] == []

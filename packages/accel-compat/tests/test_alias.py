@@ -201,7 +201,7 @@ def test_a_script_and_a_module_run_with_their_arguments(tmp_path: Path) -> None:
     assert as_module.stdout == wanted
 
 
-def test_without_a_script_the_usage_is_told() -> None:
+def test_without_a_script_the_usage_is_reported() -> None:
     done = subprocess.run([sys.executable, "-m", "accel_compat"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("usage: python -m accel_compat")

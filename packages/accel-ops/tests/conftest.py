@@ -1,4 +1,4 @@
-"""A world of several ranks inside one process: threads that take turns, one running at a time."""
+"""A world of several ranks inside one process: threads of which one runs at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from accel_state.topology import Topology
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE = 60.0  # seconds until ranks that wait for each other in vain are an error
+TIMEOUT = 60.0  # seconds until a hanging collective is an error
 
 
 @dataclass
@@ -32,7 +32,7 @@ class World:
     posted: dict[int, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.everyone = threading.Barrier(self.size, timeout=PATIENCE)
+        self.everyone = threading.Barrier(self.size, timeout=TIMEOUT)
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run a body on every rank; return what each returned or raised."""

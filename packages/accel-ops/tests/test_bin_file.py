@@ -91,7 +91,7 @@ def test_compressed_doubled_and_absent_records_are_refused(path):
         load_state_dict(path)
 
 
-def test_a_model_without_values_is_refused(tmp_path):
+def test_a_meta_model_is_refused(tmp_path):
     torch.save({"a": torch.empty(4, device="meta")}, tmp_path / "a.bin")
     with torch.device("meta"):
         torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / "b.bin")

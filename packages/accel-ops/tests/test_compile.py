@@ -102,7 +102,7 @@ def test_results_gradients_and_names_are_those_of_the_model():
         assert torch.allclose(found.grad, right.grad, atol=1e-6)
 
 
-def test_compiled_regions_are_told_from_others():
+def test_compiled_regions_are_distinguished_from_others():
     model = Model()
     assert not has_compiled_regions(model)
     assert compile_regions_deepspeed(model, backend="eager") is None

@@ -1,4 +1,4 @@
-"""Folders that several ranks write and any number of ranks reads; ranks take turns in this process."""
+"""Folders that several ranks write and any number of ranks reads; ranks run one by one in this process."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def test_operations_run_in_the_precision_of_the_process(
         assert product_type() is expected
 
 
-def test_a_scaler_scales_and_shares_its_verdict_where_gradients_are_shared():
+def test_a_scaler_scales_and_shares_whether_gradients_are_finite():
     AcceleratorState(cpu=True)
     scaler = get_grad_scaler(init_scale=8.0)
     assert scaler.scale(torch.ones(1)).item() == 8.0

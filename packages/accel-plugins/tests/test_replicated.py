@@ -27,7 +27,7 @@ def make(module: Any = single) -> Strategy:
 
 
 @pytest.mark.parametrize("module", [single, ddp])
-def test_a_model_without_values_is_refused_by_the_name_of_its_parameter(module: Any):
+def test_a_meta_model_is_refused_by_the_name_of_its_parameter(module: Any):
     with torch.device("meta"):
         empty = nn.Sequential(nn.Linear(1, 1))
     with pytest.raises(SettingsError, match=r"Sequential: the parameter '0.weight' is on the meta device"):

@@ -86,7 +86,7 @@ def test_a_loaded_model_is_quantised(net, tokens, kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", ["cpu", "half", "disk"])
-def test_a_skeleton_is_filled_under_every_map(net, tokens, tmp_path, kind, place):
+def test_a_meta_model_is_filled_under_every_map(net, tokens, tmp_path, kind, place):
     save_state_dict(net.state_dict(), tmp_path / "ck", max_shard_size="100KB")
     plan = {
         "cpu": {"": "cpu"},

@@ -254,7 +254,7 @@ def test_lines_that_an_environment_file_cannot_hold_are_left_out_with_a_warning(
     assert [name in caplog.text for name in ("BAD", "WORSE", "A=B", "EMPTY")] == [True] * 4
 
 
-def test_libraries_that_are_imported_are_told_in_the_order_asked():
+def test_libraries_that_are_imported_are_reported_in_the_order_asked():
     assert environ.are_libraries_initialized("unittest", "surely_not_there", "asyncio") == [
         "unittest",
         "asyncio",

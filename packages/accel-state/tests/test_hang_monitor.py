@@ -36,7 +36,7 @@ def until(condition):
 
 
 def other_rank(store, **told) -> hang_monitor.HangMonitor:
-    """Rank 1, which has said one thing."""
+    """Rank 1, which has posted one status."""
     other = hang_monitor.HangMonitor(store, rank=1, world_size=2, limit=0.5)
     other._store.set("1", RankStatus(rank=1, heartbeat=1, **told).to_text())
     return other
@@ -126,7 +126,7 @@ def test_errors_of_the_program_pass_unchanged(store, error, scope):
     with pytest.raises(type(error)) as raised, scope("backward"):
         raise error
     assert raised.value is error
-    assert active.diagnosis is None, "other ranks would be told of a stall"
+    assert active.diagnosis is None, "other ranks would read the diagnosis of a stall"
     with scope("backward"):
         pass
 
@@ -227,7 +227,7 @@ def test_rank_0_waits_a_moment_for_the_others_before_it_takes_the_store_away(sto
     thread.join()
 
 
-def test_the_verdict_of_an_earlier_watch_is_forgotten(store):
+def test_the_diagnosis_of_an_earlier_monitor_is_dropped(store):
     other_rank(store)._store.set("diagnosis", "old")
     active = begin(store)
     assert not active._store.check(["diagnosis"])
@@ -261,7 +261,7 @@ def test_a_store_that_cannot_do_its_part_does_not_stop_the_run(caplog):
         pass
 
 
-def test_where_the_main_thread_is_can_be_told_from_another_thread():
+def test_the_location_of_the_main_thread_is_read_from_another_thread():
     here = "thread.join()  # the main thread is here"
     thread = threading.Thread(target=lambda: until(lambda: source_location(main_thread_site())[1] == here))
     thread.start()

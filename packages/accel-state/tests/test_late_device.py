@@ -52,7 +52,7 @@ def test_an_upload_with_all_of_its_ordering_passes(schedule):
         assert torch.equal(target * 2, VALUES * 2)
 
 
-def test_without_a_wait_the_values_are_poison_and_both_places_are_told():
+def test_without_a_wait_the_values_are_poison_and_both_places_are_reported():
     with late_device() as device:
         side = device.new_stream()
         target = device_buffer(device)

@@ -33,7 +33,7 @@ IP_LOCAL_PORT_RANGE = 51  # since Linux 6.3
 
 
 @LINUX
-def test_a_reserved_port_can_be_listened_on_by_the_store_that_is_told_it_and_by_no_other():
+def test_only_the_store_that_gets_a_reserved_port_can_listen_on_it():
     port = reserved_port()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(("", port))

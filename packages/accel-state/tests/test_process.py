@@ -74,7 +74,7 @@ def test_what_cannot_be_split_is_named(inputs):
 
 @pytest.fixture
 def dataset(monkeypatch):
-    """A stand-in for `datasets.Dataset`, which is told by its name and its package."""
+    """A fake of `datasets.Dataset`, which is recognised by its name and its package."""
 
     class Dataset:
         def __init__(self, rows):

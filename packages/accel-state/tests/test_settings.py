@@ -235,7 +235,7 @@ def test_argument_beats_environment_beats_file_beats_default_in_whatever_order_t
     assert merged.settings.training.gradient_accumulation_steps == (int(winner) + 2 if speaking else 1)
 
 
-def test_the_origin_of_a_value_is_told_in_words():
+def test_the_origin_of_a_value_is_reported_in_words():
     merged = combine(
         parse_file({"mixed_precision": "fp16", "debug": True}, "run.yaml"),
         parse_environ({"ACCELERATE_MIXED_PRECISION": "bf16"}),
@@ -350,7 +350,7 @@ def test_a_bad_key_or_value_names_its_file_key_and_the_way_out(content, parts):
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
-def test_all_keys_that_cannot_be_used_are_told_at_once():
+def test_all_keys_that_cannot_be_used_are_reported_at_once():
     with pytest.raises(SettingsError) as caught:
         parse_file({"num_proceses": 2, "num_machines": 0, "debug": True}, "run.yaml")
     answers = str(caught.value).splitlines()

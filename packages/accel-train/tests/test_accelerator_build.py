@@ -231,7 +231,7 @@ def test_an_installed_strategy_that_applies_trains_the_run(monkeypatch):
 
 
 def lazy(events):
-    """A strategy of a device that executes when it is told."""
+    """A strategy of a device that executes on request."""
 
     def build(settings, runtime, precision, handlers):
         assert settings.training.strategy == "lazy"

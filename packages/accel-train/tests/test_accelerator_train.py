@@ -385,7 +385,7 @@ def test_loss_scaling_refuses_parameters_in_float16_when_they_are_prepared():
     assert teacher(torch.ones(1, 2)).dtype is torch.float32
 
 
-def test_a_skipped_step_is_told_and_moves_no_schedule():
+def test_a_skipped_step_is_reported_and_moves_no_schedule():
     handlers = [GradScalerKwargs(init_scale=4.0)]
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
     model = torch.nn.Linear(1, 1)

@@ -145,7 +145,7 @@ def test_a_numbered_name_tells_its_number(iteration):
     assert layout.iteration_of(layout.numbered_name(iteration)) == iteration
 
 
-def test_leftovers_tell_their_owner(tmp_path):
+def test_stale_folders_name_their_owner(tmp_path):
     target = tmp_path / "checkpoint_3"
     assert layout.target_of_trash(layout.staging_path(target, "0a").name) == "checkpoint_3"
     assert layout.target_of_trash(layout.trash_path(target, "0a").name) == "checkpoint_3"

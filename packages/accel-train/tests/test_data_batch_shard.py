@@ -57,7 +57,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
 def expected(
     order: list[int], size: int, world: int, *, drop: bool, split: bool, even: bool
 ) -> list[list[list[int]]]:
-    """Deal by brute force: cut the order into rounds, complete the last one, cut it among the ranks."""
+    """Shard by brute force: cut the order into rounds, complete the last one, split each across ranks."""
     rows = size // world if split else size
     stride = rows * world
     shares: list[list[list[int]]] = [[] for _ in range(world)]

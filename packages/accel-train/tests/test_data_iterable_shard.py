@@ -154,7 +154,7 @@ def test_going_on_gives_exactly_the_samples_that_were_left(
         assert list(rest) == whole[rounds * shard.plan.rows :]
 
 
-def test_a_dataset_that_can_seek_is_not_read_in_vain() -> None:
+def test_of_a_dataset_that_can_seek_nothing_is_read_twice() -> None:
     dataset = Seekable(100)
     shard = IterableDatasetShard(dataset, 4, num_processes=2, process_index=1).starting_at((80,))
     assert list(shard)[:4] == [84, 85, 86, 87]

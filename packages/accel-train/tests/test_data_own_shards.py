@@ -1,4 +1,4 @@
-"""Iterable datasets with shards of their own give each rank its shards, and nothing is read in vain."""
+"""Iterable datasets with shards of their own give each rank its shards, and nothing else is read."""
 
 from __future__ import annotations
 

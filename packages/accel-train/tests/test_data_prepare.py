@@ -225,12 +225,12 @@ def test_a_seedable_sampler_gives_ranks_one_order_without_talking(name: str) -> 
         assert loader.rng_types == ()
 
 
-def test_a_seed_without_a_seedable_sampler_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_seed_without_a_seedable_sampler_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     prepare_data_loader(SHUFFLED["shuffle"](), data_seed=3)
     assert "data_seed has no effect" in caplog.text
 
 
-def test_a_slice_function_without_dispatching_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slice_function_without_dispatching_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     pair(SHUFFLED["shuffle"], slice_fn_for_dispatch=lambda batch, *_, **__: batch)
     assert "slice_fn_for_dispatch has no effect" in caplog.text
 

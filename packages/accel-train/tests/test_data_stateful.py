@@ -1,4 +1,4 @@
-"""With torchdata, loaders are its own: it reads their states, and they read its; nothing is read in vain."""
+"""With torchdata, loaders are its own: it reads their states, and they read its; nothing else is read."""
 
 from __future__ import annotations
 

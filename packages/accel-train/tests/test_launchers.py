@@ -140,7 +140,7 @@ def test_two_launches_at_the_same_time_do_not_meet_at_one_port(monkeypatch):
     assert len(set(endpoints)) == 4
 
 
-def test_of_several_that_fail_the_first_is_told_first():
+def test_of_several_that_fail_the_first_is_reported_first():
     """Torch looks at them once a second here, and knows the time of an error in whole seconds."""
 
     def fail():

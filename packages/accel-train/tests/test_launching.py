@@ -58,7 +58,7 @@ def test_a_script_gives_what_it_calls_its_result(tmp_path, monkeypatch):
     assert "beside" not in sys.modules
 
 
-def test_a_rank_that_fails_is_told_with_its_traceback():
+def test_a_rank_that_fails_is_reported_with_its_traceback():
     def fail():
         if detect(read()).rank == 1:
             raise ValueError("boom")
@@ -74,7 +74,7 @@ def test_a_rank_that_fails_is_told_with_its_traceback():
         (lambda: sys.exit(3), r"Rank \d failed: it ended with exit code 3"),
     ],
 )
-def test_how_a_process_ended_without_an_error_of_the_function_is_told(work, message):
+def test_how_a_process_ended_without_an_error_of_the_function_is_reported(work, message):
     with pytest.raises(WorkerFailedError, match=message):
         launch(work, config=TWO)
 

@@ -101,7 +101,7 @@ def accumulated(folder: Path) -> dict[str, Any]:
 
 
 def fsdp2(folder: Path) -> dict[str, Any]:
-    """Shard the model by FSDP2, save whole weights, and resume."""
+    """Shard the model by FSDP2, save full weights, and resume."""
     options = {
         "fsdp": "full_shard auto_wrap",
         "fsdp_config": {
