@@ -319,8 +319,9 @@ class TrackerSession:
     ) -> None:
         """Let every tracker log values, each a dictionary of its own."""
         self._flushes_due = _FLUSHES
-        for name, log in self._logs:
-            own = values if len(self._logs) == 1 else dict(values)
+        logs = self._logs
+        for name, log in logs:
+            own = values if len(logs) == 1 else dict(values)
             try:
                 if options:
                     log(own, step=step, **options.get(name, {}))
