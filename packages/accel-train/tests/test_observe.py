@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from copy import copy
 from types import ModuleType
 
 import pytest
 import torch
+from torch import nn
 
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_state import available
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_train import Accelerator
+from accel_train.accelerator.absent import INSTEAD
 
 
 def names_in(trace):
@@ -120,3 +124,50 @@ def test_other_optimizers_are_no_lomo(lomo):
     accelerator.prepare(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1))
     with pytest.raises(SettingsError, match="SGD"):
         accelerator.lomo_backward(torch.ones(()), 0.1)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("device_map", "named"),
+    [
+        ({"a": "cpu", "b": "disk"}, "cpu and disk"),
+        ({"a": 0, "b": "cpu"}, "cpu"),
+        ({"a": 0, "b": torch.device("cpu")}, "cpu"),
+        ({"": "disk"}, "disk"),
+    ],
+)
+def test_a_quantised_model_with_offloaded_parts_is_not_trained(bits, device_map, named):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Sequential(nn.Linear(2, 2))
+    vars(model[0]).update({f"is_loaded_in_{bits}bit": True, "hf_device_map": device_map})
+    with pytest.raises(ValueError, match=f"quantised to {bits} bits and has parts on {named}, by"):
+        accelerator.prepare(model)
+    assert accelerator.prepare_model(model, evaluation_mode=True) is model
+
+
+def test_a_quantised_model_on_one_device_is_trained_there():
+    accelerator = Accelerator(cpu=True)
+    for device_map in ({"": "cpu"}, {"": 0}, {"a": "cpu", "b": torch.device("cpu")}, {}):
+        model = nn.Linear(2, 2)
+        vars(model).update(is_loaded_in_8bit=True, hf_device_map=device_map)
+        assert accelerator.prepare(model) is model
+
+
+def test_attributes_that_scripts_know_from_elsewhere_say_what_takes_their_place():
+    accelerator = Accelerator(cpu=True)
+    for name, advice in INSTEAD.items():
+        with pytest.raises(AttributeError, match=re.escape(f"no attribute {name!r}: {advice}")):
+            getattr(accelerator, name)
+    assert not hasattr(accelerator, "nonsense")
+    accelerator.flag_tensor = 3
+    assert accelerator.flag_tensor == 3
+    assert copy(accelerator).flag_tensor == 3
+
+
+@pytest.mark.parametrize(("precision", "native"), [("no", False), ("bf16", True)])
+def test_native_amp_says_whether_torch_casts(precision, native):
+    accelerator = Accelerator(cpu=True, mixed_precision=precision)
+    assert accelerator.native_amp is native
+    assert not accelerator.fp8_enabled
+    optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    assert optimizer.accelerator_state.mixed_precision == precision

@@ -9,6 +9,7 @@ import torch
 
 from accel_ops.move import send_to_device
 from accel_plugins.precision import stepping_with
+from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 
 if TYPE_CHECKING:
@@ -103,6 +104,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         if device_placement and _state_lags_behind(optimizer):
             # Loading its own state is how an optimizer moves it to its parameters.
             optimizer.load_state_dict(optimizer.state_dict())
+
+    @property
+    def accelerator_state(self) -> AcceleratorState:
+        """The state of this process."""
+        return AcceleratorState()
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step the wrapped optimizer if gradients are synchronised now.

@@ -54,6 +54,11 @@ class ProcessFacet(Facet):
         return FP8BackendType(backend or "NO")
 
     @property
+    def fp8_enabled(self) -> bool:
+        """Whether matrices are multiplied in 8 bits."""
+        return self.fp8_backend is not FP8BackendType.NO
+
+    @property
     def num_processes(self) -> int:
         """Number of processes of the run."""
         return self._parts.process.num_processes

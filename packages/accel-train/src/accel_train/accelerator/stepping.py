@@ -273,6 +273,12 @@ class SteppingFacet(Facet):
         return self._parts.precision.name if converter is None else converter.recipe.name
 
     @property
+    def native_amp(self) -> bool:
+        """Whether forward passes run in mixed precision by torch's autocast."""
+        fp16 = self.mixed_precision == "fp16" and self._parts.process.device.type != "cpu"
+        return fp16 or self.mixed_precision == "bf16"
+
+    @property
     def scaler(self) -> GradScaler | None:
         """The loss scaler, with float16."""
         return self._parts.precision.scaler

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.strategy import Feature
-from accel_state.errors import UnsupportedError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.bound import bind_step
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
@@ -20,6 +20,7 @@ from accel_train.scheduler import AcceleratedScheduler
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from accel_plugins.bundle import Bundle
@@ -66,7 +67,29 @@ def has_device_map(model: nn.Module) -> bool:
     return any(len(getattr(part, "hf_device_map", ())) > 1 for part in model.modules())
 
 
+def _check_quantised(model: nn.Module, device: torch.device) -> None:
+    """Refuse to train a quantised model of which some parts are not where it runs.
+
+    Raises:
+        SettingsError: Parts of it are on the disk, or on the CPU of a run on an accelerator.
+    """
+    for part in model.modules():
+        bits = [n for n in (8, 4) if getattr(part, f"is_loaded_in_{n}bit", False)]
+        devices = {str(device) for device in getattr(part, "hf_device_map", {}).values()}
+        offloaded = (
+            devices & {"disk", "cpu"} if len(devices) > 1 or device.type != "cpu" else devices & {"disk"}
+        )
+        if bits and offloaded:
+            raise SettingsError(
+                f"{type(part).__qualname__} is quantised to {bits[0]} bits and has parts on "
+                f"{' and '.join(sorted(offloaded))}, by its device map: such a model cannot be trained. Load "
+                "it with all parts on one device, or prepare it with evaluation_mode=True."
+            )
+
+
 def _check(bundle: Bundle, request: Request) -> Bundle:
+    for model in bundle.models if not request.evaluation else ():
+        _check_quantised(model, request.parts.process.device)
     if request.parts.process.use_distributed and not request.evaluation:
         for model in bundle.models:
             if has_device_map(model):
