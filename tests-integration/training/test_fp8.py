@@ -28,6 +28,15 @@ VOCABULARY = 32
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Several threads wait for each other in matrices as small as these, where the machine is busy."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Block(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
@@ -161,22 +170,24 @@ def test_one_process_trains_as_by_hand(name):
     torch.testing.assert_close(model.state_dict(), train_by_hand(name, 1, clip=0.5))
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_small_language_model_learns_as_it_does_in_bf16(name):
-    """The final loss is within 5 % of that in bfloat16, and far below that of a model that knows nothing."""
+def final_loss(seed, name=None):
+    precision, handlers = ("bf16", []) if name is None else ("fp8", [AORecipeKwargs(config=name)])
+    accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=handlers)
+    model = make_model(seed)
+    model, optimizer = accelerator.prepare(model, make_optimizer(model))
+    train(accelerator, model, optimizer, make_batches(40, 8, seed))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with torch.no_grad():
+        return loss_of(model, make_batches(1, 64, 9)[0]).item()
+
+
+def test_a_small_language_model_learns_as_it_does_in_bf16():
+    """The final loss is within 5 % of that in bfloat16, and below that of a model that knows nothing."""
     for seed in (1, 2, 3):
-        losses = {}
-        for precision in ("fp8", "bf16"):
-            handlers = [AORecipeKwargs(config=name)] if precision == "fp8" else []
-            accelerator = Accelerator(cpu=True, mixed_precision=precision, kwargs_handlers=handlers)
-            model = make_model(seed)
-            model, optimizer = accelerator.prepare(model, make_optimizer(model))
-            train(accelerator, model, optimizer, make_batches(60, 8, seed))
-            with torch.no_grad():
-                losses[precision] = loss_of(model, make_batches(1, 64, 9)[0]).item()
-            AcceleratorState._reset_state(reset_partial_state=True)
-        assert losses["bf16"] < 0.7 * math.log(VOCABULARY)
-        assert abs(losses["fp8"] / losses["bf16"] - 1) < 0.05, losses
+        expected = final_loss(seed)
+        assert expected < 0.8 * math.log(VOCABULARY)
+        for name in RECIPES:
+            assert abs(final_loss(seed, name) / expected - 1) < 0.05, (seed, name)
 
 
 @pytest.mark.parametrize("name", ["tensorwise", "mxfp8"])

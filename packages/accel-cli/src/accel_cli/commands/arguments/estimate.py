@@ -51,9 +51,9 @@ def _add_training(made: Parser) -> None:
     )
     training.add_argument(
         "--mixed_precision",
-        choices=("no", "fp16", "bf16"),
+        choices=("no", "fp16", "bf16", "fp8"),
         default="bf16",
-        help="the precision of forward and backward passes (default: %(default)s)",
+        help="precision of forward and backward passes; fp8 stores what bf16 does (default: %(default)s)",
     )
     training.add_argument(
         "--batch_size",

@@ -61,7 +61,12 @@ def run(options: Namespace) -> int:
     show(_weights_table(options.model_name, weights, job), "")
     show(_training_table(estimates, job, memory, host, options))
     if memory is not None:
-        show("", *_advice(suggestion, again, memory), "", _placement(model, memory, job.devices))
+        show(
+            "",
+            *_advice(suggestion, again, memory, options.mixed_precision),
+            "",
+            _placement(model, memory, job.devices),
+        )
     if not options.quiet:
         show("", *_notes(options))
     return 0
@@ -164,9 +169,10 @@ def _training_table(
     )
 
 
-def _advice(suggestion: Suggestion | None, again: Job, memory: int) -> list[str]:
+def _advice(suggestion: Suggestion | None, again: Job, memory: int, precision: str) -> list[str]:
     if suggestion is not None:
-        text = yaml.safe_dump(dict(suggestion.config), sort_keys=False).rstrip()
+        config = {**suggestion.config, "mixed_precision": precision}
+        text = yaml.safe_dump(config, sort_keys=False).rstrip()
         return [f"suggested: {suggestion.estimate.strategy}", text]
     needed = devices_needed(again, memory)
     if needed is None:

@@ -1,0 +1,147 @@
+"""What `Accelerator(mixed_precision="fp8")` costs over the same library by hand.
+
+    uv run python tools/benchmarks/fp8.py [--gpu] [--rounds N]
+
+One model, trained by a loop in plain PyTorch with torchao's own conversion, by accel, and in bfloat16,
+alternately in one process; with `--gpu` on a GPU, also with TransformerEngine where that is installed. On a
+CPU FP8 is emulated, which is slower than bfloat16: there only the overhead of accel means anything.
+
+Claim: accel takes at most 1.03 of the time of the loop by hand, and as much memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_plugins.fp8 import te
+from accel_plugins.fp8.ao import convert_model_to_fp8_ao
+from accel_plugins.kwargs.fp8 import AORecipeKwargs, TERecipeKwargs
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.available import is_installed
+from accel_train import Accelerator
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+CLAIM = 1.03
+
+
+def make_model(width: int) -> torch.nn.Module:
+    """Six linear layers, of which the four in the middle are converted."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(width, width) for _ in range(6)]
+    return torch.nn.Sequential(*[part for layer in layers for part in (layer, torch.nn.GELU())])
+
+
+def by_hand(library: str | None, width: int, inputs: torch.Tensor) -> Callable[[], None]:
+    """A training step in plain PyTorch."""
+    device, model = inputs.device, make_model(width).to(inputs.device)
+    if library == "AO":
+        float8 = import_module("torchao.float8")
+        config = replace(float8.Float8LinearConfig(), pad_inner_dim=True, emulate=device.type == "cpu")
+        convert_model_to_fp8_ao(model, config)
+    recipe: Any = None
+    if library == "TE":
+        te.convert_model(model)
+        recipe = te.make_recipe(TERecipeKwargs())
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step() -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            if recipe is None:
+                loss = model(inputs).float().square().mean()
+            else:
+                with te.fp8_autocast(recipe, enabled=True):
+                    loss = model(inputs).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def with_accel(library: str | None, width: int, inputs: torch.Tensor) -> Callable[[], None]:
+    """The same step with accel."""
+    AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage] - several in turn
+    handlers: dict[str | None, list[Any]] = {None: [], "AO": [AORecipeKwargs()], "TE": [TERecipeKwargs()]}
+    accelerator = Accelerator(
+        cpu=inputs.device.type == "cpu",
+        mixed_precision="fp8" if library else "bf16",
+        kwargs_handlers=handlers[library],
+    )
+    model = make_model(width)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+
+    def step() -> None:
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def seconds(step: Callable[[], None], device: torch.device) -> float:
+    """The time of one step."""
+    begin = time.perf_counter()
+    step()
+    if device.type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter() - begin
+
+
+def peak(make: Callable[[], Callable[[], None]], device: torch.device) -> float:
+    """The most memory of two steps in GB; on a GPU alone."""
+    if device.type != "cuda":
+        return 0.0
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    step = make()
+    step()
+    step()
+    return torch.cuda.max_memory_allocated() / 1e9
+
+
+def main() -> int:
+    """Print a row for each library; fail where accel misses the claim."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpu", action="store_true", help="large matrices on a GPU")
+    parser.add_argument("--rounds", type=int, default=30, help="pairs of steps to compare")
+    options = parser.parse_args()
+    device = torch.device("cuda" if options.gpu else "cpu")
+    width, rows = (8192, 8192) if options.gpu else (256, 512)
+    torch.set_num_threads(1)
+    inputs = torch.randn(rows, width, device=device)
+    libraries = [None, "AO", *(["TE"] if options.gpu and is_installed("transformer_engine") else [])]
+    missed = 0
+    for library in libraries:
+        plain, ours = by_hand(library, width, inputs), with_accel(library, width, inputs)
+        for _ in range(3):
+            plain()
+            ours()
+        pairs = [(seconds(plain, device), seconds(ours, device)) for _ in range(options.rounds)]
+        ratio = statistics.median(two / one for one, two in pairs)
+        fastest = [1e3 * min(times) for times in zip(*pairs, strict=True)]
+        del plain, ours
+        memory = [peak(partial(make, library, width, inputs), device) for make in (by_hand, with_accel)]
+        print(
+            f"{library or 'bf16':5} by hand {fastest[0]:8.2f} ms, accel {fastest[1]:8.2f} ms, "
+            f"ratio {ratio:.3f} (median of pairs); memory {memory[0]:.2f} and {memory[1]:.2f} GB"
+        )
+        missed += ratio > CLAIM
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
