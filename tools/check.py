@@ -125,7 +125,8 @@ STEPS = (
         name="integration",
         about="SPMD tests on pooled ranks, and real launches",
         command=(
-            *(*PYTEST, "--durations=10", "tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
+            *(*PYTEST, "-n", "2", "--dist", "loadfile", "--durations=30"),
+            *("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
         ),
     ),
     Step(
@@ -137,7 +138,7 @@ STEPS = (
     Step(
         name="examples",
         about="every example of the README files and the documentation",
-        command=(*PYTEST, "--durations=5", EXAMPLES),
+        command=(*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
     ),
     Step(
         name="fuzz",
