@@ -33,7 +33,9 @@ TEST_TOOLS = ("pytest", "hypothesis")
 PYTEST_INI = """\
 [pytest]
 addopts = --import-mode=importlib --strict-markers -q -p no:cacheprovider
-filterwarnings = error
+filterwarnings =
+    error
+    ignore:invalid escape sequence
 markers =
     gpu: needs an accelerator
     slow: compiles or starts many processes
