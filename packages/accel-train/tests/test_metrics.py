@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accel_train import Accelerator
 from accel_train.metrics import all_tensors, trim_objects, trim_tensors
 
 
@@ -44,3 +45,14 @@ def test_tuples_of_objects_are_cut_too():
 def test_data_with_any_other_leaf_is_not_all_tensors():
     assert all_tensors({"a": [torch.ones(1)], "b": torch.ones(())})
     assert not all_tensors({"a": [torch.ones(1), None]})
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_whatever_rows_a_tensor_has_the_last_batch_gives_as_many_as_it_has_samples(as_objects):
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(list(range(5)), batch_size=2))
+    found = [
+        accelerator.gather_for_metrics(torch.cat([batch, batch]), use_gather_object=as_objects).tolist()
+        for batch in loader
+    ]
+    assert found == [[0, 1, 0, 1], [2, 3, 2, 3], [4]]

@@ -54,7 +54,7 @@ def _real_samples(loader: Any) -> tuple[int | None, bool]:
 def _gather_objects(data: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
     problem: ValueError | None = None
     try:
-        if real is not None and (is_padded or isinstance(data, list | tuple)):
+        if real is not None and (is_padded or isinstance(data, list | tuple | torch.Tensor)):
             data = trim_objects(data, real=real)
     except ValueError as error:
         problem = error
