@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import shutil
@@ -26,13 +27,19 @@ def sources(version):
     uv = os.environ.get("UV") or shutil.which("uv")
     if uv is None:
         pytest.skip("uv is not there to fetch TransformerEngine's sources")
-    folder = Path(tempfile.gettempdir()) / f"accel-transformer-engine-{os.getuid()}" / version
-    if not (folder / "transformer_engine").is_dir():
-        command = [uv, "pip", "install", "--quiet", "--no-deps", "--no-build", "--target", str(folder)]
+    cache = Path(tempfile.gettempdir()) / f"accel-transformer-engine-{os.getuid()}"
+    folder = cache / version
+    if not folder.is_dir():
+        cache.mkdir(mode=0o700, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(dir=cache))
+        command = [uv, "pip", "install", "--quiet", "--no-deps", "--no-build", "--target", str(staging)]
         command += [f"transformer-engine=={version}"]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         if done.returncode:
+            shutil.rmtree(staging)
             pytest.skip(f"TransformerEngine {version} cannot be fetched: {done.stderr.strip()[:200]}")
+        with contextlib.suppress(OSError):  # another process of the tests was faster
+            staging.rename(folder)
     return folder / "transformer_engine"
 
 

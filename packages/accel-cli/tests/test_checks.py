@@ -85,6 +85,7 @@ def test_what_the_library_does_not_have_yet_is_refused_before_anything_starts(li
         ),
         (["--cpu", "--fp8_backend", "te"], {}, ["TransformerEngine trains on", "not 'cpu'", "'AO'"]),
         (["--fp8_backend", "msamp"], {"fp8_backends": ("AO",)}, ["no longer developed", "AORecipeKwargs()"]),
+        (["--use_deepspeed"], {}, ["not supported with DeepSpeed", "--use_fsdp"]),
         ([], {"capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
     ],
 )

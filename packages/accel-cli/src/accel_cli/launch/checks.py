@@ -250,6 +250,9 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
     """Ask what the worker asks, of the devices of this machine."""
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
+    origin = facts.merged.source_of("precision.mixed_precision").origin
+    if facts.settings.deepspeed is not None:
+        yield f"{origin} asks for FP8, which is not supported with DeepSpeed: use --use_fsdp, or bf16."
     machine, fp8 = facts.machine, facts.settings.fp8
     on_cpu = uses_cpu(facts.merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
@@ -257,7 +260,7 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
     try:
         choose_backend(named, device, installed=machine.fp8_backends)
     except AccelError as error:
-        yield f"{facts.merged.source_of('precision.mixed_precision').origin} asks for FP8: {error}"
+        yield f"{origin} asks for FP8: {error}"
 
 
 def _alias_is_absent(facts: Facts) -> Iterator[str]:
