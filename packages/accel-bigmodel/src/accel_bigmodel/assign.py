@@ -1,4 +1,4 @@
-"""Say where each tensor of a checkpoint goes, before any is touched; then bring them there."""
+"""Plan the target of each tensor of a checkpoint before any is changed; then load them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What was asked of a load; see `load_checkpoint_in_model`."""
+    """The arguments of a load; see `load_checkpoint_in_model`."""
 
     device_map: Mapping[str, Device] | None = None
     offload_folder: str | os.PathLike[str] | None = None
@@ -54,7 +54,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One tensor's way.
+    """The load plan of one tensor.
 
     Attributes:
         name: Its name.
@@ -87,7 +87,7 @@ def plan_load(
     Args:
         model: The model.
         sources: The checkpoint's files.
-        assignment: What was asked.
+        assignment: The arguments of the load.
         tied: Groups of names of one tensor: one of them is enough.
 
     Returns:
@@ -136,13 +136,13 @@ def assign(
     index: Index,
     sample: Callable[[], None],
 ) -> dict[str, int]:
-    """Bring one file's tensors to where they go.
+    """Load one file's tensors to their devices.
 
     Args:
         model: The model, changed in place.
         source: The file.
-        steps: Its tensors' ways.
-        assignment: What was asked.
+        steps: The load plan of its tensors.
+        assignment: The arguments of the load.
         index: Gets the entries of tensors on the disk.
         sample: Called as memory grows.
 
@@ -219,7 +219,7 @@ def _how(source: Source, device: Device | None, *, cast: bool) -> How:
 
 
 def _upload_batches(source: Source, steps: Sequence[Step]) -> dict[str, tuple[list[str], torch.device]]:
-    """Say what is uploaded together: the first tensor of a batch to all its tensors, and their device.
+    """Group tensors into upload batches: the first tensor of a batch to all its tensors, and their device.
 
     A batch is bounded in the types of the file: it is on the device beside what it is cast to.
     """
@@ -261,7 +261,7 @@ def _put(model: nn.Module, step: Step, value: Tensor, assignment: Assignment) ->
 
 
 def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
-    """Make this rank's part of a distributed tensor, from the whole or from the part itself."""
+    """Make this rank's shard of a `DTensor`, from the full tensor or from the shard itself."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     device = like.device_mesh.device_type

@@ -65,7 +65,7 @@ class _Unit:
         self.nbytes += max(1, -(-stored.nbytes // _ALIGNMENT)) * _ALIGNMENT
 
     def spans(self, buffer: Tensor) -> list[Span]:
-        """Say what is copied where."""
+        """Return the spans to copy."""
         return [
             Span(source=stored, begin=0, target=buffer[begin : begin + stored.nbytes])
             for _, stored, begin in self.tensors
@@ -113,7 +113,7 @@ class StreamedBlocks:
         self._pin(weights)
 
     def acquire(self, block: str) -> Mapping[str, Tensor]:
-        """Let the current stream wait, on the device, until the block is there."""
+        """Let the current stream wait, on the device, until the block is copied."""
         with self._lock:
             units, before = self._units[block], self._prefetched
             self._prefetched = []

@@ -31,7 +31,7 @@ class BlockWeights(Protocol):
         ...
 
     def prefetch(self, block: str) -> None:
-        """Start to bring the block that is probably next; return at once."""
+        """Start to copy the block that is probably next; return at once."""
         ...
 
 

@@ -208,7 +208,7 @@ def cpu_offload_with_hook(
     execution_device: int | str | torch.device | None = None,
     prev_module_hook: UserCpuOffloadHook | None = None,
 ) -> tuple[nn.Module, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until its forward; it then stays on the device until told otherwise.
+    """Keep a whole model on the CPU until its forward; it then stays on the device until it is offloaded.
 
     Args:
         model: The model.
@@ -310,7 +310,7 @@ def _prepare_targets(
 def _require_values(
     model: nn.Module, device_map: Mapping[str, Device], known: Mapping[str, Any] | None = None
 ) -> None:
-    """Refuse to place tensors that have no values: they would come out as whatever memory holds."""
+    """Refuse meta tensors without weights: they would get uninitialised memory."""
     empty = [
         name
         for name, tensor in model.named_parameters()

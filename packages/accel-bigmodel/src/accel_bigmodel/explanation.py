@@ -1,4 +1,4 @@
-"""A device map as a table that a person can read."""
+"""A device map as a table."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def explain(
     *,
     dtype: ElementType | None = None,
 ) -> Explanation:
-    """Say what a device map means: who holds what, and what each forward moves.
+    """Explain a device map: the layers of each device, and the bytes that each forward moves.
 
     Args:
         device_map: Module or tensor name to device.

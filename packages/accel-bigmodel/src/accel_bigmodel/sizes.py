@@ -171,7 +171,7 @@ def get_max_layer_size(
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[int, tuple[int, list[str]]]:
-    """Say a model's total bytes, and those of its largest layer with the names that have them.
+    """Return a model's total bytes, and those of its largest layer with the layers of that size.
 
     Example:
         >>> from torch import nn

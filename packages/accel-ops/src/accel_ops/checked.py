@@ -1,4 +1,4 @@
-"""Debug mode: before a collective, all ranks compare what they are about to do, on nested data."""
+"""Debug mode: before a collective on nested data, all ranks compare their calls."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 def check(
     collectives: Collectives, operation: str, *data: Any, detail: str = "", rows_differ: bool = False
 ) -> None:
-    """Return if all ranks are about to do the same; every rank calls this before every collective.
+    """Check that all ranks are about to call the same collective; called by every rank before each.
 
     Args:
-        collectives: How to talk to the others.
+        collectives: The collectives of the run.
         operation: The name of the collective.
         *data: Its nested data, if it takes any.
         detail: Its other arguments, as text; they must agree.

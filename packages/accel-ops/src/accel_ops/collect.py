@@ -52,8 +52,8 @@ MAX_COMBINED = 1 << 19  # bytes of all ranks that are combined by each, rather t
 def gather(tensor: T, *, same_shapes: bool = False) -> T:
     """Concatenate every tensor of nested data over all processes, along dimension 0, in rank order.
 
-    All leaves travel together. Their sizes of dimension 0 may differ between the processes and may be 0;
-    element types and the other dimensions must agree. Any element type travels.
+    All leaves are sent in one message. Their sizes of dimension 0 may differ between the processes and may be
+    0; element types and the other dimensions must agree. Every dtype is supported.
 
     Args:
         tensor: Tensors nested in lists, tuples, named tuples, mappings and dataclasses.
@@ -118,7 +118,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
 
     Args:
         tensor: Tensors nested in containers, of the same structure, types and shapes on every process.
-        from_process: Whose values all get.
+        from_process: The rank to broadcast from.
 
     Returns:
         `tensor`, or an equal structure around the same tensors.
@@ -152,7 +152,7 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
 
     Args:
         object_list: A list, equally long on every process.
-        from_process: Whose objects all get.
+        from_process: The rank to broadcast from.
 
     Returns:
         `object_list`.
@@ -182,7 +182,7 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
 
 
 def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
-    """Combine every tensor of nested data over all processes; one message per element type.
+    """Reduce every tensor of nested data over all processes; one message per dtype.
 
     Args:
         tensor: Tensors nested in containers, of the same structure, types and shapes on every process.
@@ -221,7 +221,7 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
 
 
 def _broadcast_packed(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
-    """Broadcast the leaves that are not large, all types in one message."""
+    """Broadcast the leaves that are not large, all dtypes in one message."""
     buckets = flat.plan.packed
     sends = collectives.rank == source
     size = HEADER_BYTES + size_of(buckets)
@@ -257,7 +257,7 @@ def _members_in(owner: Plan, rows: Tensor, source: int) -> list[Tensor]:
 
 
 def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device: torch.device) -> None:
-    """Broadcast a large leaf without a copy, if it lies in memory as it has to."""
+    """Broadcast a large leaf, without a copy if it is contiguous on the device."""
     leaf = leaf.detach()
     moved = leaf.to(device).contiguous()
     collectives.broadcast(moved, source)
@@ -266,7 +266,7 @@ def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device
 
 
 def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device) -> Any:
-    """Combine leaves over the ranks: in one message if they are small, else one per type and large leaf."""
+    """Reduce leaves over the ranks: in one message if they are small, else one per dtype and large leaf."""
     buckets, large = flat.plan.packed, flat.plan.large
     size = HEADER_BYTES + size_of(buckets)
     at_once = (

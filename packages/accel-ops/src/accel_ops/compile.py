@@ -1,4 +1,4 @@
-"""Regional compilation: the repeated blocks of a model are compiled once and share what was compiled."""
+"""Regional compilation: the repeated blocks of a model are compiled once and share the code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
-    """Compile the repeated blocks of a model, and the parts between them, instead of the whole.
+    """Compile the repeated blocks of a model, and the parts between them, instead of the model as one.
 
     Blocks of one class are compiled for the first of them; the others run the same code. Regions are compiled
     in place, so that names of parameters, classes and references between modules stay what they are. A model
@@ -45,12 +45,12 @@ def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
 
 
 def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile the regions of a model that `fully_shard` divides; the same as `compile_regions`."""
+    """Compile the regions of a model that `fully_shard` shards; the same as `compile_regions`."""
     compile_regions(module, **compile_kwargs)
 
 
 def regions(module: nn.Module) -> list[nn.Module]:
-    """Find what regional compilation compiles, in the order of `module.modules()`.
+    """Find the regions to compile, in the order of `module.modules()`.
 
     Those are the outermost modules that are repeated, that is, of whose class a container holds several; and
     of what is around these, the largest parts without repeated blocks. Single layers of `torch.nn` are left

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether something is a `DTensor`.
+    """Return whether a value is a `DTensor`.
 
     Example:
         >>> import torch
@@ -22,7 +22,7 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a `DTensor`, sharing its memory; any other tensor as it is.
+    """Return this rank's shard of a `DTensor`, sharing its memory; any other tensor as it is.
 
     Example:
         >>> import torch
@@ -37,6 +37,6 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole of a tensor, detached: all processes that have a part of a `DTensor` must ask for it."""
+    """Return the full tensor, detached; a collective over all ranks of a `DTensor`'s mesh."""
     sharded: Any = tensor.detach()
     return sharded.full_tensor() if is_dtensor(sharded) else sharded

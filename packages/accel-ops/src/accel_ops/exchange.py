@@ -1,4 +1,4 @@
-"""Gathering leaves from all ranks, whose sizes of dimension 0 may differ, in one collective if it can be.
+"""Gather leaves whose sizes of dimension 0 may differ between ranks, in one collective where possible.
 
 Every rank sends a chunk of the same size: a prefix of four numbers (a hash of the structure, a hash of the
 sizes of dimension 0, the number of leaves, the bytes it needs), these sizes, and the data. Ranks learn from
@@ -39,7 +39,7 @@ _CARRIERS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """What a rank sends in front of its data.
+    """The header of the data that a rank sends.
 
     Attributes:
         structure: Hash of paths, types and shapes but for dimension 0.
@@ -58,10 +58,10 @@ class Header:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cutter:
-    """How to get leaves, joined over the ranks, out of the chunks of all ranks.
+    """The plan that extracts leaves, concatenated over the ranks, from the chunks of all ranks.
 
     Attributes:
-        sizes: Hashes of the ranks' sizes of dimension 0, for which this holds.
+        sizes: Hashes of the ranks' sizes of dimension 0 to which the plan applies.
         joined: Where the leaves lie once the pieces are in order.
         restore: Puts them into the order of the structure.
         segments: Offset and length of every piece, in order.
@@ -82,13 +82,13 @@ class Cutter:
 
 
 class Draft:
-    """The result of a gather, made while the data is under way and filled in when it has come.
+    """The result of a gather, allocated during the transfer and filled after it.
 
     Args:
         flat: The structure.
-        cutter: How to get its leaves out of what comes.
-        device: Where.
-        large: Leaves that came another way, to be put after the others before they are restored.
+        cutter: Extracts its leaves from the chunks.
+        device: The device of the result.
+        large: Leaves that were sent on their own, appended to the others before they are restored.
     """
 
     __slots__ = ("_device", "_flat", "_large", "_made", "cutter")
@@ -107,7 +107,7 @@ class Draft:
         self._made = self._make()
 
     def finish(self, everything: Tensor) -> Any:
-        """Put the data into its place; return the result.
+        """Copy the data into the result and return it.
 
         Args:
             everything: The chunks of all ranks.
@@ -137,9 +137,9 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves whose sizes of dimension 0 may differ between ranks.
 
     Args:
-        collectives: How to talk to the others.
+        collectives: The collectives of the run.
         flat: The structure and its leaves, on any device.
-        device: Where the collective runs.
+        device: The device of the collective.
 
     Returns:
         The structure with, for every leaf, the concatenation over the ranks, on `device`.
@@ -192,9 +192,9 @@ def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> A
     """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied.
 
     Args:
-        collectives: How to talk to the others.
+        collectives: The collectives of the run.
         flat: The structure and its leaves, on any device.
-        device: Where the collectives run.
+        device: The device of the collectives.
 
     Returns:
         As `gather`.
@@ -222,7 +222,7 @@ def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> A
 
 
 def _essentials(flat_plan: Plan) -> dict[str, tuple[Hashable, str]]:
-    """What `gather` compares, for `mismatch`: everything but the sizes of dimension 0."""
+    """Return what `gather` compares, for `mismatch`: everything but the sizes of dimension 0."""
     return {
         leaf.path: ((leaf.dtype, len(leaf.shape), leaf.shape[1:]), describe(leaf.dtype, leaf.shape))
         for leaf in flat_plan.leaves
@@ -257,7 +257,7 @@ def _exchange(
     device: torch.device,
     guess: Guess | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Everyone's chunk, or only its prefix where it did not fit; and the same as 64-bit numbers by rank."""
+    """All-gather chunks, or prefixes where they do not fit; return them with 64-bit prefixes by rank."""
     if header.nbytes <= capacity:
         buffer, new = cached_buffer(
             flat.plan, "gather", flat.plan.buckets, device, capacity=capacity, start=header.start
@@ -285,7 +285,7 @@ def _send_chunks(
     draft: Draft | None,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """As `_exchange`, where every rank may send as many bytes as it likes."""
+    """Exchange as `_exchange` does, where ranks may send different numbers of bytes."""
     chunk = header.content[:PREFIX]
     if header.nbytes <= capacity:
         buffer, new = cached_buffer(
@@ -300,7 +300,7 @@ def _send_chunks(
 
 
 def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for the chunks of all ranks: that of the last gather, as `cached_buffer`."""
+    """Return memory for the chunks of all ranks: that of the last gather, as `cached_buffer`."""
     size = world_size * capacity
     cached: tuple[Tensor, Tensor] | None = owner.extras.get(("grid", device))
     if cached is not None and len(cached[0]) == size:
@@ -343,12 +343,12 @@ def _cutter(
 
 
 def _keep(flat_plan: Plan, key: Hashable, cutter: Cutter) -> None:
-    """Remember a cutter, but not ever more of them where sizes change from call to call."""
+    """Cache a cutter, up to a limit where sizes change from call to call."""
     if len(flat_plan.extras) >= MAX_CUTTERS:
         flat_plan.clear_cache()
     cache(flat_plan, key, cutter, 0 if cutter.order is None else cutter.order.nbytes)
 
 
 def _aligned(nbytes: int, to: int = 16) -> int:
-    """The next multiple: by default of 16, the largest element size."""
+    """Round up to a multiple: by default of 16, the largest element size."""
     return -(-nbytes // to) * to

@@ -1,4 +1,4 @@
-"""What lies around a model, and how to peel it off: wrappers, compilers, changed forward methods."""
+"""Wrap and unwrap models: distributed wrappers, compilers, replaced forward methods."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def extract_model_from_parallel(
     keep_torch_compile: bool = True,
     recursive: bool = False,
 ) -> M:
-    """Take a model out of its distributed wrappers.
+    """Return a model without its distributed wrappers.
 
     Args:
         model: The model, wrapped or not; it stays usable as it is.
@@ -73,7 +73,7 @@ def _(model: Any) -> nn.Module:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Whether a module is what `torch.compile` returned.
+    """Return whether `torch.compile` returned a module.
 
     Example:
         >>> import torch
@@ -86,14 +86,14 @@ def is_compiled_module(module: nn.Module) -> bool:
 
 
 def without_compiler(model: nn.Module) -> nn.Module:
-    """The module inside what `torch.compile` returned; any other module is returned as it is."""
+    """Return the module inside the result of `torch.compile`; any other module as it is."""
     while is_compiled_module(model):
         model = _compiled_module(model)
     return model
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Whether a module, or any module in it, is what `torch.compile` returned or was compiled in place."""
+    """Return whether a module, or any module in it, is compiled, in place or by `torch.compile`."""
     return any(
         is_compiled_module(one) or one._compiled_call_impl is not None  # pyright: ignore[reportPrivateUsage]
         for one in module.modules()
@@ -107,7 +107,7 @@ def model_has_dtensor(model: nn.Module) -> bool:
 
 
 def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace a model's `forward`, so that `restore_forward` can bring it back; only once per model.
+    """Replace a model's `forward`, which `restore_forward` restores; only once per model.
 
     A deep copy of the model has a `forward` of its own; a pickled copy has that of its class.
 
@@ -159,7 +159,7 @@ def unbound_forward(model: nn.Module) -> Callable[..., Any]:
     """Return a model's present `forward` as a function of the model: a deep copy uses its own parameters.
 
     Args:
-        model: An attribute `forward` that somebody else has set may be bound to whatever it likes.
+        model: The model; an attribute `forward` of other code may be bound to any object.
     """
     forward = model.forward
     if isinstance(forward, MethodType) and forward.__self__ is model:
@@ -173,7 +173,7 @@ def unbound_forward(model: nn.Module) -> Callable[..., Any]:
 
 
 def has_wrapped_forward(model: nn.Module) -> bool:
-    """Whether `wrap_forward` is in force."""
+    """Return whether `wrap_forward` has replaced the forward."""
     inside = vars(without_compiler(model))
     forward = getattr(inside.get("forward"), "__func__", None)
     return _ORIGINAL in inside and forward is not type(without_compiler(model)).forward
@@ -217,7 +217,7 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
     """Find the class of a module, or of the first one inside it, by the name of the class.
 
     Args:
-        module: Where to look.
+        module: The module to search.
         name: Such as `"LlamaDecoderLayer"`.
 
     Returns:

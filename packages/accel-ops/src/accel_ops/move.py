@@ -1,4 +1,4 @@
-"""Nested data from one device to another, and a tensor from one rank to all."""
+"""Move nested data between devices, and broadcast a tensor of unknown shape."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def send_to_device(
     Args:
         tensor: Tensors, or objects with a `to` method of their own (a batch of a tokenizer), nested in
             lists, tuples, named tuples, mappings and dataclasses.
-        device: Where to.
+        device: The target device.
         non_blocking: Do not wait for copies from pinned memory.
         skip_keys: Keys of mappings (and fields of dataclasses) whose values are left where they are.
 
@@ -43,7 +43,7 @@ def send_to_device(
 
 
 def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
-    """Send a tensor that one process has to all, which need not know its shape.
+    """Broadcast a tensor of one rank to all, which need not know its shape.
 
     Args:
         tensor: The tensor on one process, None on the others.

@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """The attribute of an attribute of an object, and so on.
+    """Return an attribute by its dotted name.
 
     Args:
-        obj: Where to begin.
+        obj: The object.
         attr: Names joined by dots, outermost first.
 
     Raises:
@@ -33,7 +33,7 @@ def recursive_getattr(obj: Any, attr: str) -> Any:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """What to call an object: its own name, else that of its class.
+    """Return the name of an object: its own, else that of its class.
 
     Example:
         >>> get_pretty_name(dict.get), get_pretty_name({})
@@ -48,11 +48,11 @@ def get_pretty_name(obj: Any) -> str:
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:
-    """Put the entries of one mapping into another, in place; mappings in both are merged in turn.
+    """Merge one mapping into another, in place; mappings in both are merged recursively.
 
     Args:
-        source: Whose entries win.
-        destination: What is changed.
+        source: The mapping whose entries take precedence.
+        destination: The mapping that is changed.
 
     Returns:
         `destination`.
@@ -79,11 +79,11 @@ def get_module_children_bottom_up(
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
-    """All modules of a model, children before their parents, the model itself last.
+    """List all modules of a model, children before their parents, the model itself last.
 
     Args:
         model: The model. A module that is used in two places comes twice.
-        return_fqns: Give pairs of a module's full name, `""` for the model, and the module.
+        return_fqns: Return pairs of a module's full name, `""` for the model, and the module.
 
     Example:
         >>> import torch
@@ -96,7 +96,7 @@ def get_module_children_bottom_up(
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Whether a model was made by the library `peft`, under whatever distributed wrapper.
+    """Return whether a model is one of the library `peft`, also in a distributed wrapper.
 
     Example:
         >>> import torch

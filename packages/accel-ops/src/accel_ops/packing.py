@@ -1,4 +1,4 @@
-"""Nested data into one flat buffer and back, by plans that are made once for every structure."""
+"""Pack nested data into one flat buffer and unpack it, by plans that are cached for every structure."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ _dtype_of = attrgetter("dtype")
 
 @dataclass(slots=True, kw_only=True)
 class Plan:
-    """What is known of a structure: where its leaves lie in a buffer.
+    """The layout of the leaves of a structure in a buffer.
 
     Attributes:
         leaves: Path, type and shape of every leaf, in the order of the structure.
         buckets: The layout of all leaves.
         nbytes: Bytes of all leaves.
         packed: The layout of the leaves that are not large.
-        large: Indices of the leaves that travel alone.
+        large: Indices of the leaves that are sent  alone.
         restore: Puts leaves that come bucket after bucket into the order of the structure.
         restore_packed: The same for packed leaves that are followed by the large ones.
         extras: What users of the plan made with it, by a key of theirs.
@@ -64,7 +64,7 @@ class Plan:
     cached_bytes: int = 0
 
     def clear_cache(self) -> None:
-        """Drop what was made with the plan; it is made again when it is needed."""
+        """Drop the values that are cached with the plan."""
         self.extras.clear()
         self.cached_bytes = 0
 
@@ -79,17 +79,17 @@ class Flat:
     plan: Plan
 
     def rebuild(self, leaves: Sequence[Any]) -> Any:
-        """The same structure with other leaves."""
+        """Return the same structure with other leaves."""
         return _rebuild(self.spec, self.data, iter(leaves))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """Bytes in which leaves lie.
+    """A flat buffer of leaves.
 
     Attributes:
         content: The bytes.
-        buckets: How the leaves lie in them.
+        buckets: The layout of the leaves.
         sections: The view of every bucket.
         members: The view of every leaf, bucket after bucket.
     """
@@ -100,7 +100,7 @@ class Buffer:
     members: list[Tensor] = field(default_factory=list[Tensor])
 
     def fill(self, leaves: list[Tensor]) -> None:
-        """Copy leaves, from any device, to their places.
+        """Copy leaves, from any device, into the buffer.
 
         Args:
             leaves: All leaves of the structure.
@@ -123,11 +123,11 @@ _plans: dict[Any, Plan] = {}
 
 
 def flatten(data: Any, operation: str) -> Flat:
-    """Take nested data apart.
+    """Flatten nested data.
 
     Args:
         data: Tensors nested in lists, tuples, named tuples, mappings and dataclasses.
-        operation: Who asks, for the message.
+        operation: Name of the operation, for the message.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -168,20 +168,20 @@ def make_plan(leaves: Sequence[Leaf]) -> Plan:
 
 
 def size_of(buckets: Sequence[Bucket]) -> int:
-    """Bytes of a buffer that holds these buckets."""
+    """Return the bytes of a buffer of these buckets."""
     return buckets[-1].stop if buckets else 0
 
 
 def make_buffer(
     buckets: tuple[Bucket, ...], device: torch.device, *, start: int = 0, capacity: int | None = None
 ) -> Buffer:
-    """An uninitialised buffer for leaves.
+    """Allocate an uninitialised buffer for leaves.
 
     Args:
         buckets: Their layout.
-        device: Where.
-        start: Bytes in front of the first bucket; a multiple of 16.
-        capacity: Bytes in all; as few as possible by default.
+        device: The device.
+        start: Bytes before the first bucket; a multiple of 16.
+        capacity: Total bytes; the minimum by default.
     """
     size = start + size_of(buckets) if capacity is None else capacity
     content = torch.empty(size, dtype=torch.uint8, device=device)
@@ -197,13 +197,13 @@ def cached_buffer(
     capacity: int,
     start: int = 0,
 ) -> tuple[Buffer, bool]:
-    """A buffer whose content nobody needs after the call: the one of the last call, if it was small.
+    """Return a buffer that is needed during the call only: that of the last call, if it was small.
 
     Only on the CPU: elsewhere a call on another stream might overwrite it while the last one still reads.
 
     Args:
-        owner: The plan with which it is kept.
-        key: What it is for.
+        owner: The plan with which it is cached.
+        key: The key of the value.
         buckets: As in `make_buffer`.
         device: As in `make_buffer`.
         capacity: As in `make_buffer`.
@@ -224,12 +224,12 @@ def cached_buffer(
 
 
 def cache(owner: Plan, key: Hashable, value: Any, nbytes: int) -> None:
-    """Keep something with a plan, and not too much with all plans together: the oldest plans lose theirs.
+    """Cache a value with a plan; the oldest plans lose theirs above a limit for all plans.
 
     Args:
         owner: The plan.
-        key: What it is for.
-        value: What to keep.
+        key: The key of the value.
+        value: The value to cache.
         nbytes: Bytes of its tensors.
     """
     total = sum(known.cached_bytes for known in _plans.values()) + nbytes
@@ -243,7 +243,7 @@ def cache(owner: Plan, key: Hashable, value: Any, nbytes: int) -> None:
 
 
 def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list[Tensor]:
-    """The parts of some bytes that belong to buckets, with their types and shapes.
+    """View the buckets in a flat buffer, with their dtypes and shapes.
 
     Args:
         buckets: The layout.
@@ -263,7 +263,7 @@ def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list
 
 
 def cut_all(buckets: Sequence[Bucket], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """The leaves with their own shapes, bucket after bucket.
+    """View the leaves with their own shapes, bucket after bucket.
 
     Args:
         buckets: The layout.

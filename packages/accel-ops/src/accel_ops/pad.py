@@ -1,4 +1,4 @@
-"""Tensors made longer: to the same size on all processes, or to a multiple of their number."""
+"""Pad tensors to the same size on all ranks, or to a multiple of their number."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A nested tensor was met where tensors are padded; it stays as it is."""
+    """A nested tensor cannot be padded; it stays as it is."""
 
 
 def pad_across_processes(
@@ -33,13 +33,13 @@ def pad_across_processes(
     pad_index: float = 0,
     pad_first: bool = False,
 ) -> T:
-    """Make every tensor of nested data as long as it is on the process where it is longest.
+    """Pad every tensor of nested data to its largest size over all ranks.
 
     The sizes of all leaves are exchanged in one message.
 
     Args:
         tensor: Tensors nested in containers, of the same structure on every process.
-        dim: Which dimension. Tensors without it stay as they are.
+        dim: The dimension to pad. Tensors without it stay as they are.
         pad_index: The value to fill with.
         pad_first: Put the new elements in front.
 
@@ -105,7 +105,7 @@ def pad_input_tensors(tensor: Any, batch_size: int, num_processes: int, dim: int
 
 
 def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: int) -> list[int]:
-    """The largest size of every leaf on any process; -1 where a leaf lacks the dimension."""
+    """Return the largest size of every leaf over all ranks; -1 where a leaf lacks the dimension."""
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
     facts = [(path, leaf.dim()) for path, leaf in (leaves[index] for index in order)]
     mine = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=runtime.device)

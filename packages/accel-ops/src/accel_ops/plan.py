@@ -1,4 +1,4 @@
-"""Where the leaves of nested data lie in one flat buffer: pure arithmetic on shapes.
+"""The layout of the leaves of nested data in one flat buffer: pure arithmetic on shapes.
 
 Leaves that can be concatenated as they are (same element type, same shape but for dimension 0) form a bucket;
 a buffer holds the buckets one after the other. Buckets are ordered by element size, largest first, so that
@@ -43,7 +43,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Leaves that lie side by side in a buffer.
+    """Leaves that are contiguous in a buffer.
 
     Attributes:
         dtype: Their element type.
@@ -80,7 +80,7 @@ class Bucket:
 
 
 def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tuple[Bucket, ...]:
-    """Put leaves into buckets, and the buckets one after the other.
+    """Assign leaves to buckets, and offsets to the buckets.
 
     The order depends on the leaves' paths, types and shapes without dimension 0, and not on the order of
     `leaves`: ranks that built their dicts in different orders lay them out alike.
@@ -114,7 +114,7 @@ def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tup
 
 
 def at_rows(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = True) -> tuple[Bucket, ...]:
-    """The same buckets with other sizes of dimension 0: those of another rank, or of all ranks together.
+    """Return buckets with other sizes of dimension 0: those of another rank, or of all ranks together.
 
     Args:
         buckets: This rank's buckets.
@@ -133,22 +133,22 @@ def at_rows(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = T
 
 
 def split_large(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The indices of the leaves that are packed, and of those that travel alone, in an order of paths."""
+    """Return the indices of the leaves that are packed, and of those that are sent alone, ordered by path."""
     order = sorted(range(len(leaves)), key=lambda index: leaves[index].path)
     large = tuple(index for index in order if leaves[index].nbytes >= LARGE)
     return tuple(index for index in order if leaves[index].nbytes < LARGE), large
 
 
 def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> list[tuple[int, int]]:
-    """Where to find, in the chunks of all ranks, what belongs together leaf by leaf.
+    """Find the slices of every leaf in the chunks of all ranks.
 
     Args:
         ranks: The buckets of every rank.
-        start: Where in a chunk the first bucket begins, in bytes.
+        start: Offset of the first bucket in a chunk, in bytes.
         stride: Bytes of a chunk.
 
     Returns:
-        Offset and length, in bytes, of every piece: for every leaf, in the order in which they lie, the
+        Offset and length, in bytes, of every slice: for every leaf, in the order in which they lie, the
         piece of rank 0, of rank 1, and so on.
 
     Example:
@@ -170,7 +170,7 @@ def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> li
 
 
 def unit_of(segments: Iterable[tuple[int, int]]) -> int:
-    """The greatest number of bytes that divides all offsets and lengths.
+    """Return the greatest number of bytes that divides all offsets and lengths.
 
     Example:
         >>> unit_of([(0, 8), (24, 12)])
@@ -180,7 +180,7 @@ def unit_of(segments: Iterable[tuple[int, int]]) -> int:
 
 
 def index_of(segments: Iterable[tuple[int, int]], unit: int) -> list[int]:
-    """The pieces, one after the other, as indices of units.
+    """Return the slices, one after the other, as indices of units.
 
     Example:
         >>> index_of([(0, 8), (24, 12)], 4)
@@ -192,16 +192,16 @@ def index_of(segments: Iterable[tuple[int, int]], unit: int) -> list[int]:
 
 
 def signature(leaves: Sequence[Leaf]) -> int:
-    """A number that ranks share if their leaves agree in paths, types and shapes but for dimension 0."""
+    """Hash what ranks have to agree on: paths, dtypes and shapes without dimension 0."""
     facts = sorted((leaf.path, str(leaf.dtype), len(leaf.shape), leaf.shape[1:]) for leaf in leaves)
     return digest(repr(facts))
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """Such as `float32[2, 3]`."""
+    """Describe a leaf, such as `float32[2, 3]`."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def digest(text: str) -> int:
-    """A non-negative 63-bit number for a text, the same in every process."""
+    """Hash a text to a non-negative 63-bit number, the same in every process."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

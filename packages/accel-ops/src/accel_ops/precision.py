@@ -1,4 +1,4 @@
-"""Outputs of low precision, turned into float32."""
+"""Convert outputs of low precision to float32."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reductions over all ranks: what is sent, and where the result comes to lie."""
+"""Reductions over all ranks: their operands, scaling and results."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _WIDE_EXPONENTS = {torch.float32, torch.float64, torch.bfloat16}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """How values are combined, and what happens to the result.
+    """The reduction of values, and the scaling of the result.
 
     Attributes:
-        op: How values are combined.
-        divisor: By how many a sum is divided for a mean, which may be 1; None for no mean.
-        scale: The factor after that.
+        op: The reduction.
+        divisor: The divisor of a mean, which may be 1; None for no mean.
+        scale: The factor of the result.
     """
 
     op: ReduceOp = "sum"
@@ -39,7 +39,7 @@ class Scaling:
 
     @property
     def changes(self) -> bool:
-        """Whether anything happens at all."""
+        """Whether it scales."""
         return self.divisor is not None or self.scale != 1.0
 
 
@@ -49,8 +49,8 @@ class PendingReduce:
 
     Attributes:
         total: The operand of this rank; overwritten by the result over all ranks.
-        final: Where the result comes to lie: `total` itself, or another tensor of its size.
-        scaling: How it is combined and scaled.
+        final: The result: `total` itself, or another tensor of its size.
+        scaling: Reduction and scaling.
     """
 
     total: Tensor
@@ -58,7 +58,7 @@ class PendingReduce:
     scaling: Scaling
 
     def finish(self) -> None:
-        """Scale the result and put it where it belongs."""
+        """Scale the result and store it in `final`."""
         total, divisor, scale = self.total, self.scaling.divisor, self.scaling.scale
         if total.dtype == torch.int64 and self.final is not total:
             torch.div(total, divisor or 1, out=self.final)
@@ -79,7 +79,7 @@ def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
 
     Args:
         operand: This rank's tensor, contiguous.
-        scaling: How it is combined and scaled.
+        scaling: Reduction and scaling.
     """
     if operand.dtype.is_complex and scaling.op != "sum":
         raise TypeError(
@@ -97,11 +97,11 @@ def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
 
 
 def combine_rows(rows: Tensor, scaling: Scaling) -> PendingReduce:
-    """Combine the operands of all ranks, which are all here.
+    """Reduce the gathered operands of all ranks.
 
     Args:
         rows: The operand of each rank, of shape `(world_size, n)`.
-        scaling: How they are combined and scaled.
+        scaling: Reduction and scaling.
     """
     wide = scaling.changes and not rows.dtype.is_floating_point and not rows.dtype.is_complex
     if wide:
@@ -119,8 +119,8 @@ def reduce_copy(operand: Tensor, scaling: Scaling, device: torch.device) -> Pend
 
     Args:
         operand: This rank's tensor.
-        scaling: How it is combined and scaled.
-        device: Where to add.
+        scaling: Reduction and scaling.
+        device: The device of the reduction.
     """
     source = operand.detach().to(device)
     total = torch.empty(source.shape, dtype=source.dtype, device=device)

@@ -1,10 +1,9 @@
 """Refuse a collective on every rank if the ranks' calls do not fit together.
 
-A collective that moves different numbers of bytes on different ranks ends a process or mixes values without a
-word, so ranks compare digests of their calls. Where a backend lets every rank send as many bytes as it likes,
-the digest goes in front of the data, in one message. Elsewhere a small all-reduce comes first, with the
-maximum of the digest and of its negative: both stay as they are if and only if all
-ranks have the same digest.
+A collective that moves different numbers of bytes on different ranks ends a process or mixes values silently,
+so ranks compare digests of their calls. Where a backend lets every rank send as many bytes as it likes, the
+digest goes in front of the data, in one message. Elsewhere a small all-reduce comes first, with the maximum
+of the digest and of its negative: both stay as they are if and only if all ranks have the same digest.
 """
 
 from __future__ import annotations
@@ -36,10 +35,10 @@ def check_same_call(
     structure: Plan | int,
     chunk: Tensor | None = None,
 ) -> Tensor | None:
-    """Return if every rank is about to make the same call on data that fits together.
+    """Check that every rank is about to make the same call on matching data.
 
     Args:
-        collectives: How to reach the other ranks.
+        collectives: The collectives of the run.
         device: The device of the run.
         call: The operation and its arguments besides the data, such as `"reduce('sum', scale=1.0)"`.
         structure: What the data is: paths, element types and shapes of its leaves, or a number of objects.
@@ -71,7 +70,7 @@ def check_same_call(
 
 
 def _facts(structure: Plan | int) -> dict[str, tuple[Hashable, str]]:
-    """What must agree, for `mismatch`."""
+    """Return the properties that must agree, for `mismatch`."""
     if isinstance(structure, int):
         return {"": (structure, f"{structure} objects")}
     return {
@@ -80,7 +79,7 @@ def _facts(structure: Plan | int) -> dict[str, tuple[Hashable, str]]:
 
 
 def structure_digest(structure: Plan) -> int:
-    """Return a number that ranks share if their leaves agree in paths, element types and shapes."""
+    """Return a number that is equal on ranks whose leaves agree in paths, dtypes and shapes."""
     found: int | None = structure.extras.get("structure")
     if found is None:
         facts = sorted((leaf.path, str(leaf.dtype), leaf.shape) for leaf in structure.leaves)
@@ -95,7 +94,7 @@ def mismatch(
 
     Args:
         call: What this rank has called.
-        collectives: How to reach the other ranks.
+        collectives: The collectives of the run.
         mine: For every path of this rank's structure, what must agree, and what to show.
     """
     calls: list[str]

@@ -1,4 +1,4 @@
-"""Predict how large the first chunk of the next gather has to be, alike on all ranks."""
+"""Predict the size of the first chunk of the next gather, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_GUESSES = 1024
 
 @dataclass(slots=True)
 class Guess:
-    """How large the first chunk of the next gather is; all ranks hold equal ones.
+    """The predicted size of the first chunk of the next gather; equal on all ranks.
 
     A guess may depend only on what all ranks know, or chunks would differ in size: on the structure that was
     gathered last, not on the one that this rank is about to gather.
@@ -33,7 +33,7 @@ class Guess:
     after: dict[int, tuple[int, int]] = field(default_factory=dict[int, tuple[int, int]])
 
     def capacity(self) -> int:
-        """Bytes of the first chunk: what would have been enough the last two times."""
+        """Return the bytes of the first chunk: enough for the last two gathers."""
         return max(self.after.get(self.last, (SMALLEST,)))
 
     def catch_up(self, rank: int) -> None:
@@ -47,7 +47,7 @@ class Guess:
             self.learn_from(heads[:, :4].tolist())
 
     def learn_from(self, prefixes: Sequence[Sequence[int]]) -> None:
-        """Remember what was gathered.
+        """Record a gather.
 
         Args:
             prefixes: The first numbers of the chunks of all ranks.
@@ -60,7 +60,7 @@ class Guess:
             self.learn(structures.pop(), max(prefix[3] for prefix in prefixes))
 
     def learn(self, structure: int, need: int) -> None:
-        """Remember what was gathered.
+        """Record a gather.
 
         Args:
             structure: The hash of the structure, or any number that all ranks share.

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class TensorInformation:
-    """What is known of a tensor without its values.
+    """Shape and dtype of a tensor.
 
     Example:
         >>> get_data_structure({"x": torch.zeros(2, 3)})
@@ -28,17 +28,17 @@ class TensorInformation:
 
 
 def is_torch_tensor(tensor: Any) -> TypeGuard[torch.Tensor]:
-    """Whether this is a tensor (a parameter or another subclass is one too)."""
+    """Return whether a value is a tensor (parameters and other subclasses included)."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_tensor_information(tensor_info: Any) -> TypeGuard[TensorInformation]:
-    """Whether this describes a tensor, as `get_data_structure` does."""
+    """Return whether a value describes a tensor, as `get_data_structure` does."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Whether this is an instance of a named tuple.
+    """Return whether a value is a named tuple.
 
     Example:
         >>> is_namedtuple((1, 2))
@@ -58,7 +58,7 @@ def honor_type(obj: Any, generator: Any) -> Any:
 
 
 def children(data: Any) -> list[tuple[Any, Any]] | None:
-    """The keys (or indices, or field names) and values directly inside a container; None for a leaf."""
+    """Return the keys (or indices, or field names) and values of a container; None for a leaf."""
     if isinstance(data, (list, tuple)):
         return list(enumerate(data))
     if isinstance(data, Mapping):
@@ -69,7 +69,7 @@ def children(data: Any) -> list[tuple[Any, Any]] | None:
 
 
 def is_dataclass_instance(data: Any) -> bool:
-    """Whether this is a dataclass that is walked into; the description of a tensor is a leaf."""
+    """Return whether a value is a dataclass to walk into; the description of a tensor is a leaf."""
     return (
         dataclasses.is_dataclass(data)
         and not isinstance(data, type)
@@ -78,7 +78,7 @@ def is_dataclass_instance(data: Any) -> bool:
 
 
 def rebuild(data: Any, values: Iterable[Any]) -> Any:
-    """A container like `data`, of the same type and keys, with other values, in the order of `children`."""
+    """Return a container of the type and keys of `data` with other values, in the order of `children`."""
     if type(data) is dict:
         return dict(zip(data, values, strict=True))
     if isinstance(data, (list, tuple)):
@@ -134,7 +134,7 @@ def recursively_apply(
 
 
 def walk(data: Any, path: str = "") -> Iterable[tuple[str, Any]]:
-    """Every leaf with its path, such as `['logits'][0]`, depth first.
+    """Yield every leaf with its path, such as `['logits'][0]`, depth first.
 
     Example:
         >>> list(walk({"a": [1, 2], "b": 3}))
@@ -152,15 +152,15 @@ def walk(data: Any, path: str = "") -> Iterable[tuple[str, Any]]:
 
 
 def stray_leaf(data: Any, operation: str) -> TypeError:
-    """The error for data whose leaves are not all tensors: where the first other leaf is, and what it is."""
+    """Return the error for data whose leaves are not all tensors, with the first other leaf and its path."""
     return _stray_leaf(data, is_torch_tensor, operation)
 
 
 def find_batch_size(data: Any) -> int:
-    """The size of the first dimension of the first tensor that has a dimension.
+    """Return the size of the first dimension of the first tensor that has a dimension.
 
     Raises:
-        ValueError: There is nothing in `data`.
+        ValueError: `data` is empty.
         TypeError: There are leaves, and none is a tensor with a dimension.
 
     Example:
@@ -180,7 +180,7 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """The batch size as `find_batch_size` finds it; None where there is none.
+    """Return the result of `find_batch_size`; None without a batch size.
 
     Example:
         >>> ignorant_find_batch_size(["no", "tensors"]) is None
@@ -193,7 +193,7 @@ def ignorant_find_batch_size(data: Any) -> int | None:
 
 
 def find_device(data: Any) -> torch.device | None:
-    """The device of the first tensor; None where there is none.
+    """Return the device of the first tensor; None without a tensor.
 
     Example:
         >>> find_device({"a": "text", "b": torch.ones(1)})
@@ -203,12 +203,12 @@ def find_device(data: Any) -> torch.device | None:
 
 
 def get_data_structure(data: Any) -> Any:
-    """The same structure with a `TensorInformation` in place of every tensor."""
+    """Return the same structure with a `TensorInformation` in place of every tensor."""
     return recursively_apply(lambda tensor: TensorInformation(shape=tensor.shape, dtype=tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """The same structure with the shape, as a list, in place of every tensor.
+    """Return the same structure with the shape, as a list, in place of every tensor.
 
     Example:
         >>> get_shape([torch.zeros(2, 3)])
@@ -218,7 +218,7 @@ def get_shape(data: Any) -> Any:
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """The reverse of `get_data_structure`: uninitialised CPU tensors in place of their descriptions."""
+    """Invert `get_data_structure`: return uninitialised CPU tensors in place of their descriptions."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype),
         data_structure,
@@ -227,7 +227,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def listify(data: Any) -> Any:
-    """The same structure with numbers, or nested lists of numbers, in place of the tensors.
+    """Return the same structure with numbers, or nested lists of numbers, in place of the tensors.
 
     Example:
         >>> listify({"loss": torch.tensor(0.5), "ids": torch.arange(2)})
@@ -239,11 +239,11 @@ def listify(data: Any) -> Any:
 def slice_tensors(
     data: Any, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> Any:
-    """Take a slice of the first dimension of every tensor; a tensor without dimensions stays whole.
+    """Take a slice of the first dimension of every tensor; a 0-d tensor stays as it is.
 
     Args:
         data: Nested data.
-        tensor_slice: What to take of dimension 0.
+        tensor_slice: The slice of dimension 0.
         process_index: Not needed here. The loader that dispatches batches passes it to every slicing
             function (`slice_fn_for_dispatch`), of which this is the default.
         num_processes: As `process_index`.
@@ -261,7 +261,7 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
 
     Args:
         data: The structures: all leaves tensors, tensors without dimensions are stacked.
-        dim: Along which dimension.
+        dim: The dimension.
 
     Raises:
         ValueError: There is no structure.
@@ -285,7 +285,7 @@ def concatenate(data: list[Any] | tuple[Any, ...], dim: int = 0) -> Any:
 
 
 def _rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
-    """A copy made without `__init__`, which may want other arguments than the fields."""
+    """Copy a dataclass without `__init__`, whose arguments may differ from the fields."""
     new = object.__new__(type(data))
     if hasattr(data, "__dict__"):
         new.__dict__.update(data.__dict__)
@@ -304,7 +304,7 @@ def _stray_leaf(data: Any, test_type: Callable[[Any], bool], operation: str) -> 
 
 
 def _stable(key: Any, position: int) -> str:
-    """A key as text that is the same in every process: the default repr of an object has its address."""
+    """Return a key as text, the same in every process: the default repr of an object has its address."""
     plain = isinstance(key, (str, bytes, int, float, tuple, type(None)))
     return repr(key) if plain else f"<{type(key).__qualname__} {position}>"
 

@@ -29,7 +29,7 @@ MemoryMap = dict[int | str, int]
 
 
 def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) -> MemoryMap:
-    """Say how many bytes each device may take.
+    """Return the memory budget of each device, in bytes.
 
     Args:
         max_memory: Device to bytes, or to text like `"10GB"`, which is turned into bytes in a dictionary that

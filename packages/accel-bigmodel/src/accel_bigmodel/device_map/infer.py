@@ -99,7 +99,7 @@ def infer_auto_device_map(
 
 
 def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
-    """Say where modules live with the fewest entries: one for each topmost module whose layers live together.
+    """Merge a device map into the fewest entries: one for each topmost module whose layers share a device.
 
     Args:
         layers: The layers of a model.

@@ -1,4 +1,4 @@
-"""Divide the layers of a model among the stages of a pipeline: contiguous, and as evenly as can be."""
+"""Split the layers of a model into pipeline stages: contiguous, and as evenly as possible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def generate_device_map(
     no_split_module_classes: str | Sequence[str] | None = None,
     max_memory: Mapping[int | str, float | str] | None = None,
 ) -> dict[str, int | str]:
-    """Say which process runs which layers of a model, so that the largest share is as small as can be.
+    """Assign the layers of a model to pipeline stages, so that the largest stage is as small as possible.
 
     Every process gets at least one layer. A tied weight is counted with every layer that has it, since every
     stage needs its own.
@@ -71,7 +71,7 @@ def generate_device_map(
 
 
 def split_points_of(device_map: Mapping[str, int | str], num_processes: int) -> list[str]:
-    """The first module of every stage but the first.
+    """Return the first module of every stage but the first.
 
     Example:
         >>> split_points_of({"embed": 0, "blocks.0": 0, "blocks.1": 1, "head": 1}, 2)

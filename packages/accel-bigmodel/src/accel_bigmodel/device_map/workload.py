@@ -1,4 +1,4 @@
-"""What running takes beside weights: activations, measured without computing, and the key-value cache."""
+"""Memory besides weights: activations, measured on the meta device, and the key-value cache."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def kv_cache(
     head_dim: int,
     dtype: torch.dtype = torch.float16,
 ) -> dict[str, int]:
-    """Say the key-value cache of attention layers: 2 x batch x length x heads x head size, in bytes.
+    """Return the bytes of a key-value cache: 2 x batch x length x heads x head size.
 
     Args:
         layers: Names of the layers that have one.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attachment:
-    """What all hooks of one call have in common."""
+    """The common arguments of all hooks of one call."""
 
     weights_map: Mapping[str, Tensor] | None = None
     offload_buffers: bool = False

@@ -122,7 +122,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Give a module its own forward back.
+    """Restore a module's own forward.
 
     Args:
         module: The module; nothing happens if it has no hook.
@@ -159,7 +159,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def hook_of(module: nn.Module) -> ModelHook | None:
-    """Say which hook a module has, if any."""
+    """Return the hook of a module, if it has one."""
     return vars(module).get("_hf_hook")
 
 

@@ -36,7 +36,7 @@ class CpuOffload(ModelHook):
     def pre_forward(
         self, module: nn.Module, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make room, and bring the model and its inputs."""
+        """Offload the model before, and move the model and its inputs to the device."""
         if self.prev_module_hook is not None and self.prev_module_hook.model is not module:
             self.prev_module_hook.offload()
             if torch.accelerator.is_available():
@@ -62,12 +62,12 @@ class UserCpuOffloadHook:
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Free the model of its hook."""
+        """Remove the hook from the model."""
         remove_hook_from_module(self.model)
 
 
 def default_device() -> torch.device:
-    """Say where models run unless told otherwise: the accelerator, else the CPU."""
+    """Return the default device: the accelerator, else the CPU."""
     if torch.accelerator.is_available():
         return torch.accelerator.current_accelerator() or torch.device("cpu")
     return torch.device("cpu")
