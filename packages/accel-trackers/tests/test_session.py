@@ -177,6 +177,18 @@ def test_a_failing_end_still_ends_the_others(memory, memory_class):
     assert memory.calls[-1] == ("finish",)
 
 
+def test_the_last_tracker_to_start_is_finished_first(memory_class):
+    order = []
+
+    def named(name):
+        return type("Named", (memory_class,), {"name": name, "finish": lambda tracker: order.append(name)})()
+
+    session = TrackerSession([named("first"), named("second"), named("third")])
+    session.start("project")
+    session.finish()
+    assert order == ["third", "second", "first"]
+
+
 def test_what_was_logged_is_flushed_after_the_interval(memory, monkeypatch):
     monkeypatch.setattr("accel_trackers.session.FLUSH_SECONDS", 0.01)
     flushed = threading.Event()

@@ -223,7 +223,9 @@ class TrackerSession:
         atexit.unregister(self.write)
         errors: list[Exception] = []
         with self._writing:
-            for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in self._active)):
+            # The last to start ends first: several patch sys.stdout and put back what they found.
+            latest = reversed(self._active)
+            for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in latest)):
                 try:
                     step()
                 except Exception as error:  # noqa: BLE001 - the others are finished all the same
