@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from accel_plugins.kwargs.base import expect, expect_flags
 
@@ -38,7 +38,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
-    resume_mid_epoch: bool = False
+    resume_mid_epoch: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
         expect_flags(
