@@ -432,6 +432,20 @@ def check_conformance(name):
     check_tracker(make, record, media)
 
 
+def check_all():
+    """Check that all libraries log in one process, and that each reads what it got."""
+    import torch
+
+    from accel_train import Accelerator
+
+    accelerator = Accelerator(cpu=True, log_with="all", project_dir="logs")
+    accelerator.init_trackers("project", {"lr": 0.1}, {name: case[2] for name, case in CASES.items()})
+    for step, value in STEPS.items():
+        accelerator.log({"loss": torch.tensor(value)}, step=step)
+    accelerator.end_training()
+    print(json.dumps({name: case[0]("project")[1].get("loss") == STEPS for name, case in CASES.items()}))
+
+
 def main(name):
     """Make both checks in processes forked from one that has imported the library."""
     from accel_trackers.vendor import import_vendor

@@ -19,6 +19,12 @@ sys.path.insert(0, {folder!r})
 from tracking import library_cases
 library_cases.main({name!r})
 """
+ALL = """
+import sys
+sys.path.insert(0, {folder!r})
+from tracking import library_cases
+library_cases.check_all()
+"""
 INSTALLED = [name for name in CASES if is_installed(VENDORS[name].installed)]
 
 
@@ -29,6 +35,9 @@ def ends(tmp_path_factory):
         name: Program(PROGRAM.format(folder=str(FOLDER), name=name), world_size=1, variables=OFFLINE)
         for name in INSTALLED
     }
+    if len(INSTALLED) == len(CASES):
+        variables = OFFLINE | {"ACCELERATE_USE_CPU": "true"}
+        programs["all"] = Program(ALL.format(folder=str(FOLDER)), world_size=1, variables=variables)
     imports = ("accel_train", "accel_trackers.testing", "torch.utils.tensorboard")
     return run_programs(programs, tmp_path_factory.mktemp("run"), imports)
 
@@ -53,3 +62,11 @@ def test_what_was_written_is_what_the_library_reads(ends, name):
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_what_was_logged_survives_a_kill_and_the_run_goes_on_under_its_id(ends, name):
     assert_succeeded(ends, name, "check_kill")
+
+
+@pytest.mark.skipif(len(INSTALLED) < len(CASES), reason="not every library has a release for this Python")
+def test_all_libraries_log_in_one_process(ends):
+    (end,) = ends["all"]
+    assert end.code == 0, f"{end.output}\n{end.errors}"
+    (read,) = (line for line in end.output.splitlines() if line.startswith('{"'))
+    assert json.loads(read) == dict.fromkeys(CASES, True), f"{end.output}\n{end.errors}"
