@@ -25,6 +25,7 @@ from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import get_sampler, prepare_data_loader
 from accel_train.data.samplers import SeedableRandomSampler
+from accel_train.data.stateful import stateful_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -236,6 +237,7 @@ def test_a_slice_function_without_dispatching_is_reported(caplog: pytest.LogCapt
 
 
 def test_a_stateful_loader_needs_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
+    stateful_class.cache_clear()  # an earlier test may have had one
     monkeypatch.setitem(sys.modules, "torchdata", ModuleType("torchdata"))
     monkeypatch.setitem(sys.modules, "torchdata.stateful_dataloader", None)
     with pytest.raises(MissingDependencyError, match="accel-train\\[stateful\\]"):
