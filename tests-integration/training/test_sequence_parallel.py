@@ -12,6 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.parallelism.handlers import DeepSpeedSequenceParallelConfig
 from accel_state.accelerator_state import AcceleratorState
@@ -210,7 +211,9 @@ def test_a_run_goes_on_where_it_was_saved(tmp_path):
     with deepspeed_process():
         ends = []
         for resumed in (False, True):
-            accelerator, model = make_accelerator({"zero_stage": 3}), make_model()
+            continues = DataLoaderConfiguration(resume_mid_epoch=True)
+            accelerator = make_accelerator({"zero_stage": 3}, dataloader_config=continues)
+            model = make_model()
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
             loader = DataLoader(Text(), batch_size=ROWS, shuffle=True)
             torch.manual_seed(4)
