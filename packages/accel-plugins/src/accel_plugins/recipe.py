@@ -100,7 +100,9 @@ def build_recipe(
         SettingsError: There is no such recipe, or a handler is for another one.
     """
     spec = None if name in {"no", "fp16", "bf16"} else RECIPES.find(name)
-    for other in RECIPES.available().values():
+    # Installed recipes are imported only where a handler may be one of theirs.
+    is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
+    for other in (RECIPES.available() if is_foreign else RECIPES.built_in).values():
         for kind in () if spec is other else other.handlers:
             if kind in handlers:
                 raise SettingsError(
