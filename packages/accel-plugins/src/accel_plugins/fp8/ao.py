@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from accel_ops.modules import without_compiler
+from accel_plugins.fp8.layers import is_divisible
 from accel_plugins.fp8.weights import save_plain_weights, tied_layers
 from accel_plugins.recipe import Recipe
 from accel_state.available import require
@@ -66,7 +67,7 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     if fqn in {*names[:1], *names[-1:]}:
         return False
     layer = module.get_submodule(fqn) if fqn in names else module
-    return not isinstance(layer, nn.Linear) or _is_divisible(layer)
+    return not isinstance(layer, nn.Linear) or is_divisible(layer)
 
 
 @torchao_required
@@ -255,7 +256,7 @@ def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None) -
         name
         for name, layer in layers.items()
         # A subclass may use its weight in its own way.
-        if type(layer) is nn.Linear and name not in ends and _is_divisible(layer)
+        if type(layer) is nn.Linear and name not in ends and is_divisible(layer)
     }
 
 
@@ -265,10 +266,6 @@ def _float8() -> Any:
 
 def _layer_class() -> Any:
     return import_module("torchao.float8.float8_linear").Float8Linear
-
-
-def _is_divisible(layer: nn.Linear) -> bool:
-    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
 
 
 def _as_weight(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

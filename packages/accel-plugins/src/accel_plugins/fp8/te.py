@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_ops.modules import replace_forward, without_compiler
+from accel_plugins.fp8.layers import is_divisible
 from accel_plugins.kwargs.fp8 import TERecipeKwargs
 from accel_plugins.recipe import Recipe
 from accel_state.available import is_installed, require
@@ -87,7 +88,7 @@ def convert_model(
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
             made = None
-            if _convert_linear and isinstance(layer, linear) and _is_divisible(layer):
+            if _convert_linear and isinstance(layer, linear) and is_divisible(layer):
                 made = make_linear(layer)
             elif _convert_ln and isinstance(layer, norm):
                 made = make_norm(layer)
@@ -236,7 +237,6 @@ def build(handler: TERecipeKwargs, *, recomputes: bool) -> Recipe:
         for model in map(without_compiler, bundle.models):
             if not has_transformer_engine_layers(model):
                 replaced |= convert_model(model)
-
             replace_forward(model, around)
         return replaced
 
@@ -245,10 +245,6 @@ def build(handler: TERecipeKwargs, *, recomputes: bool) -> Recipe:
 
 def _te() -> Any:
     return import_module("transformer_engine.pytorch")
-
-
-def _is_divisible(layer: Any) -> bool:
-    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
 
 
 def _te_linear(layer: nn.Linear) -> Any:

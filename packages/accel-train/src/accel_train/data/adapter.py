@@ -154,8 +154,7 @@ class DataLoaderAdapter(MaybeStateful):
             it is torchdata's state, with the position beside it; a pass that was begun in the middle of an
             epoch by skipping, or by another number of ranks, has no such state.
         """
-        reading = self._progress.reading
-        position = self._resume if reading is None else reading.position()
+        position = self._position()
         state: dict[str, Any] = {
             "format": STATE_FORMAT,
             "epoch": self.iteration,
@@ -168,8 +167,7 @@ class DataLoaderAdapter(MaybeStateful):
 
     def torchdata_state(self) -> dict[str, Any]:
         """Give torchdata's part of the state, for any `StatefulDataLoader`; empty where there is none."""
-        reading = self._progress.reading
-        position = self._resume if reading is None else reading.position()
+        position = self._position()
         if position is not None:
             ended = self._progress.reading is not None and bool(getattr(self, "end_of_dataloader", False))
             return as_state_dict(position.torchdata or {}, finished=ended)
@@ -212,8 +210,7 @@ class DataLoaderAdapter(MaybeStateful):
         """
         position = state_dict["position"]
         if position is not None and self._reads:
-            count = 1 if self._indices is not None else max(1, self.num_workers)
-            start = {"consumed": [0] * count, "next_worker": 0}
+            start = {"consumed": [0] * self._readers, "next_worker": 0}
             position = {**position, **start} if position["unit"] == self._unit else None
         self.load_state_dict({**state_dict, "position": position, "shards": None})
 
@@ -221,10 +218,7 @@ class DataLoaderAdapter(MaybeStateful):
         """The position that a state of torchdata means, where this loader has as many ranks and workers."""
         if is_finished(state):
             return None
-        batches, workers = (
-            batches_yielded(state),
-            1 if self._indices is not None else max(1, self.num_workers),
-        )
+        batches, workers = batches_yielded(state), self._readers
         return Position(
             unit=self._unit,
             consumed=tuple(
@@ -245,7 +239,7 @@ class DataLoaderAdapter(MaybeStateful):
     def _checked(self, position: Position) -> Position:
         if not self._reads:
             return position
-        unit, workers = self._unit, max(1, self.num_workers)
+        unit, workers = self._unit, self._readers
         if position.unit == "remote":
             raise ValueError(
                 "The saved data position is that of a process which was sent its batches. Load the one that "
@@ -263,6 +257,15 @@ class DataLoaderAdapter(MaybeStateful):
                 f"num_workers={len(position.consumed)!r} as in the run that was saved."
             )
         return position
+
+    def _position(self) -> Position | None:
+        """Where the current pass is, or where the next one begins if not at the beginning."""
+        return self._resume if (reading := self._progress.reading) is None else reading.position()
+
+    @property
+    def _readers(self) -> int:
+        """The number of workers that each count their own batches: those of an iterable dataset."""
+        return 1 if self._indices is not None else max(1, self.num_workers)
 
     @property
     def _unit(self) -> str:
@@ -332,7 +335,7 @@ class DataLoaderAdapter(MaybeStateful):
             taken = 0 if position is None else position.consumed[0] // self._inner_stride
             begin = partial(SamplerReading, shard=self._indices.shard, taken=taken)
         else:
-            starts = (0,) * max(1, self.num_workers) if position is None else position.consumed
+            starts = (0,) * self._readers if position is None else position.consumed
             turn = 0 if position is None else position.next_worker
             begin = partial(
                 StreamReading, stride=self._inner_stride, starts=starts, next_worker=turn, unit=self._unit
