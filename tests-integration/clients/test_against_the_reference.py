@@ -7,7 +7,6 @@ Both run in an environment of their own, which holds these libraries and the ref
 
 from __future__ import annotations
 
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+
+from clients.running import run_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -83,18 +84,8 @@ def _outcome(
     python: Path, environ: dict[str, str], folder: Path, cases: list[str], ranks: int, on_accel: bool
 ) -> dict[str, Any]:
     out = folder / f"{ranks}_{on_accel}.pt"
-    several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
-    alias = ["-m", "accel_compat"] if on_accel else []
-    done = subprocess.run(
-        [str(python), *(several if ranks > 1 else []), *alias, str(PROGRAM), str(out), *cases],
-        env=environ,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    arguments = (python, PROGRAM, str(out), *cases)
+    run_client(*arguments, ranks=ranks, on_accel=on_accel, environ=environ, folder=folder)
     return torch.load(out, weights_only=True)
 
 

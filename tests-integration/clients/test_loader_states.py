@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
+
+from clients.running import run_client
 
 PROGRAM = Path(__file__).parent / "programs" / "loaders.py"
 
@@ -18,19 +19,14 @@ PROGRAM = Path(__file__).parent / "programs" / "loaders.py"
 def test_the_other_library_goes_on_with_the_next_batch(
     accel_saves: bool, ranks: int, python: Path, clients_environ: dict[str, str], tmp_path: Path
 ) -> None:
-    several = ["-m", "torch.distributed.run", f"--nproc_per_node={ranks}", "--standalone"]
     for action, on_accel in (("save", accel_saves), ("load", not accel_saves)):
-        start = [str(python), *(several if ranks > 1 else []), *(["-m", "accel_compat"] if on_accel else [])]
-        done = subprocess.run(
-            [*start, str(PROGRAM), action, str(tmp_path)],
-            env=clients_environ,
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
+        run_client(
+            *(python, PROGRAM, action, str(tmp_path)),
+            ranks=ranks,
+            on_accel=on_accel,
+            environ=clients_environ,
+            folder=tmp_path,
         )
-        assert done.returncode == 0, done.stderr
     for rank in range(ranks):
         saved, loaded = (
             json.loads((tmp_path / f"{action}_{rank}.json").read_text()) for action in ("save", "load")

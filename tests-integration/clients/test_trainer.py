@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
+
+from clients.running import run_client
 
 PROGRAM = Path(__file__).with_name("train_bert.py")
 
@@ -48,17 +49,13 @@ def plain_loop(train_bert, processes: int, eval_size: int):
 def test_trainer_equals_a_plain_loop(
     processes: int, eval_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torchrun = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
-    program = ["-m", "accel_compat", str(PROGRAM), str(tmp_path), str(TRAIN_SIZE), str(eval_size)]
-    done = subprocess.run(
-        [sys.executable, *(torchrun if processes > 1 else []), *program],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=False,
+    run_client(
+        *(sys.executable, PROGRAM, str(tmp_path), str(TRAIN_SIZE), str(eval_size)),
+        ranks=processes,
+        on_accel=True,
+        environ={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
+        folder=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
     found = torch.load(tmp_path / "out.pt")
     assert found["home"].startswith("accel_train.")
     monkeypatch.syspath_prepend(str(PROGRAM.parent))
