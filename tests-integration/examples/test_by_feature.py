@@ -17,11 +17,13 @@ from accel_state.gradient_state import GradientState
 from harness import distributed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/by_feature"
+INFERENCE = EXAMPLES.with_name("inference")
 
 # What the first process prints.
 SAYS = {
     "automatic_batch_size": r"batches of 1024\n.*batches of \d+\ntrained with batches of 1\d\d\n",
     "cross_validation": r"fold 0: 0.9.* of 152 right\n.*together: 0.9\d+ of 114 held-out samples right\n",
+    "ddp_comm_hook": r"epoch 0: loss [12]\.\d+\n.*epoch 2: loss 0\.[3-9]\d+\n",
     "distributed_inference": r"'The cat sat on the mat.' is nearest to 'A feline rested upon the rug.'\n",
     "early_stopping": r"^stopped after [1-4]?\d\d steps\n$",
     "gradient_accumulation": r"epoch 0: loss per byte [45]\.\d+\n.*epoch 2: loss per byte [23]\.\d+\n",
@@ -32,11 +34,11 @@ SAYS = {
 }
 
 
-def run(name):
+def run(name, folder=EXAMPLES):
     """Run an example as a script; return what it printed."""
     said = io.StringIO()
     with redirect_stdout(said):
-        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+        runpy.run_path(str(folder / f"{name}.py"), run_name="__main__")
     return said.getvalue()
 
 
@@ -50,6 +52,24 @@ def test_an_example_says_what_it_should(name, tmp_path):
     if name == "profiler":
         for rank in range(2):
             assert json.loads((tmp_path / f"traces/profile_{rank}.json").read_text())["traceEvents"]
+
+
+@distributed(world_size=2)
+def test_generated_texts_come_in_the_order_of_the_prompts():
+    said = run("distributed_generation", INFERENCE)
+    if dist.get_rank() == 0:
+        sentence = "the quick brown fox jumps over the lazy dog. " * 2
+        pairs = [(eval(a), eval(b)) for a, b in re.findall(r"^(.*) goes on (.*)$", said, re.MULTILINE)]
+        assert [prompt for prompt, _ in pairs] == [
+            *("the quick", "brown fox j", "over the la", "lazy dog. t", "fox jumps")
+        ]
+        assert all(prompt + written in sentence for prompt, written in pairs), said
+
+
+@distributed(world_size=2)
+def test_a_pipeline_gives_what_one_process_does():
+    said = run("pipeline", INFERENCE)
+    assert said == ("" if dist.get_rank() == 0 else "(8, 12, 32), equal to one process: True\n")
 
 
 @distributed(world_size=2)

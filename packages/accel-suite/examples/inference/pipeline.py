@@ -4,7 +4,7 @@ accel launch --cpu --num_processes 2 packages/accel-suite/examples/inference/pip
 """
 
 import torch
-from transformers import BertConfig, BertModel
+from torch import nn
 
 from accel import PartialState
 from accel.inference import prepare_pippy
@@ -12,18 +12,15 @@ from accel.utils import set_seed
 
 state = PartialState()
 set_seed(0)
-config = BertConfig(
-    vocab_size=64, hidden_size=32, num_hidden_layers=4, num_attention_heads=2, intermediate_size=64
-)
-model = BertModel(config, add_pooling_layer=False).eval()
+layers = [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0.0) for _ in range(4)]
+model = nn.Sequential(nn.Embedding(64, 32), *layers).eval()
 inputs = torch.randint(0, 64, (8, 12))
 with torch.no_grad():
-    expected = model(inputs).last_hidden_state
+    expected = model(inputs)
 
-model = prepare_pippy(model, example_args=(inputs[:4],), no_split_module_classes=["BertLayer"])
+model = prepare_pippy(model, example_args=(inputs[:4],), no_split_module_classes=["TransformerEncoderLayer"])
 with torch.no_grad():
     output = model(inputs.to(state.device))  # what the first process passes counts
 
 if state.is_last_process:  # which has the output; gather_output=True gives it to all
-    hidden = output["last_hidden_state"] if isinstance(output, dict) else output[0]
-    print(f"{tuple(hidden.shape)}, equal to one process: {torch.allclose(hidden.cpu(), expected, atol=1e-5)}")
+    print(f"{tuple(output.shape)}, equal to one process: {torch.allclose(output.cpu(), expected, atol=1e-5)}")
