@@ -13,7 +13,7 @@ from accel_cli.config.host_info import probe_host
 from accel_cli.config.interview import interview
 from accel_state.settings import OPTIONS, to_content
 
-UP, DOWN, CLEAR, ENTER = "\x1b[A", "\x1b[B", "\x15", "\r"
+UP, DOWN, CLEAR, ENTER, ESCAPE = "\x1b[A", "\x1b[B", "\x15", "\r", "\x1b"
 
 BRANCHES = {
     "one process": {"dynamo.backend": "INDUCTOR", "dynamo.mode": "max-autotune", "process.use_cpu": "true"},
@@ -207,6 +207,32 @@ def test_an_answer_that_cannot_be_used_is_asked_for_again(environ, tmp_path):
     terminal.send(CLEAR + "1" + ENTER)
     terminal.expect_exact("How many processes on all nodes? (world size)")
     terminal.close()
+
+
+def test_escape_goes_back_in_every_kind_of_question(environ, tmp_path):
+    terminal = start(environ)
+    terminal.expect_exact("Where do you train?")
+    terminal.send(ESCAPE)  # there is none before it
+    terminal.expect_exact("Where do you train?")
+    terminal.send(ENTER)
+    terminal.expect_exact("On what do the processes compute?")
+    terminal.send(DOWN * 2 + ENTER)
+    terminal.expect_exact("How many nodes (machines)?")
+    terminal.send(CLEAR + "2" + ENTER)
+    terminal.expect_exact("How many processes on all nodes? (world size)")
+    terminal.send(ESCAPE)
+    terminal.expect_exact("How many nodes (machines)?")
+    terminal.send(ESCAPE)
+    terminal.expect_exact("On what do the processes compute?")
+    terminal.send(UP * 2 + ENTER)
+    terminal.expect_exact("Compute on the CPU, whatever else there is?")
+    terminal.send(ESCAPE)
+    terminal.expect_exact("On what do the processes compute?")
+    terminal.send("\x03")
+    terminal.expect_exact("Nothing was written.")
+    terminal.expect(pexpect.EOF)
+    terminal.close()
+    assert terminal.exitstatus == 130
 
 
 def test_giving_up_writes_nothing(environ, tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from importlib.metadata import version
 
 import pytest
 
 from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.config_file import read, read_config
+from accel_cli.config_writing import WRITTEN_BY, text_of
 from accel_state.errors import SettingsError
 from accel_state.regular_file import CONFIG_LIMIT
 
@@ -91,3 +93,30 @@ def test_deep_json_ends_in_a_sentence(tmp_path):
         read(tmp_path / "c.json")
     with pytest.raises(SettingsError, match=r"config\.json' is no configuration: it is nested too deeply"):
         meta_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("line", ["num_procesess: 2", "mixed_precision: fp2"])
+def test_what_a_newer_version_has_written_is_refused_with_both_versions(line, tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"{WRITTEN_BY}999.1.0\n{line}\n")
+    with pytest.raises(
+        SettingsError, match=rf"was written by accel 999\.1\.0, and this is accel {version('accel-cli')}"
+    ):
+        read_config(str(path), {})
+    for first in (
+        "",
+        f"{WRITTEN_BY}0.0.1\n",
+        f"{WRITTEN_BY}of old\n",
+        f"{WRITTEN_BY}{version('accel-cli')}\n",
+    ):
+        path.write_text(f"{first}{line}\n")
+        with pytest.raises(SettingsError, match=line.partition(":")[0]) as caught:
+            read_config(str(path), {})
+        assert "this is accel" not in str(caught.value)
+
+
+def test_a_file_says_which_version_has_written_it(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text(text_of(path, {"num_processes": 2}))
+    assert path.read_text().splitlines()[0] == f"{WRITTEN_BY}{version('accel-cli')}"
+    assert read(path) == {"num_processes": 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -178,3 +179,22 @@ def test_a_model_behind_a_gate_is_reported(gate: str, monkeypatch: pytest.Monkey
     )
     with pytest.raises(SettingsError, match=r"'someone/gated'.*(403|[Gg]ated|restricted)"):
         meta_model("someone/gated")
+
+
+@pytest.mark.usefixtures("cache")
+def test_a_hub_that_cannot_be_reached_is_not_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as closed:  # bound, and not listening
+        closed.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{closed.getsockname()[1]}"
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        with pytest.raises(
+            SettingsError, match=r"'someone/far': neither .* \(\[Errno \d+\] Connection refused\)"
+        ):
+            meta_model("someone/far")
+    assert not caplog.records  # of retries

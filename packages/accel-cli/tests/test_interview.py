@@ -9,7 +9,7 @@ from accel_cli.config import basic, command
 from accel_cli.config.command import commands, find_conflicts, summary
 from accel_cli.config.defaults import suggestion
 from accel_cli.config.host_info import HostInfo, probe_host
-from accel_cli.config.interview import interview, question_about
+from accel_cli.config.interview import Back, interview, question_about
 from accel_cli.config_file import read_config
 from accel_cli.config_writing import text_of, write
 from accel_cli.main import main
@@ -46,6 +46,57 @@ def test_on_a_laptop_little_is_asked():
         "precision.mixed_precision", "dynamo.backend",
     ]  # fmt: skip
     assert settings.launch.num_processes is None
+
+
+def test_who_goes_back_is_asked_again_with_the_earlier_answer():
+    asked, first = [], {"launch.distributed_type": "MULTI_GPU", "launch.num_machines": "3"}
+
+    def ask(question):
+        asked.append((question.path, question.default))
+        if question.path == "launch.num_processes" and ("back", "yes") not in asked:
+            asked.append(("back", "yes"))
+            raise Back
+        return first.pop(question.path, question.default)
+
+    settings = interview(ask, LAPTOP)
+    assert asked[:6] == [
+        ("launch.compute_environment", "LOCAL_MACHINE"),
+        ("launch.distributed_type", "NO"),
+        ("launch.num_machines", "1"),
+        ("launch.num_processes", "3"),
+        ("back", "yes"),
+        ("launch.num_machines", "3"),
+    ]
+    assert settings.launch.num_machines == 3
+
+
+def test_going_back_forgets_what_only_followed_from_the_answer():
+    steps = iter(["MULTI_GPU", "3", Back, Back, "NO"])
+
+    def ask(question):
+        if question.path in {"launch.distributed_type", "launch.num_machines", "launch.num_processes"}:
+            step = next(steps)
+            if step is Back:
+                raise Back
+            return step
+        return question.default
+
+    settings = interview(ask, LAPTOP)
+    assert settings.launch.distributed_type == "NO"
+    assert settings.launch.num_machines == 1
+
+
+def test_at_the_first_question_back_asks_it_again():
+    asked = []
+
+    def ask(question):
+        asked.append(question.path)
+        if len(asked) == 1:
+            raise Back
+        return question.default
+
+    interview(ask, LAPTOP)
+    assert asked[0] == asked[1]
 
 
 def test_on_a_server_its_gpus_are_suggested():

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import io
+import json
 
 import pytest
 
-from accel_cli.output import Table, as_text, is_rich, show
+from accel_cli.main import main
+from accel_cli.output import Table, as_text, is_rich, show, working
 
 TABLE = Table(head=("check", "result"), rows=(("gather", "passed"), ("a [b] c", "failed")), title="all")
 
@@ -55,3 +57,36 @@ def test_a_long_line_is_left_to_the_terminal_so_that_it_can_be_copied(monkeypatc
 
 def test_a_table_without_rows_has_its_head():
     assert as_text(Table(head=("a", "b"), rows=())) == "a  b"
+
+
+def test_a_terminal_shows_what_takes_time_until_it_is_done(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    errors, output = Terminal(), Terminal()
+    monkeypatch.setattr("sys.stderr", errors)
+    monkeypatch.setattr("sys.stdout", output)
+    with working("merging [weights]"):
+        show("a result")
+        assert "merging [weights] …" in errors.getvalue()
+    assert errors.getvalue().endswith("\x1b[2K")  # the line is empty again
+    assert "merging" not in output.getvalue()
+
+
+def test_a_file_and_a_pipe_show_nothing_of_it(capsys):
+    with working("merging"):
+        pass
+    assert capsys.readouterr() == ("", "")
+
+
+def test_an_estimate_shows_that_it_works_beside_its_output(monkeypatch, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    config = {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 32, "vocab_size": 64}))
+    errors = Terminal()
+    monkeypatch.setattr("sys.stderr", errors)
+    assert main(["estimate-memory", str(tmp_path), "--json"]) == 0
+    assert "importing torch …" in errors.getvalue()
+    assert f"estimating '{tmp_path}" in errors.getvalue()
+    assert "weights" in json.loads(capsys.readouterr().out)

@@ -23,7 +23,8 @@ batch_size = 32  # per process
 learning_rate = 3e-3
 
 started = time.perf_counter()
-accelerator = Accelerator()
+# The schedule below is written for the batches of one process.
+accelerator = Accelerator(step_scheduler_per="process")
 set_seed(0)
 
 # 1,797 images of 8x8 pixels with values 0 ... 16; a fifth is held out

@@ -17,6 +17,7 @@ from accel_state import environ
 from accel_state.devices.kinds import KINDS
 from accel_state.errors import SettingsError
 from accel_state.ports import is_port_in_use
+from accel_state.progress import tqdm
 from accel_train import Accelerator, forking, launchers
 from accel_train.forking import Machines, WorkerFailedError
 from accel_train.launchers import PrepareForLaunch, debug_launcher, notebook_launcher
@@ -54,6 +55,22 @@ def test_notebook_launcher_does_so_with_a_precision_and_shows_lines_with_a_prefi
     )
     assert results == dict.fromkeys(range(2), (2, 1, "bf16", True))
     assert sorted(capfd.readouterr().out.split("\n")[:2]) == ["<0> here", "<1> here"]
+
+
+def test_bars_of_launched_processes_are_text_where_those_of_a_notebook_are_widgets(monkeypatch, capfd):
+    monkeypatch.setattr("accel_state.progress.progress_bar", Widget)
+    assert isinstance(tqdm(range(3)), Widget)
+
+    def count():
+        return sum(tqdm(range(3)))
+
+    assert notebook_launcher(count, num_processes=2, use_port=0) == {0: 3, 1: 3}
+    assert "3/3" in capfd.readouterr().err
+
+
+class Widget:
+    def __init__(self, iterable):
+        self.iterable = iterable
 
 
 def test_one_process_runs_here_in_the_precision():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -113,11 +114,11 @@ def test_it_advances_once_per_update_if_told_so(four_processes, caplog):
     assert not caplog.records
 
 
-def test_the_default_clock_is_explained_once_where_it_matters(four_processes, caplog, monkeypatch):
-    # Other tests have heard it.
-    monkeypatch.setattr("accel_train.scheduler.logger._logged", set())
-    for _ in range(2):
-        make()
+def test_the_default_clock_is_explained_to_who_reads_the_log(four_processes, caplog):
+    make()
+    assert not [record for record in caplog.records if record.levelno > logging.INFO]
+    caplog.set_level(logging.INFO, "accel_train.scheduler")
+    make()
     (record,) = caplog.records
     assert "4 steps per optimizer step" in record.message
     assert "step_scheduler_per='update'" in record.message

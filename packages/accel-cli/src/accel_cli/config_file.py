@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from accel_cli.config_writing import WRITTEN_BY
 from accel_state.errors import SettingsError
 from accel_state.regular_file import CONFIG_LIMIT, parse_json, read_regular
 from accel_state.settings import SourcedValue, default_config_file, parse_file
 from accel_state.settings.legacy import translate
+from accel_state.versions import compare_versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -60,14 +64,33 @@ def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     if path is None:
         return ConfigFile()
     translation = translate(read(path))
+    try:
+        sourced = parse_file(translation.content, str(path))
+    except SettingsError as error:
+        raise SettingsError(*error.problems, *_newer(path)) from None
     advice = f"`accel config update --config_file {path}` rewrites the file"
     notes = [f"{path} is of an older format: {note}" for note in translation.notes]
     return ConfigFile(
         path=path,
         content=translation.content,
-        sourced=parse_file(translation.content, str(path)),
+        sourced=sourced,
         notes=(*notes, *([advice] if notes else [])),
     )
+
+
+def _newer(path: Path) -> list[str]:
+    """Return a sentence if a newer version of accel has written a file."""
+    first = (
+        read_regular(path, limit=CONFIG_LIMIT, error=SettingsError)
+        .decode(errors="replace")
+        .partition("\n")[0]
+    )
+    written = re.fullmatch(rf"{WRITTEN_BY}(\d+(?:\.\d+)*)\s*", first)
+    if written is None or compare_versions("accel-cli", ">=", written[1]):
+        return []
+    ours = version("accel-cli")
+    advice = "install that version, or write the file anew with `accel config`."
+    return [f"{path} was written by accel {written[1]}, and this is accel {ours}: {advice}"]
 
 
 _MAX_NODES = 100_000

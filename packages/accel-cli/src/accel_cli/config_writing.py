@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,10 @@ from accel_state.settings.file import FILE_NAMES, default_config_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+WRITTEN_BY = "# Written by accel "
+"""The beginning of a config file's first line; the version follows."""
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
@@ -32,10 +37,14 @@ def write(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def text_of(path: Path, content: Mapping[str, Any]) -> str:
-    """What `write` writes."""
+    """What `write` writes.
+
+    YAML begins with the version of accel, in a comment: other readers of such files refuse unknown keys.
+    """
     if path.suffix == ".json":
         return json.dumps(dict(content), indent=2, sort_keys=True) + "\n"
-    return import_module("yaml").safe_dump(dict(content), sort_keys=True, allow_unicode=True)
+    text = import_module("yaml").safe_dump(dict(content), sort_keys=True, allow_unicode=True)
+    return f"{WRITTEN_BY}{version('accel-cli')}\n{text}"
 
 
 def path_to_write(named: str | None, environ: Mapping[str, str]) -> Path:

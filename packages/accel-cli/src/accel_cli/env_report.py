@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.config_file import settings_from_config
 from accel_cli.launch.machine import ask_nvidia
+from accel_cli.output import working
 from accel_cli.redact import redact
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -51,7 +52,8 @@ def run(options: Namespace) -> int:
 
     What is broken on this machine is reported, and does not end the report.
     """
-    facts = report(read(), options.config_file)
+    with working("looking at devices and libraries"):
+        facts = report(read(), options.config_file)
     sys.stdout.write(json.dumps(facts, indent=2) + "\n" if options.json else as_text(facts))
     return 0
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
+from accel_cli.output import working
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import AccelError
 
@@ -34,11 +36,13 @@ class Command:
         help: One line for the overview.
         parser: `"module:function"` that makes the parser, in a module that imports nothing heavy; so that
             help and mistakes are answered before the target is imported.
+        imports_torch: Whether the target does, which takes seconds.
     """
 
     target: str
     help: str
     parser: str | None = None
+    imports_torch: bool = False
 
     def make_parser(self) -> Parser:
         """Make the parser; there has to be one."""
@@ -51,7 +55,9 @@ class Command:
 
     def call(self, options: Any) -> int:
         """Run it with what the parser has read."""
-        return _find(self.target)(options)
+        with working("importing torch") if self.imports_torch else nullcontext():
+            function = _find(self.target)
+        return function(options)
 
 
 COMMANDS: Mapping[str, Command] = {
@@ -75,6 +81,7 @@ COMMANDS: Mapping[str, Command] = {
         target="accel_cli.commands.estimate.command:run",
         help="Tell how much memory a model takes, at rest and in training.",
         parser="accel_cli.commands.arguments.estimate:parser",
+        imports_torch=True,
     ),
     "check": Command(
         target="accel_cli.commands.check.command:run",
@@ -85,6 +92,7 @@ COMMANDS: Mapping[str, Command] = {
         target="accel_cli.commands.merge:run",
         help="Turn a sharded checkpoint into plain weights.",
         parser="accel_cli.commands.arguments.merge:parser",
+        imports_torch=True,
     ),
     "to-fsdp2": Command(
         target="accel_cli.commands.to_fsdp2:run",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, TextIO
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, TextIO
 from accel_state.environ import read
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Generator, Mapping, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +42,19 @@ def show(*items: Table | str, stream: TextIO | None = None) -> None:
         import_module("accel_cli.rich_output").write(items, target)
         return
     target.write("\n".join(as_text(item) if isinstance(item, Table) else item for item in items) + "\n")
+
+
+@contextmanager
+def working(what: str) -> Generator[None]:
+    """Show on a terminal that the command works, until the block ends; nothing in a file or pipe.
+
+    Args:
+        what: What it does.
+    """
+    with contextlib.ExitStack() as stack:
+        if is_rich(sys.stderr, read()):
+            stack.enter_context(import_module("accel_cli.rich_output").spinner(what, sys.stderr))
+        yield
 
 
 def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console
+from rich.live import Live
+from rich.spinner import Spinner
 from rich.table import Table as Frame
 from rich.text import Text
 
@@ -41,3 +43,19 @@ def write(items: Iterable[Table | str], stream: TextIO) -> None:
         for row in item.rows:
             frame.add_row(*(Text(cell, style=STYLES.get(cell, "")) for cell in row))
         console.print(frame)
+
+
+def spinner(what: str, stream: TextIO) -> Live:
+    """Return a context that shows a spinner, and removes it at its end.
+
+    Args:
+        what: The text beside it.
+        stream: A terminal.
+    """
+    # The standard output may go elsewhere, and is left alone.
+    return Live(
+        Spinner("dots", text=Text(f"{what} …")),
+        console=Console(file=stream),
+        transient=True,
+        redirect_stdout=False,
+    )

@@ -43,8 +43,8 @@ class AcceleratedScheduler:
         step_with_optimizer: Whether to follow the optimizers as described. `False` forwards every `step`
             as it is.
         split_batches: Whether each batch of the data loader is sharded across ranks.
-        step_per: What one step of the schedule stands for. `None` is `"process"`, and says so in the log
-            where that is more than one step.
+        step_per: What one step of the schedule stands for. `None` is `"process"`, and says so in the log,
+            at level INFO, where that is more than one step.
         num_shards: How many processes have batches of their own; all if `None`.
 
     Raises:
@@ -89,7 +89,7 @@ class AcceleratedScheduler:
         self._counts_samples = step_per == "sample"
         self._samples = 0
         if step_per is None and step_with_optimizer and processes > 1:
-            logger.warning_once(
+            logger.info(
                 "The learning rate schedule advances %d steps per optimizer step, one for each process, "
                 "because a schedule is taken to be written for the batches of one process. If it is written "
                 "for optimizer steps, pass Accelerator(step_scheduler_per='update'); 'process' keeps it "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_cli.output import show
+from accel_cli.output import show, working
 from accel_ops.weights.sizes import convert_bytes
 from accel_state.errors import SettingsError
 from accel_train.checkpoint.merge import merge_fsdp_weights
@@ -29,12 +29,13 @@ def run(options: Namespace) -> int:
         raise SettingsError(f"argument checkpoint_directory: the folder {str(source)!r} does not exist.")
     before = _files(target)
     try:
-        merge_fsdp_weights(
-            source,
-            target,
-            safe_serialization=not options.unsafe_serialization,
-            remove_checkpoint_dir=options.remove_checkpoint_dir,
-        )
+        with working(f"merging {str(source)!r}"):
+            merge_fsdp_weights(
+                source,
+                target,
+                safe_serialization=not options.unsafe_serialization,
+                remove_checkpoint_dir=options.remove_checkpoint_dir,
+            )
     except OSError as error:
         raise SettingsError(f"argument output_path: {str(target)!r} cannot be written: {error}") from None
     if not options.quiet:

@@ -73,6 +73,7 @@ def _ask(options: Namespace) -> int:
     environ = read()
     path, found = path_to_write(options.config_file, environ), probe_host(environ)
     terminal = import_module("accel_cli.config.terminal")
+    show("Esc goes back to the question before; Ctrl-C ends, and writes nothing.", "")
     try:
         settings = interview(terminal.ask, found)
         show("", *summary(settings))

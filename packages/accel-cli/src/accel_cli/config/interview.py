@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from accel_cli.config.defaults import CHOICE_TITLES, choices, suggestion
@@ -10,10 +10,11 @@ from accel_state.errors import SettingsError
 from accel_state.settings import OPTIONS, Layer, Option, Settings, SourcedValue, combine
 from accel_state.settings.merge import parse
 from accel_state.settings.model import value_at
+from accel_state.settings.options import BY_PATH
 from accel_state.settings.parsing import boolean, comma_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from accel_cli.config.host_info import HostInfo
 
@@ -39,16 +40,26 @@ class Question:
     find_problem: Callable[[str], str | None]
 
 
+class Back(Exception):  # noqa: N818 - the user's wish, not an error
+    """The user goes back to the question before."""
+
+
 class Prompter(Protocol):
     """A function that answers questions."""
 
     def __call__(self, question: Question, /) -> str:
-        """Return one of the choices, `"true"` or `"false"`, or a valid text."""
+        """Return one of the choices, `"true"` or `"false"`, or a valid text.
+
+        Raises:
+            Back: The user goes back to the question before, or stays at the first.
+        """
         ...
 
 
 def interview(ask: Prompter, found: HostInfo) -> Settings:
     """Ask the questions that depend on the answers so far.
+
+    A question that is asked again, after the user went back, suggests the answer that it had.
 
     Args:
         ask: Answers a question.
@@ -57,19 +68,42 @@ def interview(ask: Prompter, found: HostInfo) -> Settings:
     Returns:
         The settings of the answers.
     """
-    answered: dict[str, SourcedValue] = {}
-    for option in OPTIONS:
-        settings = combine(answered).settings
-
-        def answers(path: str, settings: Settings = settings) -> object:
-            return value_at(settings, path)
-
-        if option.question is None or not (option.ask_if is None or option.ask_if(answers)):
+    answers: list[tuple[Option, str]] = []
+    earlier: dict[str, str] = {}
+    while (question := _next_question(answers, found, earlier)) is not None:
+        try:
+            text = ask(question)
+        except Back:
+            if answers:
+                option, text = answers.pop()
+                earlier[option.path] = text
             continue
-        answer = read_answer(option, ask(question_about(option, found, answers)))
-        if answer is not None:
-            answered[option.path] = answer
-    return combine(answered).settings
+        answers.append((BY_PATH[question.path], text))
+    return _settings_of(answers)
+
+
+def _next_question(
+    answers: Sequence[tuple[Option, str]], found: HostInfo, earlier: Mapping[str, str]
+) -> Question | None:
+    """Return the first question after the last answer that applies; None if there is none."""
+    settings = _settings_of(answers)
+
+    def answer_to(path: str) -> object:
+        return value_at(settings, path)
+
+    rest = OPTIONS if not answers else OPTIONS[OPTIONS.index(answers[-1][0]) + 1 :]
+    for option in rest:
+        if option.question is not None and (option.ask_if is None or option.ask_if(answer_to)):
+            question = question_about(option, found, answer_to)
+            default = earlier.get(option.path, question.default)
+            is_offered = not question.choices or default in dict(question.choices)
+            return replace(question, default=default) if is_offered else question
+    return None
+
+
+def _settings_of(answers: Sequence[tuple[Option, str]]) -> Settings:
+    read = {option.path: read_answer(option, text) for option, text in answers}
+    return combine({path: value for path, value in read.items() if value is not None}).settings
 
 
 def question_about(option: Option, found: HostInfo, answers: Callable[[str], object]) -> Question:

@@ -5,9 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import questionary
+from prompt_toolkit.key_binding import KeyBindings, merge_key_bindings
+
+from accel_cli.config.interview import Back
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from prompt_toolkit.key_binding import KeyPressEvent
 
     from accel_cli.config.interview import Question
 
@@ -19,9 +24,14 @@ def ask(question: Question) -> str:
         question: The question.
 
     Raises:
+        Back: The user presses Esc.
         KeyboardInterrupt: The user presses Ctrl-C.
     """
-    return _PROMPTS[question.kind](question)
+    prompt = _PROMPTS[question.kind](question)
+    application = prompt.application
+    application.key_bindings = merge_key_bindings([application.key_bindings or KeyBindings(), _KEYS])
+    answer: object = prompt.unsafe_ask()
+    return str(answer).lower() if question.kind == "yes or no" else str(answer)
 
 
 def agree(message: str, *, default: bool) -> bool:
@@ -33,24 +43,32 @@ def agree(message: str, *, default: bool) -> bool:
     return bool(questionary.confirm(message, default=default).unsafe_ask())
 
 
-def _choice(question: Question) -> str:
+_KEYS = KeyBindings()
+
+
+@_KEYS.add("escape", eager=True)
+def _back(event: KeyPressEvent) -> None:
+    event.app.exit(exception=Back)
+
+
+def _choice(question: Question) -> questionary.Question:
     offered = [questionary.Choice(title, value=value) for value, title in question.choices]
     default = next((one for one in offered if one.value == question.default), None)
-    return str(questionary.select(question.message, offered, default=default).unsafe_ask())
+    return questionary.select(question.message, offered, default=default)
 
 
-def _yes_or_no(question: Question) -> str:
-    return str(agree(question.message, default=question.default == "true")).lower()
+def _yes_or_no(question: Question) -> questionary.Question:
+    return questionary.confirm(question.message, default=question.default == "true")
 
 
-def _text(question: Question) -> str:
+def _text(question: Question) -> questionary.Question:
     def check(text: str) -> bool | str:
         return question.find_problem(text) or True
 
-    return str(questionary.text(question.message, default=question.default, validate=check).unsafe_ask())
+    return questionary.text(question.message, default=question.default, validate=check)
 
 
-_PROMPTS: Mapping[str, Callable[[Question], str]] = {
+_PROMPTS: Mapping[str, Callable[[Question], questionary.Question]] = {
     "choice": _choice,
     "yes or no": _yes_or_no,
     "text": _text,

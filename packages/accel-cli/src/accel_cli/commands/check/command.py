@@ -12,7 +12,7 @@ from accel_cli.commands.check.trace import File, Order, Record, differences, ran
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
 from accel_cli.config_file import settings_from_config
-from accel_cli.output import Table, show
+from accel_cli.output import Table, show, working
 from accel_cli.redact import redact
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
 from accel_state.environ import read
@@ -71,7 +71,9 @@ def run(options: Namespace) -> int:
         )
         for rank in _ranks(options)
     ]
-    records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
+    ranks = ", ".join(str(order.rank) for order in orders)
+    with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
+        records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
     found = find_problems(records, merged, options.world, memory)
     if options.json:
         show(_as_json(found, merged))

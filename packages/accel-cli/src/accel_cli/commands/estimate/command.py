@@ -16,7 +16,7 @@ from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.commands.estimate.suggest import Suggestion, devices_needed, fits, suggest
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.commands.estimate.weights import sizes_of, weights_in
-from accel_cli.output import Table, show
+from accel_cli.output import Table, show, working
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
 from accel_state.errors import SettingsError, UnsupportedError
 
@@ -44,17 +44,18 @@ def run(options: Namespace) -> int:
     """
     memory = _size(options.memory, "--memory")
     host = _size(options.host_memory, "--host_memory")
-    model = meta_model(
-        options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
-    )
-    weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
-    job, again = _jobs(model, options)
-    alone = (*list(STRATEGIES)[:1], "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
-    names = alone if job.devices == 1 else tuple(STRATEGIES)[1:]
-    estimates = [estimate(name, again if options.gradient_checkpointing else job) for name in names]
-    suggestion = None if memory is None else suggest(
-        job, again, memory, host=host, per_machine=options.devices_per_machine
-    )  # fmt: skip
+    with working(f"estimating {options.model_name!r}"):
+        model = meta_model(
+            options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
+        )
+        weights = {dtype: weights_in(model, dtype) for dtype in dict.fromkeys(options.dtypes)}
+        job, again = _jobs(model, options)
+        alone = (*list(STRATEGIES)[:1], "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
+        names = alone if job.devices == 1 else tuple(STRATEGIES)[1:]
+        estimates = [estimate(name, again if options.gradient_checkpointing else job) for name in names]
+        suggestion = None if memory is None else suggest(
+            job, again, memory, host=host, per_machine=options.devices_per_machine
+        )  # fmt: skip
     if options.json:
         show(_as_json(weights, estimates, suggestion))
         return 0

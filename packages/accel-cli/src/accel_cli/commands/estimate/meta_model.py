@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import torch
 from torch import nn
@@ -126,7 +129,11 @@ def _config_on_hub(name: str) -> Path:
         ) from None
     try:
         cached = hub.try_to_load_from_cache(name, CONFIG)
-        return Path(cached) if isinstance(cached, str) else Path(hub.hf_hub_download(name, CONFIG))
+        if isinstance(cached, str):
+            return Path(cached)
+        if not hub.constants.HF_HUB_OFFLINE:
+            _check_reachable(hub.constants.ENDPOINT)
+        return Path(hub.hf_hub_download(name, CONFIG))
     except (OSError, ValueError) as error:  # what the hub's errors are: not found, gated, no network, no id
         text = str(error).strip()
         reason = text.splitlines()[0] if text else type(error).__name__
@@ -134,6 +141,24 @@ def _config_on_hub(name: str) -> Path:
             f"model {name!r}: neither a file here nor in the hub's cache, and the hub does not give its "
             f"{CONFIG} ({reason})."
         ) from None
+
+
+def _check_reachable(endpoint: str) -> None:
+    """Fail at once where the hub's library would try for a minute.
+
+    Raises:
+        OSError: There is no connection to the hub.
+    """
+    address = urlsplit(endpoint)
+    host = address.hostname or ""
+    if getproxies() and not proxy_bypass(host):  # which alone may know the way
+        return
+    with socket.create_connection((host, address.port or _PORTS[address.scheme]), _CONNECT_TIMEOUT):
+        pass
+
+
+_PORTS: Mapping[str, int] = {"http": 80, "https": 443}
+_CONNECT_TIMEOUT = 5.0  # seconds
 
 
 def _transformers(name: str, config: Path, content: Mapping[str, Any], trust: bool) -> nn.Module:

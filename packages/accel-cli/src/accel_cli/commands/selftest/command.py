@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.commands.selftest.advice import advice
 from accel_cli.commands.selftest.names import CHECK_NAMES
 from accel_cli.commands.selftest.results import FAILED, Outcome, Report, combine
-from accel_cli.output import Table, show
+from accel_cli.output import Table, show, working
 from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
@@ -39,7 +39,8 @@ def run(options: Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="accel-test-") as name:
         folder = Path(name)
         started = time.monotonic()
-        code, output = launch(launch_line(options, folder))
+        with working("running the checks on every device"):
+            code, output = launch(launch_line(options, folder))
         reports = read_reports(folder)
         seconds = time.monotonic() - started
     if not reports:
