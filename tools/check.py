@@ -25,17 +25,26 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from affected import Affected, affected_by, changed_since
 from handle_signals import handle_signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Show = Callable[[str], object]
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "--color=no")
 EXAMPLES = "tests-integration/docs"
 CLIENTS = "tests-integration/clients"
+NOT_THOROUGH = ("-m", "not thorough")
+ALL_TESTS = ("-m", "thorough or not thorough")
 PYTEST_LINE = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s.*$")
 WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed")
 MAX_RERUNS = 10
@@ -53,6 +62,7 @@ class Step:
         command: Runs it.
         thorough: Further arguments under `--all`.
         slow: Whether it runs under `--all`, or when it is named, alone.
+        cores: How many it keeps busy; steps with one run two at a time.
     """
 
     name: str
@@ -60,6 +70,7 @@ class Step:
     command: tuple[str, ...]
     thorough: tuple[str, ...] = ()
     slow: bool = False
+    cores: int = 1
 
     @property
     def is_pytest(self) -> bool:
@@ -79,13 +90,15 @@ class Result:
 
 
 STEPS = (
+    Step(
+        name="clients",
+        about="transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
+        command=(*PYTEST, *NOT_THOROUGH, "--durations=5", CLIENTS),
+        thorough=ALL_TESTS,
+    ),
     Step(name="format", about="ruff format", command=(PYTHON, "-m", "ruff", "format", "--check", ".")),
     Step(name="lint", about="ruff check", command=(PYTHON, "-m", "ruff", "check", ".")),
-    Step(
-        name="types",
-        about="pyright, strict",
-        command=(PYTHON, "-m", "pyright", "--pythonpath", PYTHON),
-    ),
+    Step(name="types", about="pyright, strict", command=(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
     Step(
         name="layers",
         about="imports point down, the cold modules stay cold, no cycles",
@@ -117,51 +130,52 @@ STEPS = (
         command=(PYTHON, "tools/check_surface.py"),
     ),
     Step(
+        name="fuzz",
+        about="mutated files of every kind give their true content or a sentence, never anything else",
+        command=(PYTHON, "tools/fuzz.py", "--seconds", "20"),
+    ),
+    Step(
         name="unit",
         about="each package's own tests and docstring examples",
         command=(*PYTEST, "-n", "2", "--doctest-modules", "packages", "--ignore-glob=*/examples"),
+        cores=2,
     ),
     Step(
         name="integration",
         about="SPMD tests on pooled ranks, and real launches",
         command=(
-            *(*PYTEST, "-n", "2", "--dist", "loadfile", "--durations=30"),
+            *(*PYTEST, *NOT_THOROUGH, "-n", "2", "--dist", "loadfile", "--durations=30"),
             *("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
         ),
-    ),
-    Step(
-        name="clients",
-        about="transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
-        command=(*PYTEST, "-m", "not thorough", "--durations=5", CLIENTS),
-        thorough=("-m", "thorough or not thorough"),
+        thorough=ALL_TESTS,
+        cores=2,
     ),
     Step(
         name="examples",
         about="every example of the README files and the documentation",
         command=(*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
-    ),
-    Step(
-        name="fuzz",
-        about="mutated files of every kind give their true content or a sentence, never anything else",
-        command=(PYTHON, "tools/fuzz.py", "--seconds", "20"),
+        cores=2,
     ),
     Step(
         name="isolation",
         about="each wheel installs alone, imports, and runs the examples of its README",
         command=(PYTHON, "tools/check_isolation.py"),
         thorough=("--tests",),
+        cores=2,
     ),
     Step(
         name="behaviour",
         about="small programs do what they do with the reference, or differ for a reason (with --all)",
         command=(PYTHON, "tools/compare_behaviour.py"),
         slow=True,
+        cores=2,
     ),
     Step(
         name="ordering",
         about="without any one statement that orders asynchronous work, a test fails (with --all)",
         command=(PYTHON, "tools/delete_ordering.py"),
         slow=True,
+        cores=2,
     ),
 )
 
@@ -196,7 +210,8 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [replace(step, command=(*step.command, *step.thorough)) for step in chosen]
     if arguments.since:
         chosen = narrowed(chosen, affected_by(changed_since(arguments.since)))
-    results = [run(step) for step in chosen]
+    results = [*run_in_pairs([step for step in chosen if step.cores == 1])]
+    results += [run(step) for step in chosen if step.cores > 1]
     print_summary(results, time.monotonic() - started)
     failed = any(result.status for result in results)
     if (
@@ -233,18 +248,36 @@ def narrowed(steps: list[Step], affected: Affected) -> list[Step]:
     return found
 
 
-def run(step: Step) -> Result:
-    """Run one step, passing its output through; run the tests that fail once more, each by itself."""
-    print(f"\n##### {step.name}: {step.about}", flush=True)
+def run_in_pairs(steps: list[Step]) -> Iterator[Result]:
+    """Run steps that keep one core busy each, two at a time; print what each has printed when it ends."""
+
+    def run_quietly(step: Step) -> Result:
+        lines: list[str] = []
+        result = run(step, lines.append)
+        print("".join(lines), end="", flush=True)
+        return result
+
+    with ThreadPoolExecutor(2) as pool:
+        yield from pool.map(run_quietly, steps)
+
+
+def show(text: str) -> None:
+    """Print what a step prints."""
+    print(text, end="", flush=True)
+
+
+def run(step: Step, show: Show = show) -> Result:
+    """Run one step, passing its output to `show`; run the tests that fail once more, each by itself."""
+    show(f"\n##### {step.name}: {step.about}\n")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="check") as folder:
         cache = Path(folder)
         command = (*step.command, "-o", f"cache_dir={cache}") if step.is_pytest else step.command
-        status, tests = passed_through(command)
+        status, tests = passed_through(command, show)
         suspects = failed_tests(cache) if status == 1 and step.is_pytest else ()
     flaky: tuple[str, ...] = ()
     if 0 < len(suspects) <= MAX_RERUNS:
-        flaky = tuple(test for test in suspects if passes_alone(step, test))
+        flaky = tuple(test for test in suspects if passes_alone(step, test, show))
         tests["passed"] += len(flaky)
         tests["failed"] -= len(flaky)
         status = int(len(flaky) < len(suspects))
@@ -252,8 +285,8 @@ def run(step: Step) -> Result:
     return Result(step=step, status=status, seconds=seconds, tests=tests, flaky=flaky)
 
 
-def passed_through(command: tuple[str, ...]) -> tuple[int, Counter[str]]:
-    """Run a command, printing what it prints; return its exit status and the tests that pytest counted."""
+def passed_through(command: tuple[str, ...], show: Show) -> tuple[int, Counter[str]]:
+    """Run a command, showing what it prints; return its exit status and the tests that pytest counted."""
     tests: Counter[str] = Counter()
     with subprocess.Popen(
         command,
@@ -267,7 +300,7 @@ def passed_through(command: tuple[str, ...]) -> tuple[int, Counter[str]]:
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:
-            print(line, end="", flush=True)
+            show(line)
             tests.update(counted(line))
     return process.returncode, tests
 
@@ -278,11 +311,11 @@ def failed_tests(cache: Path) -> tuple[str, ...]:
     return tuple(sorted(json.loads(found.read_text()))) if found.exists() else ()
 
 
-def passes_alone(step: Step, test: str) -> bool:
+def passes_alone(step: Step, test: str, show: Show) -> bool:
     """Run one test of a step in a process of its own."""
-    print(f"\n##### {step.name}, once more: {test}", flush=True)
+    show(f"\n##### {step.name}, once more: {test}\n")
     options = ("--doctest-modules",) if "--doctest-modules" in step.command else ()
-    status, _ = passed_through((*PYTEST, "-p", "no:cacheprovider", *options, test))
+    status, _ = passed_through((*PYTEST, "-p", "no:cacheprovider", *options, test), show)
     return status == 0
 
 

@@ -21,7 +21,6 @@ from harness.pool import Nursery
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-KILLS = 100
 EPOCHS = 2
 
 
@@ -77,15 +76,16 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
-    nursery: Nursery, memory: Path, world_size: int
+    nursery: Nursery, memory: Path, world_size: int, kills: int
 ) -> None:
     crowd, chance = Crowd(nursery, world_size), random.Random(world_size)
     assert crowd.run(train, folder=str(memory / "whole"), result=str(memory / "r"), moment=None, **PLAIN)
     expected = torch.load(memory / "r")
-    kills = run = 0
-    while kills < KILLS:
+    killed = run = 0
+    while killed < kills:
         run += 1
         how = {"blocking": chance.random() < 0.5, "in_place": chance.random() < 0.3}
         folder, result = memory / f"run{run}", memory / f"r{run}"
@@ -97,7 +97,7 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
             moment=chance.randrange(60),
             **how,
         ):
-            kills += 1
+            killed += 1
         assert all(map(torch.equal, expected, torch.load(result)))
         leftovers = [path for path in folder.rglob(".*") if path.is_dir()]
         assert not leftovers

@@ -25,6 +25,7 @@ from harness.pool import Nursery
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+ALWAYS = {"ddp", "fsdp2+tp", "zero2"}  # replicated, sharded along two axes, an engine; the others with --all
 STEPS, SAVED, KILLED = 5, 2, 4  # the last step; those after which the state is saved, and is being saved
 TOLERANCE = 1e-6
 
@@ -116,7 +117,13 @@ def memory(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.parametrize(("number", "strategy"), [*enumerate(STRATEGIES)], ids=[*STRATEGIES])
+@pytest.mark.parametrize(
+    ("number", "strategy"),
+    [
+        pytest.param(number, name, marks=[] if name in ALWAYS else [pytest.mark.thorough], id=name)
+        for number, name in enumerate(STRATEGIES)
+    ],
+)
 def test_a_killed_run_ends_like_the_undisturbed_one(
     number: int, strategy: str, nursery: Nursery, undisturbed: dict, memory: Path
 ) -> None:

@@ -22,6 +22,7 @@ from accel_state.settings.environ import to_environ
 from accel_state.settings.file import parse_file
 from accel_state.settings.merge import combine
 from harness import distributed
+from harness.engines import deepspeed_process
 
 FOLDER = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/strategies"
 CONFIGS = {
@@ -30,9 +31,8 @@ CONFIGS = {
 }
 
 
-# DeepSpeed leaves a process group and a variable behind: these get processes of their own.
-LAUNCHED = {name for name in CONFIGS if name.startswith("zero")}
-POOLED = {name: count for name, count in CONFIGS.items() if name not in LAUNCHED}
+ENGINES = sorted(name for name in CONFIGS if name.startswith("zero"))
+POOLED = {name: count for name, count in CONFIGS.items() if name not in ENGINES}
 
 
 def loss_of(said: str) -> float:
@@ -87,7 +87,18 @@ def test_there_is_a_configuration_for_every_way_of_running() -> None:
     }
 
 
-@pytest.mark.parametrize("config", sorted(LAUNCHED))
+@pytest.mark.parametrize("config", ENGINES)
+@distributed(world_size=2)
+def test_a_configuration_of_an_engine_trains_the_model(config: str) -> None:
+    with deepspeed_process():
+        said = run(config, "--steps", "20")
+        if AcceleratorState().is_main_process:
+            assert loss_of(said) < 3.6
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "zero2")) for name in ENGINES]
+)
 def test_a_file_is_all_that_the_launcher_needs(config: str, tmp_path: Path) -> None:
     command = [
         sys.executable,

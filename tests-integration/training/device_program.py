@@ -76,7 +76,8 @@ def losses(accelerator: Accelerator) -> list[float]:
     return found
 
 
-def main(where: str, strategy: str, precision: str, folder: str) -> None:
+def train_and_save(where: str, strategy: str, precision: str, folder: str) -> None:
+    """Train, compare with plain PyTorch, save and load."""
     with deepspeed_process() if strategy.startswith("zero") else nullcontext():
         options: dict[str, Any] = {**arguments_of(strategy), "mixed_precision": precision}
         accelerator = Accelerator(cpu=where == "cpu", **options)
@@ -88,9 +89,9 @@ def main(where: str, strategy: str, precision: str, folder: str) -> None:
         accelerator.free_memory()
         if precision == "no" or strategy.startswith("zero"):
             check_equal(strategy, Path(folder), cpu=where == "cpu")
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    train_and_save(*sys.argv[1:])
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from harness import distributed
+from training.device_program import train_and_save
+
 PROGRAM = Path(__file__).with_name("device_program.py")
 STRATEGIES = ("single", "ddp", "fsdp2", "tp", "zero1", "zero2", "zero3")
 
 
-def run(where: str, strategy: str, precision: str, folder: Path, ranks: int) -> None:
-    command = [str(PROGRAM), where, strategy, precision, str(folder)]
+def run(strategy: str, precision: str, folder: Path, ranks: int) -> None:
+    command = [str(PROGRAM), "accelerator", strategy, precision, str(folder)]
     if strategy != "single":
         launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command = ["-m", *launcher, *command]
@@ -22,9 +25,9 @@ def run(where: str, strategy: str, precision: str, folder: Path, ranks: int) -> 
     assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
 
 
-@pytest.mark.parametrize(("strategy", "precision"), [("fsdp2", "no")])
-def test_the_program_trains_and_saves_on_the_cpu(strategy: str, precision: str, tmp_path: Path) -> None:
-    run("cpu", strategy, precision, tmp_path, 2)
+@distributed(world_size=2)
+def test_the_program_trains_and_saves_on_the_cpu(tmp_path: Path) -> None:
+    train_and_save("cpu", "fsdp2", "no", str(tmp_path))
 
 
 @pytest.mark.gpu
@@ -36,4 +39,4 @@ def test_the_program_trains_and_saves_on_accelerators(strategy: str, precision: 
     devices = torch.accelerator.device_count()
     if strategy == "tp" and devices < 2:
         pytest.skip("tensor parallelism needs two accelerators")
-    run("accelerator", strategy, precision, tmp_path, min(2, devices))
+    run(strategy, precision, tmp_path, min(2, devices))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from unittest.mock import patch
 
+import pytest
 import torch
+
+from harness import distributed
 
 SCRIPT = """\
 import os, pathlib, signal, sys
@@ -49,21 +54,28 @@ if accelerator.is_main_process:
 """
 
 
-def run(folder, script, *, kills):
+@pytest.fixture
+def resumed(tmp_path):
+    """How training ends whose worker is killed twice."""
+    folder, script = tmp_path / "resumed", tmp_path / "train.py"
     folder.mkdir()
+    script.write_text(SCRIPT)
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2"]
     command += ["--main_process_port", "0", "--max_restarts", "3", "--monitor_interval", "0.1"]
-    done = subprocess.run([*command, script, folder, str(kills)], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, script, folder, "2"], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return torch.load(folder / "end", weights_only=True)
 
 
-def test_training_whose_worker_is_killed_ends_like_undisturbed_training(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    undisturbed = run(tmp_path / "undisturbed", script, kills=0)
+@distributed(world_size=2)
+def test_training_whose_worker_is_killed_ends_like_undisturbed_training(resumed, tmp_path):
+    folder = tmp_path / "undisturbed"
+    folder.mkdir(exist_ok=True)
+    with patch.object(sys, "argv", ["train.py", str(folder), "0"]):
+        runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+    torch.distributed.barrier()
+    undisturbed = torch.load(folder / "end", weights_only=True)
     assert (undisturbed["lives"], undisturbed["steps"]) == (0, 39)
-    resumed = run(tmp_path / "resumed", script, kills=2)
     assert resumed["lives"] == 2
     assert resumed["steps"] == 39 - 2 * 8, "each life has lost the steps after its last checkpoint, no others"
     for found, wanted in zip(resumed["weights"], undisturbed["weights"], strict=True):
