@@ -73,7 +73,11 @@ def main() -> int:
     found: dict[Cell, Any] = {}
     for world in worlds:
         right = [] if faults else cells_of(names, world, HARDEST if quick else KINDS)
-        wrong = faults_of(QUICKEST if quick else names, world) if faults or quick else []
+        wrong = (
+            faults_of([name for name in names if not quick or name in QUICKEST], world)
+            if faults or quick
+            else []
+        )
         cells = [*right, *wrong]
         found |= run_world(cells, world, 5 if quick else arguments.steps)
         print(table(found, world), flush=True)
