@@ -353,6 +353,16 @@ def test_what_a_map_names_and_the_model_lacks_is_warned_of(toy, tokens, extra, c
     assert not caplog.text
 
 
+@pytest.mark.parametrize("placed", [{"": "cpu"}, {"": "cpu", "head": "disk"}])
+def test_a_device_that_only_a_stray_entry_names_is_not_touched(toy, tokens, placed, tmp_path, caplog):
+    expected = toy(tokens)
+    plan = {**placed, "blokcs": "cuda:7"}
+    model = dispatch_model(toy, plan, offload_dir=tmp_path)
+    assert torch.equal(model(tokens), expected)
+    assert model.hf_device_map == plan
+    assert "names no part of Toy: 'blokcs'" in caplog.text
+
+
 @pytest.mark.parametrize("device", [1.5, True, ["cpu"], None, "gpu zero", -2])
 def test_a_map_with_a_value_that_is_no_device_ends_in_one_sentence(toy, tmp_path, device):
     with pytest.raises(SettingsError, match=r"sends '' to .*, which is no device: write 0, 'cpu' or 'disk'"):

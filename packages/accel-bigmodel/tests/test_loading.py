@@ -263,8 +263,11 @@ def test_names_and_shapes_that_do_not_fit_are_listed(toy, toy_class, tmp_path, c
     state["stray"] = torch.zeros(1)
     del state["blocks.1.scale"]
     save_state_dict(state, tmp_path / "names")
-    with pytest.raises(CheckpointError, match=r"missing .*: blocks\.1\.scale; unexpected .*: stray"):
+    with pytest.raises(
+        CheckpointError, match=r"missing .*: blocks\.1\.scale; unexpected .*: stray"
+    ) as raised:
         load_checkpoint_in_model(skeleton(toy_class), tmp_path / "names", strict=True)
+    assert isinstance(raised.value, RuntimeError)  # as in Accelerate
     with caplog.at_level(logging.WARNING):
         load_checkpoint_in_model(skeleton(toy_class), tmp_path / "names")
     assert "blocks.1.scale" in caplog.text

@@ -15,7 +15,7 @@ from accel_bigmodel.offload import load_offloaded_weight, offload_weight
 from accel_bigmodel.placement import Site, set_module_tensor_to_device, sites_of
 from accel_ops.weights.read import device_of
 from accel_ops.weights.sizes import convert_bytes
-from accel_state.errors import CheckpointError, SettingsError
+from accel_state.errors import CheckpointMismatchError, SettingsError
 
 if TYPE_CHECKING:
     import os
@@ -94,7 +94,7 @@ def plan_load(
         Each file with the steps of its tensors.
 
     Raises:
-        CheckpointError: Shapes differ; or, with `strict`, names are missing or unexpected.
+        CheckpointMismatchError: Shapes differ; or, with `strict`, names are missing or unexpected.
         SettingsError: The load would take more memory than the limit.
     """
     wanted = {name: site for name, site in sites_of(model).items() if site.persistent}
@@ -306,7 +306,7 @@ def _warn_mismatches(
         if names
     ]
     if misshaped or (lines and assignment.strict):
-        raise CheckpointError(f"the checkpoint does not fit the model. {'; '.join(lines)}")
+        raise CheckpointMismatchError(f"the checkpoint does not fit the model. {'; '.join(lines)}")
     if lines:
         _log.warning("The checkpoint does not fit the model wholly. %s.", "; ".join(lines))
 

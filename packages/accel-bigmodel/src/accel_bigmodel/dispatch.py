@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_bigmodel.device_map.check import check_device_map, check_tied_parameters_on_same_device
+from accel_bigmodel.device_map.check import (
+    check_device_map,
+    check_tied_parameters_on_same_device,
+    known_entries,
+)
 from accel_bigmodel.device_map.flat import flatten_map
 from accel_bigmodel.hooks.align import AlignDevicesHook
 from accel_bigmodel.hooks.attach import attach_align_device_hook, attach_align_device_hook_on_blocks
@@ -95,14 +99,15 @@ def dispatch_model(
         {'': 'cpu'}
     """
     check_device_map(model, device_map)
+    asked, device_map = dict(device_map), known_entries(model, device_map)
     devices = list(dict.fromkeys(device_map.values()))
     if len(devices) == 1 and devices[0] != "disk" and not force_hooks:
         _require_values(model, device_map)
         _move_model(model, torch.device(devices[0]))
         _hook_encoder(model)
-        vars(model)["hf_device_map"] = dict(device_map)
+        vars(model)["hf_device_map"] = asked
         return model
-    asked, device_map = dict(device_map), flatten_map(model, device_map)
+    device_map = flatten_map(model, device_map)
     main = _main_device(devices) if main_device is None else torch.device(main_device)
     offload = {name: _is_offloaded(device, main) for name, device in device_map.items()}
     execution: dict[str, Device] = {

@@ -48,6 +48,10 @@ class CheckpointError(AccelError, ValueError):
     """A checkpoint is damaged, unsafe or does not fit the model. The message names file and tensor."""
 
 
+class CheckpointMismatchError(CheckpointError, RuntimeError):
+    """Names or shapes of a checkpoint differ from the model's; a `RuntimeError` as of `load_state_dict`."""
+
+
 class CheckpointWriteError(AccelError, OSError):
     """A checkpoint could not be written. The message names rank, file and older checkpoints."""
 

@@ -44,9 +44,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         )
     for name, device in device_map.items():
         _check_device(name, device)
-    tensors = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    tensors |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
-    known = {name for name, _ in model.named_modules(remove_duplicate=False)} | tensors
+    known = known_entries(model, device_map)
     unknown = [repr(name) for name in device_map if name not in known]
     names = [name for name, _ in named_module_tensors(model, recurse=True)]
     unplaced = [name for name in names if device_of(name, device_map) is None]
@@ -58,6 +56,24 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
         )
     if stray:
         _log.warning("The device_map %s. These entries have no effect.", stray)
+
+
+def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
+    """Leave out the entries of a map that name no part of a model.
+
+    Args:
+        model: The model.
+        device_map: Module or tensor name to device.
+
+    Example:
+        >>> from torch import nn
+        >>> known_entries(nn.Sequential(nn.Linear(2, 2)), {"0": "cpu", "1": 0})
+        {'0': 'cpu'}
+    """
+    names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+    return {name: device for name, device in device_map.items() if name in names}
 
 
 def _check_device(name: object, device: object) -> None:
