@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from accel_plugins import registry
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
@@ -20,17 +21,16 @@ from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.precision.sharded_scaler import ShardedGradScaler
 from accel_plugins.strategies import single
 from accel_plugins.strategy import StrategySpec
 from accel_state import registry as tables
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType, RNGType
 from accel_train import Accelerator
 from accel_train.arguments import sort_handlers
-
-LATER = ["megatron_lm_plugin"]
 
 
 def test_alone_it_is_the_main_the_local_main_and_the_last_process():
@@ -53,22 +53,21 @@ def test_users_may_attach_attributes():
     assert accelerator.my_tokenizer == "mine"
 
 
-@pytest.mark.parametrize("name", LATER)
-def test_what_this_version_cannot_do_is_refused(name):
-    with pytest.raises(UnsupportedError, match=rf"Accelerator\({name}='something'\)"):
-        Accelerator(**{name: "something"})
+def test_a_switch_of_the_environment_that_cannot_be_read_is_named(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "garbage")
+    with pytest.raises(SettingsError, match=r"ACCELERATE_USE_MEGATRON_LM.*garbage"):
+        Accelerator(cpu=True)
+    monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "false")
+    assert Accelerator(cpu=True).state.megatron_lm_plugin is None
 
 
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_MEGATRON_LM"])
-def test_an_engine_that_the_environment_asks_for_is_refused(monkeypatch, name):
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(UnsupportedError, match=f"{name}='true'"):
-        Accelerator(cpu=True)
-    monkeypatch.setenv(name, "garbage")
-    with pytest.raises(SettingsError, match=f"environment variable {name}: invalid truth value 'garbage'"):
-        Accelerator(cpu=True)
-    monkeypatch.setenv(name, "false")
-    Accelerator(cpu=True)
+def test_two_engines_are_refused_before_anything_starts():
+    pytest.importorskip("megatron")
+    with pytest.raises(SettingsError, match=r"Megatron was asked for, and FSDP too.*tp_degree"):
+        Accelerator(
+            cpu=True, megatron_lm_plugin=MegatronLMPlugin(), fsdp_plugin=FullyShardedDataParallelPlugin()
+        )
+    assert not AcceleratorState._shared_state
 
 
 def test_a_plugin_of_the_wrong_kind_is_refused():

@@ -9,15 +9,11 @@ if TYPE_CHECKING:
 
 REPORT = "Please report it to the developers of accel-compat, with the library that imports it, and for what."
 
-_MEGATRON = "Megatron-LM is still to come; FSDP, tensor parallelism and DeepSpeed are there."
-
 INSTEAD: Mapping[str, str] = {
     "accelerate.commands.estimate.gather_data": "`accel estimate-memory --json` prints the numbers.",
     "accelerate.commands.menu": "It was private; `questionary` asks such questions.",
     "accelerate.test_utils": "It is for Accelerate's own tests; `accel test` checks a machine.",
-    "accelerate.utils.dataclasses.MegatronLMPlugin": _MEGATRON,
-    "accelerate.utils.megatron_lm": _MEGATRON,
-    "accelerate.utils.MegatronLMPlugin": _MEGATRON,
+    "accelerate.utils.megatron_lm": "prepare() makes it; accel.utils has the documented names.",
     "accelerate.utils.modeling.get_state_dict_from_offload": (
         "It was private; accelerate.utils.modeling.get_state_dict_offloaded_model gives all weights."
     ),
@@ -33,7 +29,7 @@ def instead_of(name: str) -> str:
 
     Example:
         >>> instead_of("accelerate.utils.megatron_lm.MegatronEngine")
-        'Megatron-LM is still to come; FSDP, tensor parallelism and DeepSpeed are there.'
+        'prepare() makes it; accel.utils has the documented names.'
     """
     while name:
         if name in INSTEAD:

@@ -61,6 +61,11 @@ ENGINES: tuple[Engine, ...] = (
         section="parallelism",
         plugin="accel_plugins.parallelism.config:ParallelismConfig",
     ),
+    Engine(
+        argument="megatron_lm_plugin",
+        section="megatron",
+        plugin="accel_plugins.megatron.plugin:MegatronLMPlugin",
+    ),
 )
 """Every plugin that there is. In this order each changes the settings from which the strategy is chosen."""
 

@@ -26,6 +26,11 @@ def _has_engine(settings: Settings, topology: Topology, device: torch.device) ->
     return settings.deepspeed is not None
 
 
+def _has_megatron(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del topology, device
+    return settings.megatron is not None
+
+
 def _shards_flat_parameters(settings: Settings, topology: Topology, device: torch.device) -> bool:
     del topology, device
     return settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
@@ -68,6 +73,12 @@ BUILT_IN: Mapping[str, StrategySpec] = {
             applies=_has_engine,
             build=f"{_STRATEGIES}.deepspeed:build",
             sections={"deepspeed": {}, "parallelism": None},
+        ),
+        StrategySpec(
+            name="megatron",
+            applies=_has_megatron,
+            build=f"{_STRATEGIES}.megatron:build",
+            sections={"megatron": {}},
         ),
         StrategySpec(
             name="fsdp1",

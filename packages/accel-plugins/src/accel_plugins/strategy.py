@@ -164,9 +164,9 @@ class StrategySpec:
             same on every rank.
         build: Makes it, or `"module:function"` of what does.
         sections: The sections of `Settings` that it reads, each of which a plugin fills (`"deepspeed"`,
-            `"fsdp"`, `"parallelism"`); with the fields of the plugin that is made if the strategy is selected
-            and none was given, or `None` if it does without. A strategy cannot be selected against sections
-            that it does not read.
+            `"fsdp"`, `"megatron"`, `"parallelism"`); with the fields of the plugin that is made if the
+            strategy is selected and none was given, or `None` if it does without. A strategy cannot be
+            selected against sections that it does not read.
         max_processes: The largest number of processes that it can train; None for any.
         shards_gradients: Whether a rank has parts of gradients, and cannot tell alone whether all are finite.
         master_weights: Whether models are wrapped so that, under mixed precision, trained parameters are in

@@ -35,7 +35,6 @@ from accel_train.bound import EngineCalls, bind_backward, bind_step
 from accel_train.checkpoint.run import Run
 from accel_train.plugin_args import (
     known_plugins,
-    refuse_unavailable_engines,
     unchanged_by_failure,
 )
 from accel_train.prepare.converted import Converter
@@ -257,9 +256,7 @@ def _project_and_trackers(arguments: Arguments) -> tuple[ProjectConfiguration, T
 
 
 def _settings() -> Settings:
-    environment = environ.read()
-    refuse_unavailable_engines(environment)
-    return from_environ(environment)
+    return from_environ(environ.read())
 
 
 def _strategy(

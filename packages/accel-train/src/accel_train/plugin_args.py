@@ -6,20 +6,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.plugin_specs import ENGINES
-from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Generator
 
-# What launchers set, by the argument that it stands for.
-_SWITCHES = {
-    "ACCELERATE_USE_DEEPSPEED": "deepspeed_plugin",
-    "ACCELERATE_USE_FSDP": "fsdp_plugin",
-    "ACCELERATE_USE_MEGATRON_LM": "megatron_lm_plugin",
-    "ACCELERATE_USE_PARALLELISM_CONFIG": "parallelism_config",
-}
 # What `AcceleratorState` calls otherwise.
 _STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
 
@@ -65,28 +57,6 @@ def unchanged_by_failure() -> Generator[None]:
         shared.clear()
         shared.update(before)
         raise
-
-
-def refuse_unavailable_engines(environment: Mapping[str, str]) -> None:
-    """Raise if a launcher has switched on an engine that is not part of this version.
-
-    Raises:
-        UnsupportedError: A launcher has.
-    """
-    available = {engine.argument for engine in ENGINES}
-    for name, argument in _SWITCHES.items():
-        if argument not in available and _is_on(name, environment):
-            raise UnsupportedError(
-                f"{name}={environment[name]!r} is set in the environment, but this version of accel has "
-                f"no use for a {argument}; unset it, or choose another configuration."
-            )
-
-
-def _is_on(name: str, environment: Mapping[str, str]) -> bool:
-    try:
-        return bool(environ.str_to_bool(environment.get(name, "false")))
-    except SettingsError as error:
-        raise SettingsError(f"environment variable {name}: {error}") from None
 
 
 def configured_accumulation(plugin: Any) -> int | None:

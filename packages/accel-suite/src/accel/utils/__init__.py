@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from accel.utils import fsdp_utils as fsdp_utils
     from accel.utils import imports as imports
     from accel.utils import launch as launch
+    from accel.utils import megatron_lm as megatron_lm
     from accel.utils import memory as memory
     from accel.utils import modeling as modeling
     from accel.utils import offload as offload
@@ -105,6 +106,10 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+    from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
+    from accel_plugins.megatron.model_args import add_model_config_to_megatron_parser
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
     from accel_plugins.parallelism.config import ParallelismConfig
     from accel_plugins.parallelism.handlers import (
         DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig,
@@ -182,38 +187,41 @@ __all__ = [
     "FullyShardedDataParallelPlugin", "GatheredParameters", "GradScalerKwargs",
     "GradientAccumulationPlugin", "HfDeepSpeedConfig", "InitProcessGroupKwargs", "KwargsHandler",
     "LoggerType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME", "MSAMPRecipeKwargs",
-    "OPTIMIZER_NAME", "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "ParallelismConfig",
-    "PrecisionType", "PrefixedDataset", "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration",
-    "RNGType", "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
+    "MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "MegatronLMPlugin", "OPTIMIZER_NAME",
+    "OffloadedWeightsLoader", "PROFILE_PATTERN_NAME", "ParallelismConfig", "PrecisionType",
+    "PrefixedDataset", "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration", "RNGType",
+    "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
     "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
     "SageMakerDistributedType", "TERecipeKwargs", "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "TORCH_LAUNCH_PARAMS", "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin",
     "TorchTensorParallelConfig", "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
-    "WEIGHTS_PATTERN_NAME", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "align_module_device",
-    "apply_fp8_autowrap", "are_libraries_initialized", "broadcast", "broadcast_object_list",
-    "calculate_maximum_sizes", "check_cuda_fp8_capability", "check_cuda_p2p_ib_support", "check_device_map",
-    "check_os_kernel", "check_tied_parameters_in_config", "check_tied_parameters_on_same_device",
-    "clean_state_dict_for_safetensors", "clear_environment", "compare_versions", "compile_regions",
-    "compile_regions_deepspeed", "compile_regions_fsdp2", "compute_module_sizes", "concatenate",
-    "contextual_fp8_autocast", "convert_bytes", "convert_dict_to_env_variables", "convert_file_size_to_int",
-    "convert_model", "convert_model_to_fp8_ao", "convert_outputs_to_fp32", "convert_to_fp32",
-    "copy_tensor_to_devices", "deepspeed_required", "disable_fsdp_ram_efficient_loading", "dtype_byte_size",
-    "enable_fsdp_ram_efficient_loading", "ensure_weights_retied", "extract_model_from_parallel",
-    "extract_submodules_state_dict", "filter_first_and_last_linear_layers", "find_batch_size",
-    "find_device", "find_executable_batch_size", "find_tied_parameters", "fsdp2_apply_ac",
-    "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict", "fsdp2_prepare_model",
-    "fsdp2_switch_optimizer_parameters", "gather", "gather_object", "get_active_deepspeed_plugin",
-    "get_balanced_memory", "get_cpu_distributed_information", "get_current_device_type",
-    "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info", "get_grad_scaler", "get_int_from_env",
-    "get_max_layer_size", "get_max_memory", "get_mixed_precision_context_manager", "get_model_tp_size",
-    "get_module_children_bottom_up", "get_pretty_name", "has_4bit_bnb_layers", "has_ao_layers",
-    "has_compiled_regions", "has_offloaded_params", "has_transformer_engine_layers", "honor_type",
-    "id_tensor_storage", "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors",
-    "install_xla", "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available",
-    "is_amdsmi_available", "is_bf16_available", "is_bitsandbytes_multi_backend_available",
-    "is_bnb_available", "is_boto3_available", "is_clearml_available", "is_comet_ml_available",
-    "is_compiled_module", "is_cuda_available", "is_datasets_available", "is_deepspeed_available",
-    "is_dvclive_available", "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
+    "WEIGHTS_PATTERN_NAME", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
+    "add_model_config_to_megatron_parser", "align_module_device", "apply_fp8_autowrap",
+    "are_libraries_initialized", "avg_losses_across_data_parallel_group", "broadcast",
+    "broadcast_object_list", "calculate_maximum_sizes", "check_cuda_fp8_capability",
+    "check_cuda_p2p_ib_support", "check_device_map", "check_os_kernel", "check_tied_parameters_in_config",
+    "check_tied_parameters_on_same_device", "clean_state_dict_for_safetensors", "clear_environment",
+    "compare_versions", "compile_regions", "compile_regions_deepspeed", "compile_regions_fsdp2",
+    "compute_module_sizes", "concatenate", "contextual_fp8_autocast", "convert_bytes",
+    "convert_dict_to_env_variables", "convert_file_size_to_int", "convert_model", "convert_model_to_fp8_ao",
+    "convert_outputs_to_fp32", "convert_to_fp32", "copy_tensor_to_devices", "deepspeed_required",
+    "disable_fsdp_ram_efficient_loading", "dtype_byte_size", "enable_fsdp_ram_efficient_loading",
+    "ensure_weights_retied", "extract_model_from_parallel", "extract_submodules_state_dict",
+    "filter_first_and_last_linear_layers", "find_batch_size", "find_device", "find_executable_batch_size",
+    "find_tied_parameters", "fsdp2_apply_ac", "fsdp2_canonicalize_names", "fsdp2_load_full_state_dict",
+    "fsdp2_prepare_model", "fsdp2_switch_optimizer_parameters", "gather", "gather_object",
+    "get_active_deepspeed_plugin", "get_balanced_memory", "get_cpu_distributed_information",
+    "get_current_device_type", "get_data_structure", "get_fsdp2_grad_scaler", "get_gpu_info",
+    "get_grad_scaler", "get_int_from_env", "get_max_layer_size", "get_max_memory",
+    "get_mixed_precision_context_manager", "get_model_tp_size", "get_module_children_bottom_up",
+    "get_pretty_name", "has_4bit_bnb_layers", "has_ao_layers", "has_compiled_regions",
+    "has_offloaded_params", "has_transformer_engine_layers", "honor_type", "id_tensor_storage",
+    "ignorant_find_batch_size", "infer_auto_device_map", "initialize_tensors", "install_xla",
+    "is_4bit_bnb_available", "is_8bit_bnb_available", "is_aim_available", "is_amdsmi_available",
+    "is_bf16_available", "is_bitsandbytes_multi_backend_available", "is_bnb_available",
+    "is_boto3_available", "is_clearml_available", "is_comet_ml_available", "is_compiled_module",
+    "is_cuda_available", "is_datasets_available", "is_deepspeed_available", "is_dvclive_available",
+    "is_fp16_available", "is_fp8_available", "is_habana_gaudi1", "is_hpu_available",
     "is_import_timer_available", "is_lomo_available", "is_matplotlib_available", "is_megatron_lm_available",
     "is_mlflow_available", "is_mlu_available", "is_mps_available", "is_msamp_available",
     "is_musa_available", "is_namedtuple", "is_neuron_available", "is_npu_available", "is_pandas_available",
@@ -249,6 +257,7 @@ _EXPORTS = {
     "fsdp_utils": "accel.utils.fsdp_utils:",
     "imports": "accel.utils.imports:",
     "launch": "accel.utils.launch:",
+    "megatron_lm": "accel.utils.megatron_lm:",
     "memory": "accel.utils.memory:",
     "modeling": "accel.utils.modeling:",
     "offload": "accel.utils.offload:",
@@ -348,6 +357,12 @@ _EXPORTS = {
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
+    **dict.fromkeys((
+        "MegatronLMDummyDataLoader", "MegatronLMDummyScheduler",
+    ), "accel_plugins.megatron.dummy"),
+    **dict.fromkeys(("avg_losses_across_data_parallel_group",), "accel_plugins.megatron.losses"),
+    **dict.fromkeys(("add_model_config_to_megatron_parser",), "accel_plugins.megatron.model_args"),
+    **dict.fromkeys(("MegatronLMPlugin",), "accel_plugins.megatron.plugin"),
     **dict.fromkeys(("ParallelismConfig",), "accel_plugins.parallelism.config"),
     **dict.fromkeys((
         "DeepSpeedSequenceParallelConfig", "TorchContextParallelConfig", "TorchTensorParallelConfig",

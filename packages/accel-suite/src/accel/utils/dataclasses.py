@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
     from accel_plugins.parallelism.handlers import (
         DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig,
         TorchTensorParallelPlugin,
@@ -46,9 +47,9 @@ __all__ = [
     "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedType", "DynamoBackend",
     "FP8BackendType", "FP8RecipeKwargs", "FullyShardedDataParallelPlugin", "GradScalerKwargs",
     "GradientAccumulationPlugin", "InitProcessGroupKwargs", "KwargsHandler", "LoggerType",
-    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MSAMPRecipeKwargs", "PrecisionType", "ProfileKwargs",
-    "ProjectConfiguration", "RNGType", "SageMakerDistributedType", "TERecipeKwargs", "TensorInformation",
-    "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
+    "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MSAMPRecipeKwargs", "MegatronLMPlugin", "PrecisionType",
+    "ProfileKwargs", "ProjectConfiguration", "RNGType", "SageMakerDistributedType", "TERecipeKwargs",
+    "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin", "TorchTensorParallelConfig",
     "TorchTensorParallelPlugin", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION", "get_module_class_from_name",
 ]
 
@@ -69,6 +70,7 @@ _EXPORTS = {
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
+    **dict.fromkeys(("MegatronLMPlugin",), "accel_plugins.megatron.plugin"),
     **dict.fromkeys((
         "DeepSpeedSequenceParallelConfig", "TorchContextParallelConfig", "TorchTensorParallelConfig",
         "TorchTensorParallelPlugin",

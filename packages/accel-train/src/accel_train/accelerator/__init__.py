@@ -62,7 +62,7 @@ class Accelerator(
             with the other plugins, an earlier `Accelerator` of this process, and else the environment,
             decides if it is `None`.
         torch_tp_plugin: Train with tensor parallelism; `parallelism_config` has the same and more.
-        megatron_lm_plugin: Not available in this version.
+        megatron_lm_plugin: Train with Megatron: tensor, pipeline, sequence and data parallelism.
         rng_types: Which sources of randomness loaders synchronise between processes at their beginning;
             `["generator"]` if `None`: that of the sampler.
         log_with: Experiment trackers: a name such as `"tensorboard"`, `"all"` for all that are installed, a

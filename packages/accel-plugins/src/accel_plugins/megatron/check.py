@@ -1,0 +1,117 @@
+"""Preflight checks of sizes: pure functions, which every rank runs before Megatron makes a process group."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from accel_state.did_you_mean import did_you_mean
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from accel_plugins.megatron.model_args import Sizes
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
+
+
+def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
+    """Return how many replicas of a model there are.
+
+    Args:
+        tensor: Tensor-parallel size.
+        pipeline: Pipeline-parallel size.
+        context: Context-parallel size.
+        world_size: Number of ranks.
+
+    Raises:
+        SettingsError: The product of the sizes does not divide the number of ranks.
+
+    Example:
+        >>> data_parallel_size(2, 2, 1, 8)
+        2
+    """
+    one = tensor * pipeline * context
+    if world_size % one:
+        raise SettingsError(
+            f"tp_degree={tensor}, pp_degree={pipeline} and context_parallel_size={context} make groups of "
+            f"{one} ranks, into which {world_size} cannot be divided: start a multiple of {one} processes, "
+            "or make the sizes smaller."
+        )
+    return world_size // one
+
+
+def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
+    """Refuse a model whose sizes the parallel groups do not divide.
+
+    Args:
+        plugin: Says how large the groups are.
+        sizes: Of the model.
+
+    Raises:
+        SettingsError: Sizes do not fit together; all are named.
+    """
+    tensor = plugin.tp_degree or 1
+    divided = (("attention heads", sizes.heads), ("features of the intermediate layer", sizes.ffn))
+    problems = [
+        f"{number} {what} cannot be divided by tp_degree={tensor}"
+        for what, number in divided
+        if number % tensor
+    ]
+    if sizes.kv_heads % tensor and tensor % sizes.kv_heads:
+        problems.append(
+            f"{sizes.kv_heads} key-value heads neither divide tp_degree={tensor} nor are divided by it"
+        )
+    problems += _layer_problems(plugin, sizes)
+    if problems:
+        raise SettingsError(f"{sizes.name} cannot be divided so: {'; '.join(problems)}.")
+
+
+def _layer_problems(plugin: MegatronLMPlugin, sizes: Sizes) -> list[str]:
+    stages, last = plugin.pp_degree or 1, plugin.decoder_last_pipeline_num_layers
+    virtual, layers = plugin.num_layers_per_virtual_pipeline_stage, sizes.layers
+    if stages > 1 and sizes.encoder_layers:
+        return [f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages"]
+    if last is not None:
+        rest, others = layers - last, stages - 1
+        uneven = (
+            f"{layers} layers, less the {last} of decoder_last_pipeline_num_layers, cannot be divided by the "
+        )
+        return (
+            [f"{uneven}{others} other stages of pp_degree={stages}"] if rest < others or rest % others else []
+        )
+    if layers % stages:
+        return [f"{layers} layers cannot be divided by pp_degree={stages}"]
+    own = layers // stages
+    if virtual is not None and own % virtual:
+        uneven = f"the {own} layers of a stage (pp_degree={stages}) cannot be divided by "
+        return [f"{uneven}num_layers_per_virtual_pipeline_stage={virtual}"]
+    return []
+
+
+def check_other_args(other: dict[str, Any] | None, configs: Iterable[type], taken: Iterable[str]) -> None:
+    """Refuse names in `other_megatron_args` that no configuration has.
+
+    Args:
+        other: The dictionary.
+        configs: The dataclasses whose fields can be set.
+        taken: Fields among them that the plugin, the model or the optimizer decide.
+
+    Raises:
+        SettingsError: Names are unknown, or decided elsewhere; all are named.
+    """
+    known = {one.name for config in configs for one in fields(config)}
+    decided = frozenset(taken)
+    problems: list[str] = []
+    for name in other or {}:
+        if name in decided:
+            problems.append(
+                f"{name!r} is decided by the plugin's own fields, the model or the optimizer: set it there"
+            )
+        elif name not in known:
+            hint = did_you_mean(
+                name, known, "see the fields of TransformerConfig and OptimizerConfig.", cutoff=0.8
+            )
+            problems.append(f"{name!r} is no field of megatron-core's configurations: {hint.rstrip('.')}")
+    if problems:
+        raise SettingsError(f"MegatronLMPlugin(other_megatron_args=…): {'; '.join(problems)}.")

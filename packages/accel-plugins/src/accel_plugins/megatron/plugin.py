@@ -1,0 +1,323 @@
+"""`MegatronLMPlugin`: how Megatron trains in an `Accelerator`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.megatron.library import EXTRA
+from accel_plugins.megatron.megatron_args import base_args, optimizer_args, precision_args, schedule_args
+from accel_plugins.megatron.model_args import enter_network_args
+from accel_plugins.megatron.rules import DEFAULTS, check_combinations, check_supported, check_values
+from accel_state import environ
+from accel_state.available import require
+from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.settings import combine, parse_environ
+from accel_state.settings.engines import MegatronSettings
+from accel_state.settings.merge import TITLES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+    from accel_state.settings.model import Settings
+
+_SWITCH = "ACCELERATE_USE_MEGATRON_LM"
+
+
+@dataclass
+class MegatronLMPlugin:
+    """Configure Megatron. An argument wins over `MEGATRON_LM_*` of the environment, that over the default.
+
+    Args:
+        tp_degree: Tensor-parallel size; default 1.
+        pp_degree: Pipeline-parallel size; default 1.
+        use_custom_fsdp: Not supported: refused if true.
+        overlap_cpu_optimizer_d2h_h2d: Whether an offloaded optimizer copies while it computes.
+        no_load_optim: Whether `load_state` leaves optimizers as they are.
+        eod_mask_loss: Whether the loss leaves out the ends of documents of indexed data sets.
+        no_save_optim: Whether `save_state` leaves optimizers out.
+        optimizer_cpu_offload: Whether optimizer state is kept, and the step computed, on the CPU.
+        use_precision_aware_optimizer: Whether the distributed optimizer may keep its state in 16 bits; needs
+            TransformerEngine.
+        decoder_last_pipeline_num_layers: Layers of the last pipeline stage; as many as of the others by
+            default.
+        recompute_granularity: `"full"` recomputes layers in the backward pass, `"selective"` only attention;
+            by default neither.
+        recompute_method: With `"full"`: `"uniform"` (default) recomputes all layers, `"block"` the first of
+            each stage.
+        recompute_num_layers: With `"full"`: layers per recompute unit, or that are recomputed; default 1.
+        attention_backend: `"auto"` (default), `"flash"`, `"fused"`, `"unfused"` or `"local"`; true stands for
+            the first and false for `"unfused"`.
+        expert_model_parallel_size: Not supported: refused if not 1.
+        context_parallel_size: Context-parallel size; default 1.
+        attention_dropout: Dropout probability of attention weights; the model's own by default.
+        hidden_dropout: Dropout probability of hidden states; the model's own by default.
+        attention_softmax_in_fp32: Whether the softmax of attention computes in float32; default true.
+        expert_tensor_parallel_size: Not supported: refused if not 1.
+        calculate_per_token_loss: Whether the loss of a step is the mean over all its tokens, rather than over
+            its micro-batches and ranks.
+        use_rotary_position_embeddings: Whether positions are rotary; as the model has them by default, and
+            refused if it differs from that.
+        num_micro_batches: Micro-batches of a step; default 1.
+        gradient_clipping: The norm to which gradients are clipped in every step; 0 for none; default 1.
+        sequence_parallelism: Whether activations outside of tensor-parallel layers are sharded along the
+            sequence dim.
+        recompute_activations: The same as `recompute_granularity="selective"`.
+        use_distributed_optimizer: Whether optimizer state is sharded across data-parallel ranks.
+        pipeline_model_parallel_split_rank: Not supported: refused if set.
+        num_layers_per_virtual_pipeline_stage: Layers of each of the stages that a rank has in the interleaved
+            schedule; by default a rank has one stage.
+        is_train_batch_min: Whether the smallest batch size of several loaders is the micro-batch size, else
+            the largest.
+        train_iters: Steps of the training, for `MegatronLMDummyScheduler`.
+        train_samples: Samples of the training, instead of `train_iters`.
+        weight_decay_incr_style: How weight decay grows: `"constant"`, `"linear"` or `"cosine"`.
+        start_weight_decay: Weight decay at the start; the optimizer's by default.
+        end_weight_decay: Weight decay at the end; the optimizer's by default.
+        lr_decay_style: How the learning rate falls: `"linear"`, `"cosine"`, `"inverse-square-root"` or
+            `"constant"`.
+        lr_decay_iters: Steps in which it falls; `train_iters` by default.
+        lr_decay_samples: Samples in which it falls; `train_samples` by default.
+        lr_warmup_iters: Steps of the warm-up.
+        lr_warmup_samples: Samples of the warm-up.
+        lr_warmup_fraction: The warm-up as a fraction of the steps or samples in which the rate falls.
+        min_lr: The rate below which it does not fall.
+        consumed_samples: Samples that were read before, for each loader of indexed data sets in the order in
+            which they are prepared.
+        no_wd_decay_cond: Called as `f(name, parameter)`: whether a parameter has no weight decay; by default
+            those of biases and of one dim have none.
+        scale_lr_cond: Called as `f(name, parameter)`: whether `lr_mult` scales a parameter's learning rate.
+        lr_mult: The factor for these.
+        megatron_dataset_flag: Whether loaders are of Megatron's indexed data sets.
+        seq_length: Tokens of a sequence; the model's number of positions by default.
+        encoder_seq_length: The same, of an encoder.
+        decoder_seq_length: The same, of a decoder.
+        tensorboard_dir: Not supported: refused if set.
+        set_all_logging_options: Not supported: refused if true.
+        eval_iters: Steps of an evaluation, which decide how long an indexed data set for it is.
+        eval_interval: Training steps between two evaluations, for the same.
+        return_logits: Whether the model returns logits beside the loss.
+        custom_train_step_class: A subclass of `AbstractTrainStep` to use instead of the model's own.
+        custom_train_step_kwargs: Arguments of its constructor.
+        custom_model_provider_function: Called as `f(pre_process, post_process, add_encoder, add_decoder)`:
+            makes the module of a pipeline stage.
+        custom_prepare_model_function: Called with that module before it is wrapped; returns the one to use.
+        custom_megatron_datasets_provider_function: Called with the numbers of samples to train, validate and
+            test with: makes the three indexed data sets.
+        custom_get_batch_function: Called with an iterator of batches: gives the next one.
+        custom_loss_function: Called with what `custom_train_step_class`'s loss function is called with.
+        other_megatron_args: Further fields of megatron-core's configurations by name, such as
+            `{"overlap_grad_reduce": True}`.
+
+    Raises:
+        SettingsError: Values are invalid, exclude each other or have no effect; all are named.
+        UnsupportedError: A field is not supported; the message says what to use instead.
+
+    Example:
+        >>> plugin = MegatronLMPlugin(tp_degree=2, recompute_activations=True)
+        >>> plugin.tp_degree, plugin.recompute_granularity, plugin.gradient_clipping
+        (2, 'selective', 1.0)
+    """
+
+    tp_degree: int | None = None
+    pp_degree: int | None = None
+    use_custom_fsdp: bool | None = None
+    overlap_cpu_optimizer_d2h_h2d: bool | None = None
+    no_load_optim: bool | None = None
+    eod_mask_loss: bool | None = None
+    no_save_optim: bool | None = None
+    optimizer_cpu_offload: bool | None = None
+    use_precision_aware_optimizer: bool | None = None
+    decoder_last_pipeline_num_layers: int | None = None
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    attention_backend: str | bool | None = None
+    expert_model_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+    attention_dropout: float | None = None
+    hidden_dropout: float | None = None
+    attention_softmax_in_fp32: bool | None = None
+    expert_tensor_parallel_size: int | None = None
+    calculate_per_token_loss: bool | None = None
+    use_rotary_position_embeddings: bool | None = None
+    num_micro_batches: int | None = None
+    gradient_clipping: float | None = None
+    sequence_parallelism: bool | None = None
+    recompute_activations: bool | None = None
+    use_distributed_optimizer: bool | None = None
+    pipeline_model_parallel_split_rank: int | None = None
+    num_layers_per_virtual_pipeline_stage: int | None = None
+    is_train_batch_min: bool = True
+    train_iters: int | None = None
+    train_samples: int | None = None
+    weight_decay_incr_style: str = "constant"
+    start_weight_decay: float | None = None
+    end_weight_decay: float | None = None
+    lr_decay_style: str = "linear"
+    lr_decay_iters: int | None = None
+    lr_decay_samples: int | None = None
+    lr_warmup_iters: int | None = None
+    lr_warmup_samples: int | None = None
+    lr_warmup_fraction: float | None = None
+    min_lr: float = 0
+    consumed_samples: list[int] | None = None
+    no_wd_decay_cond: Callable[..., bool] | None = None
+    scale_lr_cond: Callable[..., bool] | None = None
+    lr_mult: float = 1.0
+    megatron_dataset_flag: bool = False
+    seq_length: int | None = None
+    encoder_seq_length: int | None = None
+    decoder_seq_length: int | None = None
+    tensorboard_dir: str | None = None
+    set_all_logging_options: bool = False
+    eval_iters: int = 100
+    eval_interval: int = 1000
+    return_logits: bool = False
+    custom_train_step_class: Any = None
+    custom_train_step_kwargs: dict[str, Any] | None = None
+    custom_model_provider_function: Callable[..., Any] | None = None
+    custom_prepare_model_function: Callable[..., Any] | None = None
+    custom_megatron_datasets_provider_function: Callable[..., Any] | None = None
+    custom_get_batch_function: Callable[..., Any] | None = None
+    custom_loss_function: Callable[..., Any] | None = None
+    other_megatron_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        sources = self._read_environment()
+        for name, default in DEFAULTS.items():
+            if getattr(self, name) is None:
+                setattr(self, name, default)
+        if isinstance(self.attention_backend, bool):
+            self.attention_backend = "auto" if self.attention_backend else "unfused"
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        check_values(values, sources)
+        check_supported(values, sources)
+        check_combinations(values, sources)
+        if self.recompute_activations:
+            self.recompute_granularity = "selective"
+        if self.recompute_granularity == "full":
+            self.recompute_method = self.recompute_method or "uniform"
+            self.recompute_num_layers = self.recompute_num_layers or 1
+        self.megatron_lm_default_args = base_args(self)
+
+    def to_settings(self, settings: Settings) -> Settings:
+        """Return the settings with Megatron enabled.
+
+        Raises:
+            SettingsError: Another engine was asked for, too.
+            MissingDependencyError: megatron-core is not installed.
+        """
+        for section in ("deepspeed", "fsdp", "parallelism"):
+            if getattr(settings, section) is not None:
+                raise SettingsError(
+                    f"Megatron was asked for, and {TITLES[section]} too: use one of them. The sizes of "
+                    "Megatron's groups are tp_degree, pp_degree, context_parallel_size of MegatronLMPlugin."
+                )
+        require("megatron_lm", "MegatronLMPlugin", install=EXTRA)
+        return replace(settings, megatron=settings.megatron or MegatronSettings())
+
+    def namespace(self) -> Namespace:
+        """Return `megatron_lm_default_args` as train steps get them: as attributes."""
+        return Namespace(**self.megatron_lm_default_args)
+
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Enter the precision into `megatron_lm_default_args`.
+
+        Args:
+            mixed_precision: `"no"`, `"fp16"` or `"bf16"`.
+
+        Raises:
+            UnsupportedError: The engine does not support the precision.
+        """
+        self.megatron_lm_default_args |= precision_args(mixed_precision)
+
+    def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
+        """Enter the sizes of batches into `megatron_lm_default_args`.
+
+        Args:
+            micro_batch_size: Samples of a micro-batch of one rank.
+            dp_degree: Data-parallel size.
+        """
+        self.data_parallel_size = dp_degree
+        self.micro_batch_size = micro_batch_size
+        self.global_batch_size = dp_degree * micro_batch_size * (self.num_micro_batches or 1)
+        self.megatron_lm_default_args |= {
+            "data_parallel_size": self.data_parallel_size,
+            "micro_batch_size": self.micro_batch_size,
+            "global_batch_size": self.global_batch_size,
+        }
+
+    def set_optimizer_type(self, optimizer: Optimizer) -> None:
+        """Enter the optimizer and its hyperparameters into `megatron_lm_default_args`.
+
+        Args:
+            optimizer: `AdamW`, `Adam` or `SGD` of PyTorch.
+
+        Raises:
+            UnsupportedError: The optimizer is another one, or has options that Megatron's does not have.
+        """
+        self.megatron_lm_default_args |= optimizer_args(optimizer)
+
+    def set_scheduler_args(self, scheduler: MegatronLMDummyScheduler) -> None:
+        """Enter the schedule into `megatron_lm_default_args`; `set_training_args` comes first.
+
+        Args:
+            scheduler: Says how many steps there are, if the plugin does not.
+
+        Raises:
+            SettingsError: The length of the schedule is not known.
+        """
+        self.megatron_lm_default_args |= schedule_args(self, scheduler)
+
+    def set_network_size_args(self, model: nn.Module, batch_data: Mapping[str, Any] | None = None) -> None:
+        """Enter the sizes of a model into `megatron_lm_default_args`.
+
+        Args:
+            model: A model of transformers.
+            batch_data: A batch, whose sequence lengths are used unless the plugin has some.
+
+        Raises:
+            SettingsError: The type of the model is not known; the message says how to add it.
+        """
+        enter_network_args(self, model, batch_data)
+
+    def set_tensorboard_logging_options(self) -> None:
+        """Raise: trackers log a run.
+
+        Raises:
+            UnsupportedError: Always; the message says what to use instead.
+        """
+        raise UnsupportedError(
+            "set_tensorboard_logging_options(): these are options of Megatron-LM's own training loop; use "
+            "Accelerator(log_with='tensorboard', project_dir=…)."
+        )
+
+    def other_args(self, config: type) -> dict[str, Any]:
+        """Return those of `other_megatron_args` that are fields of one of megatron-core's configurations.
+
+        Args:
+            config: The dataclass of the configuration.
+        """
+        names = {one.name for one in fields(config)}
+        return {name: value for name, value in (self.other_megatron_args or {}).items() if name in names}
+
+    def _read_environment(self) -> dict[str, str]:
+        """Set absent fields from the environment; return the source of every field, for messages."""
+        merged = combine(parse_environ({**environ.read(), _SWITCH: "true"}))
+        section = merged.settings.megatron or MegatronSettings()
+        present = {one.name for one in fields(section)}
+        sources: dict[str, str] = {}
+        for one in fields(self):
+            value = getattr(self, one.name)
+            sources[one.name] = f"MegatronLMPlugin({one.name}={value!r})"
+            if value is None and one.name in present and getattr(section, one.name) is not None:
+                setattr(self, one.name, getattr(section, one.name))
+                origin = merged.source_of(f"megatron.{one.name}").origin
+                sources[one.name] = f"{origin}={getattr(self, one.name)!r}"
+        return sources

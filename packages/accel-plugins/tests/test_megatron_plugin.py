@@ -1,0 +1,402 @@
+"""`MegatronLMPlugin`: every field, its sources, what is refused, and what is described to Megatron."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from accel_plugins.megatron.check import check_model, check_other_args, data_parallel_size
+from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_plugins.megatron.indexed_data import indexed_loaders, num_samples
+from accel_plugins.megatron.library import core
+from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
+from accel_plugins.megatron.megatron_args import scheduler_arguments
+from accel_plugins.megatron.model_args import Sizes, add_model_config_to_megatron_parser
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.rules import DEFAULTS
+from accel_state.available import is_installed
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.settings.engines import MegatronSettings
+
+needs_megatron = pytest.mark.skipif(not is_installed("megatron_lm"), reason="needs megatron-core")
+
+
+def adamw(**options):
+    return torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=0.1, weight_decay=0.02, **options)
+
+
+def model(name, **config):
+    sizes = {"num_attention_heads": 4, "num_hidden_layers": 4, "hidden_size": 32, "vocab_size": 96}
+    one = type(name, (nn.Module,), {})()
+    one.config = SimpleNamespace(**sizes, **config)
+    return one
+
+
+def test_every_field_that_settings_have_is_one_of_the_plugin():
+    names = {one.name for one in fields(MegatronLMPlugin)}
+    assert {one.name for one in fields(MegatronSettings)} <= names
+
+
+def test_nothing_said_means_the_documented_defaults():
+    plugin = MegatronLMPlugin()
+    assert {name: getattr(plugin, name) for name in DEFAULTS} == dict(DEFAULTS)
+    assert (plugin.tp_degree, plugin.pp_degree, plugin.num_micro_batches) == (1, 1, 1)
+    assert plugin.gradient_clipping == 1.0
+    assert (plugin.eval_iters, plugin.eval_interval, plugin.min_lr) == (100, 1000, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("tp_degree", "2", 2),
+        ("gradient_clipping", "0.5", 0.5),
+        ("use_distributed_optimizer", "true", True),
+        ("no_save_optim", "yes", True),
+        ("attention_dropout", "0.1", 0.1),
+        ("recompute_granularity", "selective", "selective"),
+    ],
+)
+def test_the_environment_sets_a_field_and_an_argument_wins(monkeypatch, name, text, value):
+    monkeypatch.setenv(f"MEGATRON_LM_{name.upper()}", text)
+    assert getattr(MegatronLMPlugin(), name) == value
+    other = {"tp_degree": 4, "gradient_clipping": 2.0, "attention_dropout": 0.3}.get(name, False)
+    other = "full" if name == "recompute_granularity" else other
+    assert getattr(MegatronLMPlugin(**{name: other}), name) == other
+
+
+def test_a_bad_value_names_its_variable(monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "many")
+    with pytest.raises(SettingsError, match="MEGATRON_LM_TP_DEGREE"):
+        MegatronLMPlugin()
+
+
+def test_a_variable_without_effect_is_named(monkeypatch):
+    monkeypatch.setenv("MEGATRON_LM_SEQUENCE_PARALLELISM", "true")
+    with pytest.raises(
+        SettingsError, match=r"MEGATRON_LM_SEQUENCE_PARALLELISM.* has no effect without tp_degree"
+    ):
+        MegatronLMPlugin()
+    assert MegatronLMPlugin(tp_degree=2).sequence_parallelism is True
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("tp_degree", 0),
+        ("pp_degree", True),
+        ("num_micro_batches", 1.5),
+        ("gradient_clipping", -1),
+        ("min_lr", math.nan),
+        ("attention_dropout", 2),
+        ("use_distributed_optimizer", "false"),
+        ("recompute_granularity", "some"),
+        ("lr_decay_style", "WSD"),
+        ("consumed_samples", 3),
+        ("no_wd_decay_cond", "bias"),
+        ("other_megatron_args", ["overlap_grad_reduce"]),
+        ("attention_backend", "fast"),
+        ("lr_warmup_iters", -1),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_its_field(field, value):
+    with pytest.raises(SettingsError, match=rf"MegatronLMPlugin\({field}=.*expected"):
+        MegatronLMPlugin(**{field: value})
+
+
+def test_all_bad_values_are_named_at_once():
+    with pytest.raises(SettingsError, match=r"tp_degree=0.*; .*num_micro_batches=0"):
+        MegatronLMPlugin(tp_degree=0, num_micro_batches=0)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "instead"),
+    [
+        ("use_custom_fsdp", True, "fsdp_version=2"),
+        ("expert_model_parallel_size", 2, "no supported model has experts"),
+        ("expert_tensor_parallel_size", 2, "no supported model has experts"),
+        ("pipeline_model_parallel_split_rank", 1, "leave it out"),
+        ("tensorboard_dir", "logs", "log_with='tensorboard'"),
+        ("set_all_logging_options", True, "log_with='tensorboard'"),
+    ],
+)
+def test_what_no_part_reads_is_refused_with_what_to_use_instead(field, value, instead):
+    with pytest.raises(UnsupportedError, match=f"{field}={value!r}.*{instead}"):
+        MegatronLMPlugin(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sequence_parallelism": True}, "without tp_degree of 2 or more"),
+        ({"num_layers_per_virtual_pipeline_stage": 1}, "without pp_degree of 2 or more"),
+        ({"decoder_last_pipeline_num_layers": 1}, "without pp_degree of 2 or more"),
+        ({"recompute_method": "block"}, "without recompute_granularity='full'"),
+        ({"recompute_num_layers": 2}, "without recompute_granularity='full'"),
+        ({"overlap_cpu_optimizer_d2h_h2d": True}, "without optimizer_cpu_offload"),
+        ({"use_precision_aware_optimizer": True}, "without use_distributed_optimizer"),
+        ({"custom_train_step_kwargs": {"a": 1}}, "without custom_train_step_class"),
+        ({"recompute_activations": True, "recompute_granularity": "full"}, "leave one out"),
+        ({"train_iters": 3, "train_samples": 3}, "exclude each other"),
+        ({"lr_warmup_iters": 3, "lr_warmup_fraction": 0.1}, "exclude each other"),
+        ({"train_samples": 3, "lr_decay_iters": 3}, "exclude each other"),
+        ({"start_weight_decay": 0.1}, "give both, or neither"),
+        ({"start_weight_decay": 0.1, "end_weight_decay": 0.2}, "use 'linear' or 'cosine'"),
+        (
+            {"start_weight_decay": 0.2, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"},
+            "can only grow",
+        ),
+    ],
+)
+def test_what_excludes_each_other_or_has_no_effect_is_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
+        MegatronLMPlugin(**options)
+
+
+def test_recompute_of_activations_is_the_selective_kind_and_full_has_its_defaults():
+    assert MegatronLMPlugin(recompute_activations=True).recompute_granularity == "selective"
+    full = MegatronLMPlugin(recompute_granularity="full")
+    assert (full.recompute_method, full.recompute_num_layers) == ("uniform", 1)
+    assert MegatronLMPlugin().recompute_method is None
+
+
+def test_a_flag_for_the_attention_backend_stands_for_a_name():
+    assert MegatronLMPlugin(attention_backend=True).attention_backend == "auto"
+    assert MegatronLMPlugin(attention_backend=False).attention_backend == "unfused"
+
+
+def test_arguments_have_the_names_that_megatron_gives_them():
+    plugin = MegatronLMPlugin(
+        tp_degree=2, pp_degree=2, sequence_parallelism=True, other_megatron_args={"foo": 1}
+    )
+    args = plugin.megatron_lm_default_args
+    assert args["tensor_model_parallel_size"] == args["pipeline_model_parallel_size"] == 2
+    assert (args["sequence_parallel"], args["clip_grad"], args["foo"]) == (True, 1.0, 1)
+    assert plugin.namespace().foo == 1
+
+
+def test_a_global_batch_is_what_all_ranks_and_micro_batches_have_together():
+    plugin = MegatronLMPlugin(num_micro_batches=3)
+    plugin.set_training_args(4, 2)
+    assert plugin.megatron_lm_default_args["global_batch_size"] == 24
+
+
+def test_an_optimizer_is_described_and_others_are_refused():
+    plugin = MegatronLMPlugin()
+    plugin.set_optimizer_type(adamw(betas=(0.8, 0.9), eps=1e-6))
+    args = plugin.megatron_lm_default_args
+    assert (args["optimizer"], args["lr"], args["weight_decay"]) == ("adam", 0.1, 0.02)
+    assert (args["adam_beta1"], args["adam_beta2"], args["adam_eps"]) == (0.8, 0.9, 1e-6)
+    assert args["decoupled_weight_decay"] is True
+    plugin.set_optimizer_type(torch.optim.Adam(nn.Linear(1, 1).parameters()))
+    assert plugin.megatron_lm_default_args["decoupled_weight_decay"] is False
+    plugin.set_optimizer_type(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0, momentum=0.9))
+    assert plugin.megatron_lm_default_args["sgd_momentum"] == 0.9
+    with pytest.raises(UnsupportedError, match=r"RMSprop.*AdamW"):
+        plugin.set_optimizer_type(torch.optim.RMSprop(nn.Linear(1, 1).parameters()))
+    with pytest.raises(UnsupportedError, match="amsgrad"):
+        plugin.set_optimizer_type(adamw(amsgrad=True))
+
+
+def scheduled(total=100, warmup=10, **options):
+    plugin = MegatronLMPlugin(num_micro_batches=2, **options)
+    plugin.set_training_args(4, 2)
+    optimizer = adamw()
+    plugin.set_optimizer_type(optimizer)
+    plugin.set_scheduler_args(MegatronLMDummyScheduler(optimizer, total, warmup))
+    return plugin.megatron_lm_default_args
+
+
+def test_a_schedule_counts_the_batches_of_one_rank():
+    args = scheduled()
+    assert (args["train_iters"], args["lr_warmup_iters"]) == (50, 5)
+    found = scheduler_arguments(args)
+    assert (found["lr_warmup_steps"], found["lr_decay_steps"], found["wd_incr_steps"]) == (80, 800, 800)
+    assert (found["max_lr"], found["start_wd"], found["end_wd"]) == (0.1, 0.02, 0.02)
+
+
+def test_the_fields_of_the_plugin_win_over_the_placeholder():
+    args = scheduled(train_iters=20, lr_warmup_iters=2, lr_decay_iters=10)
+    found = scheduler_arguments(args)
+    assert (found["lr_warmup_steps"], found["lr_decay_steps"], found["wd_incr_steps"]) == (32, 160, 320)
+    found = scheduler_arguments(scheduled(train_samples=640, lr_warmup_fraction=0.25))
+    assert (found["lr_warmup_steps"], found["lr_decay_steps"]) == (160, 640)
+    found = scheduler_arguments(scheduled(train_samples=640, lr_warmup_samples=7, lr_decay_samples=320))
+    assert (found["lr_warmup_steps"], found["lr_decay_steps"], found["wd_incr_steps"]) == (7, 320, 640)
+
+
+def test_a_schedule_without_a_length_or_with_too_long_a_warm_up_is_refused():
+    with pytest.raises(SettingsError, match="total_num_steps"):
+        scheduled(total=None)
+    with pytest.raises(SettingsError, match="warm-up"):
+        scheduler_arguments(scheduled(total=10, warmup=10))
+    with pytest.raises(SettingsError, match=r"min_lr=0.5.* 0.1"):
+        scheduler_arguments(scheduled(min_lr=0.5))
+
+
+@needs_megatron
+def test_megatron_runs_the_schedule_as_it_is_described():
+    optimizer = adamw()
+    args = scheduled(min_lr=0.01)
+    kind = core("optimizer_param_scheduler").OptimizerParamScheduler
+    scheduler = kind(optimizer, **scheduler_arguments(args))
+    rates = []
+    for _ in range(50):
+        scheduler.step(args["global_batch_size"])
+        rates.append(optimizer.param_groups[0]["lr"])
+    wanted = [0.1 * step / 5 if step <= 5 else 0.01 + 0.09 * (50 - step) / 45 for step in range(1, 51)]
+    assert rates == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "family"), [("gpt2", "GPT", "gpt"), ("llama", "Llama", "gpt"), ("bert", "Bert", "bert")]
+)
+def test_the_sizes_of_a_model_are_described(kind, name, family):
+    plugin = MegatronLMPlugin()
+    plugin.set_network_size_args(model(name, model_type=kind, max_position_embeddings=64))
+    args = plugin.megatron_lm_default_args
+    assert (args["model_type_name"], args["num_layers"], args["hidden_size"]) == (family, 4, 32)
+    assert (args["seq_length"], plugin.seq_length) == (64, 64)
+
+
+def test_sequences_are_as_long_as_those_of_a_batch():
+    plugin = MegatronLMPlugin()
+    batch = {"input_ids": torch.zeros(2, 17), "labels": torch.zeros(2, 9)}
+    plugin.set_network_size_args(model("T5", model_type="t5", is_encoder_decoder=True), batch)
+    assert (plugin.encoder_seq_length, plugin.decoder_seq_length) == (17, 9)
+
+
+def test_a_type_of_model_can_be_added():
+    with pytest.raises(SettingsError, match="add_model_config_to_megatron_parser"):
+        MegatronLMPlugin().set_network_size_args(model("Mine", model_type="mine"))
+
+    @add_model_config_to_megatron_parser("mine")
+    def describe(plugin, one, batch):
+        plugin.megatron_lm_default_args["num_layers"] = one.config.num_hidden_layers
+
+    plugin = MegatronLMPlugin()
+    plugin.set_network_size_args(model("Mine", model_type="mine"))
+    assert plugin.megatron_lm_default_args["num_layers"] == 4
+
+
+SIZES = Sizes(name="Tiny", heads=4, kv_heads=2, layers=6, hidden=32, ffn=64, vocab=97)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tp_degree": 3}, "Tiny.*4 attention heads cannot be divided by tp_degree=3"),
+        ({"tp_degree": 3}, "2 key-value heads"),
+        ({"pp_degree": 4}, "6 layers cannot be divided by pp_degree=4"),
+        ({"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 2}, "3 layers of a stage"),
+        ({"pp_degree": 3, "decoder_last_pipeline_num_layers": 1}, "2 other stages"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(options, message):
+    with pytest.raises(SettingsError, match=message):
+        check_model(MegatronLMPlugin(**options), SIZES)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tp_degree": 4},
+        {"pp_degree": 3},
+        {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 3},
+        {"pp_degree": 3, "decoder_last_pipeline_num_layers": 2},
+    ],
+)
+def test_sizes_that_divide_are_not_refused(options):
+    check_model(MegatronLMPlugin(**options), SIZES)
+
+
+def test_ranks_are_divided_into_groups():
+    assert data_parallel_size(2, 2, 2, 16) == 2
+    with pytest.raises(SettingsError, match=r"tp_degree=2.* groups of 4 ranks, into which 6"):
+        data_parallel_size(2, 2, 1, 6)
+
+
+@needs_megatron
+def test_other_arguments_are_fields_of_megatron_s_configurations():
+    configs = [core("optimizer").OptimizerConfig, core("transformer").TransformerConfig]
+    other = {"init_method_std": 0.01, "log_num_zeros_in_grad": True}
+    plugin = MegatronLMPlugin(other_megatron_args=other)
+    check_other_args(other, configs, taken=["lr"])
+    assert plugin.other_args(configs[1]) == {"init_method_std": 0.01}
+    assert plugin.other_args(configs[0]) == {"log_num_zeros_in_grad": True}
+    with pytest.raises(SettingsError, match=r"'init_metod_std'.*did you mean 'init_method_std'"):
+        check_other_args({"init_metod_std": 1}, configs, taken=())
+    with pytest.raises(SettingsError, match="'lr' is decided by"):
+        check_other_args({"lr": 1}, configs, taken=["lr"])
+
+
+def test_precisions_that_the_engine_has_are_entered():
+    plugin = MegatronLMPlugin()
+    plugin.set_mixed_precision("bf16")
+    assert plugin.megatron_lm_default_args["bf16"] is True
+    with pytest.raises(UnsupportedError, match="'fp8'"):
+        plugin.set_mixed_precision("fp8")
+    with pytest.raises(UnsupportedError, match="log_with"):
+        plugin.set_tensorboard_logging_options()
+
+
+def test_losses_are_not_averaged_before_there_are_groups():
+    wanted = SettingsError if is_installed("megatron_lm") else MissingDependencyError
+    with pytest.raises(wanted, match="avg_losses_across_data_parallel_group"):
+        avg_losses_across_data_parallel_group([torch.ones(())])
+
+
+def test_the_placeholder_of_loaders_needs_an_accelerator():
+    with pytest.raises(SettingsError, match="megatron_lm_plugin"):
+        MegatronLMDummyDataLoader(data_path="x").set_megatron_data_args()
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Thirty documents of ten tokens: 0 to 299."""
+    builder = core("datasets.indexed_dataset").IndexedDatasetBuilder(str(tmp_path / "corpus.bin"))
+    for start in range(0, 300, 10):
+        builder.add_document(np.arange(start, start + 10), [10])
+    builder.finalize(str(tmp_path / "corpus.idx"))
+    return str(tmp_path / "corpus")
+
+
+def provider_of(corpus, plugin, **options):
+    plugin.set_training_args(2, 1)
+    state = SimpleNamespace(megatron_lm_plugin=plugin)
+    data = MegatronLMDummyDataLoader(data_path=[corpus], splits_string="8,1,1", seq_length=5, **options)
+    return data.get_train_valid_test_datasets_provider(SimpleNamespace(state=state))
+
+
+@needs_megatron
+@pytest.mark.filterwarnings("ignore")
+def test_indexed_data_sets_have_every_token_once(corpus):
+    plugin = MegatronLMPlugin(train_samples=40, eval_iters=1, eval_interval=1000)
+    provider = provider_of(corpus, plugin)
+    assert num_samples(plugin) == (40, 2, 2)
+    train, valid, test = indexed_loaders(plugin, provider(num_samples(plugin)))
+    batches = list(train)
+    assert {one["tokens"].shape for one in batches} == {(2, 5)}
+    assert all(torch.equal(one["tokens"][:, 1:], one["labels"][:, :-1]) for one in batches)
+    tokens = torch.cat([one["tokens"].flatten() for one in batches]).tolist()
+    assert len(tokens) == len(set(tokens)) == 230
+    assert set(tokens) <= set(range(240))
+    assert 240 <= next(iter(valid))["tokens"].min() < 270 <= next(iter(test))["tokens"].min()
+    plugin.consumed_samples = [8, 0, 0]
+    again = list(indexed_loaders(plugin, provider(num_samples(plugin)))[0])
+    assert torch.equal(again[0]["tokens"], batches[4]["tokens"])
+
+
+@needs_megatron
+def test_options_of_data_sets_that_are_unknown_or_missing_are_refused(corpus):
+    plugin = MegatronLMPlugin(train_samples=40)
+    with pytest.raises(SettingsError, match=r"path_to_cach=.*did you mean 'path_to_cache'"):
+        provider_of(corpus, plugin, path_to_cach="x")((1, 1, 1))
+    with pytest.raises(SettingsError, match="micro_batch_size"):
+        num_samples(MegatronLMPlugin(train_samples=40))
