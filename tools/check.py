@@ -129,6 +129,7 @@ STEPS = (
         about="what the documentation names is there, with its parameters; nothing covered is lost",
         command=(PYTHON, "tools/check_surface.py"),
     ),
+    Step(name="site", about="the site builds, and can be read", command=(PYTHON, "tools/check_docs.py")),
     Step(
         name="fuzz",
         about="mutated files of every kind give their true content or a sentence, never anything else",
@@ -233,6 +234,7 @@ def narrowed(steps: list[Step], affected: Affected) -> list[Step]:
         "unit": tuple(f"packages/{name}" for name in affected.packages),
         "integration": affected.integration,
         "examples": affected.documentation,
+        "site": affected.documentation,
         "fuzz": affected.sources,
         "isolation": affected.sources,
     }

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.config import Config
 
-sys.path.insert(0, str(Path(__file__).parent / "src"))
+sys.path.insert(0, str(Path(__file__).parents[3] / "tools"))
 
 project = "accel"
 author = "The accel authors"
@@ -20,6 +20,8 @@ project_copyright = "The accel authors, Apache-2.0"
 version = release = version_of("accel-suite")
 
 extensions = [
+    "api_pages",
+    "link_names",
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
@@ -28,6 +30,15 @@ extensions = [
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
 exclude_patterns = ["src"]
 nitpicky = True
+smartquotes = False  # two hyphens begin an option
+default_role = "code"  # as in the docstrings, where single backticks are code
+
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+maximum_signature_line_length = 88
+napoleon_numpy_docstring = False
+python_use_unqualified_type_names = True
+toc_object_entries_show_parents = "hide"
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
@@ -51,6 +62,7 @@ def _connect(app: Sphinx, config: Config) -> None:
         app.setup_extension("sphinx.ext.intersphinx")
 
 
+pygments_dark_style = "a11y-high-contrast-dark"
 html_theme = "furo"
 html_title = f"accel {release}"
 html_show_sphinx = False

@@ -191,7 +191,6 @@ def distributed_type_of(
     return DistributedType.NO if world_size == 1 else DistributedType(device_kind_label)
 
 
-# What runs are called whose processes `torch.distributed` connects.
 TORCH_DISTRIBUTED_OPERATION_TYPES = [
     "DEEPSPEED",
     "MULTI_GPU",
@@ -207,6 +206,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
     "MULTI_HPU",
     "MULTI_NEURON",
 ]
+"""What runs are called whose processes `torch.distributed` connects."""
 
 
 def has_sharded_gradients(distributed_type: DistributedType | str | None) -> bool:

@@ -24,15 +24,19 @@ STR_OPERATION_TO_FUNC: Mapping[str, Callable[[Version, Version], bool]] = {
 }
 """What the texts of comparisons mean."""
 
-# The versions of torch since which its profiler records what these kinds of devices do.
 MITA_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.1.0"
+"""The version of torch since which its profiler records devices that are not CUDA's."""
 XPU_PROFILING_AVAILABLE_PYTORCH_VERSION = "2.4.0"
+"""The version of torch since which its profiler records Intel GPUs."""
 
-# The versions since which these ways to shard a model work.
 BETA_TP_AVAILABLE_PYTORCH_VERSION = "2.3.0"
+"""The version of torch since which tensor parallelism works."""
 BETA_TP_AVAILABLE_TRANSFORMERS_VERSION = "4.52.0"
+"""The version of transformers since which its models have a plan for tensor parallelism."""
 BETA_CP_AVAILABLE_PYTORCH_VERSION = "2.6.0"
+"""The version of torch since which context parallelism works."""
 BETA_SP_AVAILABLE_DEEPSPEED_VERSION = "0.18.2"
+"""The version of DeepSpeed since which sequence parallelism works."""
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:

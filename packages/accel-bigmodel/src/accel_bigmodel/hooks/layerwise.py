@@ -23,6 +23,7 @@ SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING = (
     nn.ConvTranspose3d,
     nn.Linear,
 )
+"""The layers whose weights are stored in one type and cast to another for their forward."""
 
 
 _lock = threading.Lock()

@@ -8,12 +8,18 @@ from pathlib import Path
 from accel_ops.weights.names import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
 
 FSDP_MODEL_NAME = f"{MODEL_NAME}_fsdp"
+"""The folder or file of a model that FSDP shards, before its number."""
 OPTIMIZER_NAME = "optimizer"
+"""The stem of an optimizer's files."""
 RNG_STATE_NAME = "random_states"
+"""The stem of the random number states of a rank."""
 SAMPLER_NAME = "sampler"
+"""The stem of a sampler's files."""
 SCALER_NAME = "scaler.pt"
+"""The file of the loss scaler."""
 RECIPE_NAME = "recipe.bin"
 SCHEDULER_NAME = "scheduler"
+"""The stem of a scheduler's files."""
 CUSTOM_NAME = "custom_checkpoint"
 LOADER_STATE_NAME = "dl_state_dict"
 POSITION_NAME = "data_position"

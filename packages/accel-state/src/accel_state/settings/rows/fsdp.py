@@ -10,10 +10,15 @@ from accel_state.settings.rows.launch import is_local
 
 # The lists are public in Accelerate, as lists in this order; transformers relies on it.
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
+"""How FSDP1 shards parameters, gradients and optimizer states; numbered from 1."""
 FSDP_BACKWARD_PREFETCH = ["BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH"]
+"""When FSDP1 prefetches the parameters of the next module in a backward pass."""
 FSDP_AUTO_WRAP_POLICY = ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+"""By what modules are wrapped."""
 FSDP_STATE_DICT_TYPE = ["FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT"]
+"""The forms in which FSDP1 saves a model."""
 FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
+"""The forms in which FSDP2 saves a model."""
 
 
 def _reshard(text: str) -> bool | int | str:
