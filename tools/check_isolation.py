@@ -11,6 +11,7 @@ tests run, too.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -50,7 +51,16 @@ for name in names:
     importlib.import_module(name)
 print(f"{1 + len(names)} modules imported")
 """
-README_EXAMPLE = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+EXAMPLE = re.compile(r"^```(python|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OURS = re.compile(r"^ *(?:from|import) (accel\w*)", re.MULTILINE)
+GUIDES = {"accel-bigmodel": "big_models"}
+"""Pages of the documentation that are about one package, and import it alone."""
+RUN_ALL = """\
+import json, sys
+for number, code in enumerate(json.loads(sys.argv[1]), 1):
+    exec(compile(code, f"example {number}", "exec"), {"__name__": "__main__"})
+print(f"{len(json.loads(sys.argv[1]))} examples ran")
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +76,13 @@ class Package:
         """Its unit tests."""
         return PACKAGES / self.name / "tests"
 
-    @property
-    def examples(self) -> list[str]:
-        """The Python examples of its README."""
-        return README_EXAMPLE.findall((PACKAGES / self.name / "README.md").read_text())
+    def examples(self, language: str) -> list[str]:
+        """Return the examples of its README, and those of its guide."""
+        pages = [PACKAGES / self.name / "README.md"]
+        if self.name in GUIDES:
+            pages.append(PACKAGES / "accel-suite" / "docs" / "guides" / f"{GUIDES[self.name]}.md")
+        found = [match for page in pages for match in EXAMPLE.findall(page.read_text())]
+        return [code for written_in, code in found if written_in == language]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -165,9 +178,10 @@ class Workshop:
                 return "it does not install"
             if self.run(bench, log, self.folder, "-W", "error", "-c", IMPORT_ALL, package.module):
                 return "a module does not import"
-            for example in package.examples:
-                if self.run(bench, log, self.folder, "-c", example):
-                    return "an example of its README fails"
+            if self.run(bench, log, self.folder, "-c", RUN_ALL, json.dumps(self.examples(package))):
+                return "an example of its pages fails"
+            if any(self.execute(bench, log, self.folder, *line) for line in self.commands(package)):
+                return "a command of its README fails"
             if not self.tests or not package.tests.is_dir():
                 return None
             copied = self.folder / package.name
@@ -193,6 +207,15 @@ class Workshop:
             ).returncode
         )
 
+    def examples(self, package: Package) -> list[str]:
+        """Return the Python examples that need no member but those that the package declares."""
+        known = {self.packages[name].module for name in self.needed(package)}
+        return [code for code in package.examples("python") if {*OURS.findall(code)} <= known]
+
+    def commands(self, package: Package) -> list[list[str]]:
+        """Return the lines of its shell examples."""
+        return [line.split() for block in package.examples("bash") for line in block.splitlines()]
+
     def needed(self, package: Package) -> list[str]:
         """A package and, transitively, the members that it declares."""
         found = [package.name]
@@ -206,13 +229,15 @@ class Workshop:
 
     def run(self, bench: Path, log: IO[str], cwd: Path, *arguments: str) -> int:
         """Run a bench's Python, away from the workspace; return its exit status."""
-        python = bench / "bin" / "python"
+        return self.execute(bench, log, cwd, str(bench / "bin" / "python"), *arguments)
+
+    def execute(self, bench: Path, log: IO[str], cwd: Path, *command: str) -> int:
+        """Run a command with a bench's programs first on the path; return its exit status."""
         hidden = ("PYTEST_", "ACCELERATE_", "PYTHONPATH", "VIRTUAL_ENV")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
         environment["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
-        environment["PATH"] = os.pathsep.join([str(python.parent), environment.get("PATH", "")])
+        environment["PATH"] = os.pathsep.join([str(bench / "bin"), environment.get("PATH", "")])
         environment["OMP_NUM_THREADS"] = "1"  # as many processes as benches compute at once
-        command = [str(python), *arguments]
         return subprocess.run(
             command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, check=False
         ).returncode
