@@ -11,6 +11,7 @@ from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_state.errors import AccelError, SettingsError
 from accel_state.settings import OPTIONS, combine, from_environ, merge_sources, parse_environ, parse_file
+from accel_state.settings.engines import MegatronSettings
 from accel_state.settings.file import to_content
 from accel_state.settings.options import BY_KEY, BY_VARIABLE
 
@@ -62,17 +63,34 @@ def test_everything_that_does_not_fit_is_reported_at_once():
 
 
 @pytest.mark.parametrize(
-    ("line", "file", "environ", "parts"),
+    ("line", "file", "parts"),
     [
-        (["--use_megatron_lm"], {}, {}, ["argument --use_megatron_lm", "Megatron-LM", "FSDP"]),
-        ([], {"distributed_type": "MEGATRON_LM"}, {}, ["Megatron-LM", "FSDP"]),
+        (["--use_megatron_lm"], {}, ["argument --use_megatron_lm", "accel-plugins[megatron]"]),
+        ([], {"distributed_type": "MEGATRON_LM"}, ["distributed_type", "accel-plugins[megatron]"]),
     ],
 )
-def test_what_the_library_does_not_have_yet_is_refused_before_anything_starts(line, file, environ, parts):
+def test_a_library_that_is_not_installed_is_named_before_anything_starts(line, file, parts):
     with pytest.raises(SettingsError) as caught:
-        plan(*line, file=file, environ=environ)
+        plan(*line, file=file, has_megatron=False)
     (problem,) = caught.value.problems
     assert all(part in problem for part in parts), problem
+
+
+def test_the_sizes_of_megatron_make_groups_into_which_the_processes_are_divided():
+    sizes = ["--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2"]
+    with pytest.raises(SettingsError) as caught:
+        plan("--use_megatron_lm", *sizes, "--num_processes", "6", gpus=6)
+    (problem,) = caught.value.problems
+    assert "tp_degree 2, pp_degree 2 make groups of 4" in problem
+    assert "the 6 of argument --num_processes" in problem
+    environ = plan("--use_megatron_lm", *sizes, "--num_processes", "4").environ
+    assert from_environ(environ).megatron == MegatronSettings(tp_degree=2, pp_degree=2)
+    file = {
+        "distributed_type": "MEGATRON_LM",
+        "megatron_lm_config": {"megatron_lm_tp_degree": 2, "megatron_lm_attention_backend": True},
+    }
+    made = from_environ(plan(file=file).environ).megatron
+    assert made == MegatronSettings(tp_degree=2, attention_backend="auto")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +104,7 @@ def test_what_the_library_does_not_have_yet_is_refused_before_anything_starts(li
         (["--cpu", "--fp8_backend", "te"], {}, ["TransformerEngine trains on", "not 'cpu'", "'AO'"]),
         (["--fp8_backend", "msamp"], {"fp8_backends": ("AO",)}, ["no longer developed", "AORecipeKwargs()"]),
         (["--use_deepspeed"], {}, ["not supported with DeepSpeed", "--use_fsdp"]),
+        (["--use_megatron_lm"], {}, ["not supported with Megatron", "--use_fsdp"]),
         ([], {"capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
     ],
 )

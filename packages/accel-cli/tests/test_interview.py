@@ -181,10 +181,20 @@ def test_only_what_the_backend_of_fp8_reads_is_asked_for(backend, field):
     assert {one.removeprefix("fp8.") for one in asked if one.startswith("fp8.")} & fields == {field}
 
 
-def test_what_the_launcher_refuses_is_neither_asked_for_nor_offered():
+def test_megatron_is_asked_with_what_it_reads():
+    settings, asked = answered(
+        SERVER, launch__distributed_type="MULTI_GPU", megatron="true", megatron__tp_degree="2",
+        megatron__sequence_parallelism="true", megatron__num_micro_batches="4",
+    )  # fmt: skip
+    assert (settings.megatron.tp_degree, settings.megatron.num_micro_batches) == (2, 4)
+    assert not {"fsdp", "parallelism", "megatron.use_custom_fsdp"} & {*asked}
+    _, asked = answered(SERVER, launch__distributed_type="MULTI_GPU", megatron="true")
+    assert "megatron.sequence_parallelism" not in asked
+
+
+def test_all_precisions_are_offered():
     questions = []
     interview(lambda question: questions.append(question) or question.default, SERVER)
-    assert "megatron" not in [question.path for question in questions]
     (precision,) = (one for one in questions if one.path == "precision.mixed_precision")
     assert [choice for choice, _ in precision.choices] == ["no", "fp8", "fp16", "bf16"]
 

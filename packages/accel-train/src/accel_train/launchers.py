@@ -15,7 +15,6 @@ from accel_state.labels import DistributedType
 from accel_state.partial_state import PartialState
 from accel_state.settings import from_environ
 from accel_state.settings.model import Precision
-from accel_state.settings.parsing import offered
 from accel_state.topology import DEFAULT_PORT
 from accel_train.forking import Machines, launch, listening, refuse_initialised_devices, run_forked
 
@@ -84,7 +83,7 @@ def notebook_launcher(
     """
     if mixed_precision.lower() not in get_args(Precision):
         raise SettingsError(
-            f"notebook_launcher: mixed_precision={mixed_precision!r} not in {offered(get_args(Precision))}."
+            f"notebook_launcher: mixed_precision={mixed_precision!r} not in {get_args(Precision)}."
         )
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
     count = _device_count(kind.module) if num_processes is None else num_processes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from accel_cli.launch.machine import Machine
     from accel_state.settings import Merged, Settings
+
+
+_MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,10 +122,8 @@ def _devices(facts: Facts) -> int:
 
 
 def _device_contradicts(facts: Facts) -> Iterator[str]:
-    switch, kind = (
-        facts.merged.source_of("process.use_cpu"),
-        facts.merged.source_of("launch.distributed_type"),
-    )
+    merged = facts.merged
+    switch, kind = merged.source_of("process.use_cpu"), merged.source_of("launch.distributed_type")
     if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
         yield f"{switch.origin} asks for the CPU and {kind.origin} for {kind.value}: leave one out."
 
@@ -240,10 +242,20 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
-def _engine_is_absent(facts: Facts) -> Iterator[str]:
-    engine = facts.merged.source_of("megatron")
-    if facts.settings.megatron is not None:
-        yield f"{engine.origin} asks for Megatron-LM, which is not available in this version: use FSDP."
+def _megatron_cannot_run(facts: Facts) -> Iterator[str]:
+    section, merged = facts.settings.megatron, facts.merged
+    if section is None:
+        return
+    if facts.is_local and not facts.machine.has_megatron:
+        origin = merged.source_of("megatron").origin
+        yield f"{origin} asks for Megatron, which is not installed: `pip install 'accel-plugins[megatron]'`."
+    number, processes = merged.source_of("launch.num_processes"), processes_wanted(facts)
+    names = [name for name in _MEGATRON_SIZES if (getattr(section, name) or 1) > 1]
+    one = math.prod(getattr(section, name) for name in names)
+    if number.value is not None and processes % one:
+        value = ", ".join(f"{name} {getattr(section, name)}" for name in names)
+        about = f"the {processes} of {number.origin} cannot be divided"
+        yield f"{value} make groups of {one} processes, into which {about}."
 
 
 def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
@@ -251,8 +263,10 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
     origin = facts.merged.source_of("precision.mixed_precision").origin
-    if facts.settings.deepspeed is not None:
-        yield f"{origin} asks for FP8, which is not supported with DeepSpeed: use --use_fsdp, or bf16."
+    for engine in ("deepspeed", "megatron"):
+        if value_at(facts.settings, engine):
+            name = TITLES[engine]
+            yield f"{origin} asks for FP8, which is not supported with {name}: use --use_fsdp, or bf16."
     machine, fp8 = facts.machine, facts.settings.fp8
     on_cpu = uses_cpu(facts.merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
@@ -373,7 +387,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _machines_do_not_fit,
     _elasticity_does_not_fit,
     _engine_is_off,
-    _engine_is_absent,
+    _megatron_cannot_run,
     _fp8_cannot_run,
     _alias_is_absent,
     _conflicting_deepspeed_settings,

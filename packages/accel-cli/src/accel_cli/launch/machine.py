@@ -44,6 +44,7 @@ class Machine:
         alias: The folder by which Python finds the start of accel-compat; None if that is not installed.
         capability: Asks for the least compute capability of its NVIDIA GPUs, where it matters.
         fp8_backends: Which libraries for FP8 are installed; all if nobody says.
+        has_megatron: Whether megatron-core is installed.
     """
 
     gpus: int
@@ -55,6 +56,7 @@ class Machine:
     alias: str | None = None
     capability: Callable[[], tuple[int, int] | None] = lambda: None
     fp8_backends: tuple[str, ...] = tuple(BY_NAME)
+    has_megatron: bool = True
 
     def __post_init__(self) -> None:
         """Fill in what nobody said."""
@@ -78,6 +80,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
         alias=_alias(),
         capability=_capability,
         fp8_backends=tuple(one.name for one in BACKENDS if is_installed(one.library)),
+        has_megatron=is_installed("megatron_lm"),
     )
 
 

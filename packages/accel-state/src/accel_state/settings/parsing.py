@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_state.environ import str_to_bool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
 
 def boolean(text: str) -> bool:
@@ -71,19 +71,6 @@ def number(low: float, high: float = math.inf, of: str = "") -> Callable[[str], 
 RECIPE_GROUP = "accel.recipes"
 """The entry-point group of precision recipes; a row is an `accel_plugins.recipe.RecipeSpec`."""
 
-ABSENT = ("MEGATRON_LM",)
-"""Choices that are read, so that a refusal can tell, but not offered: this version has no such engine."""
-
-
-def offered(choices: Iterable[str]) -> tuple[str, ...]:
-    """Leave out the choices that this version does not have.
-
-    Example:
-        >>> offered(("FSDP", "MEGATRON_LM"))
-        ('FSDP',)
-    """
-    return tuple(choice for choice in choices if choice not in ABSENT)
-
 
 def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
     """Make the reader of a word, in any case, which returns it as it is written here.
@@ -104,7 +91,7 @@ def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
         try:
             return known[text.strip().lower()]
         except KeyError:
-            raise ValueError(f"expected one of {', '.join(map(repr, offered(choices)))}") from None
+            raise ValueError(f"expected one of {', '.join(map(repr, choices))}") from None
 
     return parse
 

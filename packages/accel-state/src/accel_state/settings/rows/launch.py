@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import boolean, integer, number, offered, one_of, optional
+from accel_state.settings.parsing import boolean, integer, number, one_of, optional
 
 _FAMILIES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
 DEVICE_TYPES = ("NO", *(f"MULTI_{family}" for family in _FAMILIES))
@@ -60,7 +60,7 @@ LAUNCH = (
         " --tpu: one per chip.",
         topic=_TOPIC,
         parse=lambda text: one_of(*DISTRIBUTED_TYPES)("XLA" if text.upper() == "TPU" else text),
-        choices=offered(DISTRIBUTED_TYPES),
+        choices=DISTRIBUTED_TYPES,
         flags=("--multi_gpu",),
         const="MULTI_GPU",
         flag_aliases=(("--tpu", "XLA"),),

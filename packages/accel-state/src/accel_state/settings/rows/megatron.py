@@ -6,10 +6,21 @@ from typing import Any
 
 from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import boolean, integer, number, one_of
+from accel_state.settings.rows.launch import is_local
 
 _TUNING = "It tunes what runs without it; the reference page lists it."
 _GRANULARITIES = ("full", "selective")
 _METHODS = ("uniform", "block")
+_BACKENDS = ("auto", "flash", "fused", "unfused", "local")
+_REFUSED = "It is not supported."
+
+
+def _attention_backend(text: str) -> str:
+    """A name; or a truth value, as in other libraries' files: whether to choose a fused one."""
+    try:
+        return "auto" if boolean(text) else "unfused"
+    except ValueError:
+        return one_of(*_BACKENDS)(text)
 
 
 def _on(answers: Answers) -> bool:
@@ -33,13 +44,18 @@ def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the f
 MEGATRON = (
     Option(
         path="megatron",
-        help="Train with Megatron-LM.",
+        help="Train with Megatron: tensor, pipeline, sequence and data parallelism by megatron-core.",
         topic="Megatron-LM",
         parse=boolean,
         variable="ACCELERATE_USE_MEGATRON_LM",
         flags=("--use_megatron_lm",),
         const="true",
-        skip_reason="It is not available in this version.",
+        question="Train with Megatron?",
+        ask_if=lambda answers: (
+            is_local(answers)
+            and answers("launch.distributed_type") == "MULTI_GPU"
+            and not answers("deepspeed")
+        ),
     ),
     _row(
         "tp_degree",
@@ -65,7 +81,6 @@ MEGATRON = (
         "Micro-batches per step.",
         parse=integer(1),
         question="How many micro-batches per step?",
-        ask_if=lambda answers: _on(answers) and (answers("megatron.pp_degree") or 1) > 1,
     ),
     _row(
         "recompute_activations",
@@ -87,9 +102,9 @@ MEGATRON = (
     ),
     _row(
         "use_custom_fsdp",
-        "Shard parameters with Megatron's own FSDP.",
+        "Not supported: use --use_fsdp.",
         parse=boolean,
-        skip_reason=_TUNING,
+        skip_reason=_REFUSED,
     ),
     _row(
         "no_load_optim",
@@ -155,14 +170,16 @@ MEGATRON = (
     ),
     _row(
         "attention_backend",
-        "Attention backend.",
+        "Attention backend; true stands for auto and false for unfused.",
+        parse=_attention_backend,
+        choices=_BACKENDS,
         skip_reason=_TUNING,
     ),
     _row(
         "expert_model_parallel_size",
-        "Expert-parallel size.",
+        "Not supported: no supported model has experts.",
         parse=integer(1),
-        skip_reason=_TUNING,
+        skip_reason=_REFUSED,
     ),
     _row(
         "context_parallel_size",
@@ -172,9 +189,9 @@ MEGATRON = (
     ),
     _row(
         "expert_tensor_parallel_size",
-        "Tensor-parallel size of experts.",
+        "Not supported: no supported model has experts.",
         parse=integer(1),
-        skip_reason=_TUNING,
+        skip_reason=_REFUSED,
     ),
     _row(
         "attention_dropout",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from accel_state.labels import DynamoBackend, PrecisionType
 from accel_state.settings.option import Answers, Option
-from accel_state.settings.parsing import boolean, integer, offered, one_of, optional, precision
+from accel_state.settings.parsing import boolean, integer, one_of, optional, precision
 
 _PRECISIONS = tuple(member.value for member in PrecisionType)
 _BACKENDS = tuple(member.value for member in DynamoBackend)
@@ -22,7 +22,7 @@ TRAINING = (
         help="The precision of forward and backward passes.",
         topic="training",
         parse=precision(*_PRECISIONS),
-        choices=offered(_PRECISIONS),
+        choices=_PRECISIONS,
         variable="ACCELERATE_MIXED_PRECISION",
         flags=("--mixed_precision",),
         key="mixed_precision",
