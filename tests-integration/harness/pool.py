@@ -32,6 +32,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
 if TYPE_CHECKING:
@@ -179,10 +180,13 @@ class Pool:
         return answers
 
     def _stacks(self, silent: list[int]) -> str:
-        """What the silent ranks are doing: each writes its threads' stacks when it gets SIGUSR1."""
+        """What silent ranks do: each, with its data workers, writes stacks when it gets SIGUSR1."""
         for index in silent:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.ranks[index].pid, signal.SIGUSR1)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                rank = psutil.Process(self.ranks[index].pid)
+                for process in (rank, *rank.children(recursive=True)):
+                    process.send_signal(signal.SIGUSR1)
+                    time.sleep(0.2)  # they write to one file
         time.sleep(0.5)
         return "\n".join(
             f"rank {index}:\n{(self.nursery.folder / f'{self.ranks[index].pid}.stack').read_text()}"
