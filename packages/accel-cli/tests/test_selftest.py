@@ -106,7 +106,7 @@ def launched(monkeypatch):
     return prepare
 
 
-OPTIONS = {"config_file": None, "num_processes": None, "mixed_precision": None, "cpu": True}
+OPTIONS = {"html": None, "config_file": None, "num_processes": None, "mixed_precision": None, "cpu": True}
 FACTS = facts(**{"device type": "cpu", "accelerators": "", "strategy": "NO", "mixed precision": "no"})
 
 

@@ -33,6 +33,44 @@ def test_a_trace_is_written_and_can_be_read(tmp_path):
     assert any(event.key == "aten::matmul" for event in profiler.key_averages())
 
 
+def test_a_flame_graph_is_written_and_loads_nothing(tmp_path):
+    pytest.importorskip("plotly")
+    handler = ProfileKwargs(activities=["cpu"], output_trace_dir=str(tmp_path), flame_graph=True)
+    with Accelerator(cpu=True).profile(handler), torch.profiler.record_function("my <b>region"):
+        torch.ones(3, 3) @ torch.ones(3, 3)
+    page = (tmp_path / "profile_0.html").read_text()
+    assert '"aten::matmul"' in page
+    assert "plotly.js v" in page
+    assert not re.search(r"""<(script|link)[^>]+(src|href)=["']?https?:""", page)
+
+
+def test_a_flame_graph_adds_up_equal_call_paths_of_each_thread():
+    pytest.importorskip("plotly")
+    from accel_train.flame import read_frames
+
+    def call(name, start, end, thread=1):
+        span = {"ph": "X", "cat": "cpu_op", "pid": 1, "tid": thread}
+        return {**span, "name": name, "ts": start, "dur": end - start}
+
+    events = [call("a", 0, 10), call("b", 1, 4), call("b", 4, 9), call("c", 5, 6), call("b", 2, 3, thread=2)]
+    root = read_frames([*events, {"ph": "i", "cat": "cpu_op", "name": "a mark"}])
+    assert {name: frame.microseconds for name, frame in root.children.items()} == {"a": 10, "b": 1}
+    inner = root.children["a"].children["b"]
+    assert (inner.microseconds, inner.calls) == (8, 2)
+    assert inner.children["c"].microseconds == 1
+
+
+def test_a_flame_graph_without_a_folder_is_refused():
+    with pytest.raises(SettingsError, match=r"flame_graph=True.*has no effect without output_trace_dir"):
+        ProfileKwargs(flame_graph=True)
+
+
+def test_an_accelerator_shows_its_run():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=3)
+    assert repr(accelerator).startswith("Accelerator(device='cpu', process_index=0, num_processes=1, ")
+    assert "<td>gradient accumulation steps</td><td>3</td>" in accelerator._repr_html_()
+
+
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events at the end of each cycle")
 def test_every_cycle_of_a_schedule_has_a_trace_of_its_own(tmp_path):
     seen = []

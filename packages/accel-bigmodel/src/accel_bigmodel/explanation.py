@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from accel_bigmodel.device_map.check import check_device_map
@@ -10,16 +11,21 @@ from accel_bigmodel.placement import sites_of
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.read import device_of
 from accel_ops.weights.sizes import convert_bytes
+from accel_state.available import require
+from accel_state.html_table import html_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     import torch
+    from matplotlib.figure import Figure
     from torch import nn
 
     from accel_bigmodel.sizes import ElementType
 
 _STORAGE = ("cpu", "disk")
+_HEAD = ("device", "layers", "bytes", "share", "moved per forward", "entries")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,7 @@ class DeviceUsage:
         nbytes: Bytes of their tensors, a tied tensor once.
         fraction: Their part of the model.
         moved: Bytes that come to the main device for each forward, since the device only stores them.
+        entry_nbytes: Bytes of each entry, a tied tensor with the first.
     """
 
     device: int | str | torch.device
@@ -39,6 +46,7 @@ class DeviceUsage:
     nbytes: int
     fraction: float
     moved: int
+    entry_nbytes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,11 +68,34 @@ class Explanation:
         """Bytes moved for each forward."""
         return sum(row.moved for row in self.rows)
 
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw a bar for each device, with a segment for each entry of the map.
+
+        Args:
+            path: File to write, of a format that matplotlib knows by its suffix: `.svg`, `.png`, `.pdf`.
+
+        Returns:
+            The figure of matplotlib.
+
+        Raises:
+            MissingDependencyError: matplotlib is not installed.
+        """
+        require("matplotlib", "plot()", install="accel-bigmodel[plot]")
+        figure: Figure = import_module("accel_bigmodel.device_map_plot").device_map_figure(self)
+        if path is not None:
+            figure.savefig(path)
+        return figure
+
+    def _repr_html_(self) -> str:
+        return html_table(self._table()[1:], head=_HEAD)
+
+    def _table(self) -> list[tuple[str, ...]]:
+        total = ("total", "", convert_bytes(self.total), "100 %", convert_bytes(self.moved), "")
+        return [_HEAD, *(self._cells(row) for row in self.rows), total]
+
     def __str__(self) -> str:
-        head = ("device", "layers", "bytes", "share", "moved per forward", "entries")
-        table = [head, *(self._cells(row) for row in self.rows)]
-        table.append(("total", "", convert_bytes(self.total), "100 %", convert_bytes(self.moved), ""))
-        widths = [max(len(line[column]) for line in table) for column in range(len(head))]
+        table = self._table()
+        widths = [max(len(line[column]) for line in table) for column in range(len(_HEAD))]
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table
         ]
@@ -114,6 +145,7 @@ def explain(
     main = next((device for device in devices if str(device) not in _STORAGE), "cpu")
     count = byte_count(dtype, None)
     held, moved = dict.fromkeys(devices, 0), dict.fromkeys(devices, 0)
+    by_entry = dict.fromkeys(device_map, 0)
     seen: set[int] = set()
     for name, site in sites_of(model).items():
         tensor = site.table[site.leaf]
@@ -127,6 +159,7 @@ def explain(
         if id(tensor) not in seen:
             seen.add(id(tensor))
             held[device] += size
+            by_entry[_entry_of(name, device_map)] += size
     total = sum(held.values())
     rows = tuple(
         DeviceUsage(
@@ -135,7 +168,15 @@ def explain(
             nbytes=held[device],
             fraction=held[device] / total if total else 0.0,
             moved=moved[device],
+            entry_nbytes=tuple(by_entry[name] for name, target in device_map.items() if target == device),
         )
         for device in devices
     )
     return Explanation(rows=rows, main=main, total=total)
+
+
+def _entry_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> str:
+    """Return the entry that places a tensor: its own name, or the nearest module above it."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return name

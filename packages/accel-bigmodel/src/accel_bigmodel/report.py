@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import psutil
 
 from accel_ops.weights.sizes import convert_bytes
+from accel_state.html_table import html_table
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -76,6 +77,21 @@ class LoadReport:
             raw = "" if file.raw is None else f" (a raw read: {file.raw / 1e9:.1f} GB/s)"
             lines.append(f"  {file.path.name}: {how}{speed}{raw}")
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (
+                file.path.name,
+                convert_bytes(file.nbytes),
+                ", ".join(file.strategies) or "nothing",
+                "-" if file.rate > 1e12 else f"{file.rate / 1e9:.1f} GB/s",
+            )
+            for file in self.files
+        ]
+        title = (
+            f"{len(self.files)} file(s) in {self.seconds:.3f} s, memory grew by {convert_bytes(self.peak)}"
+        )
+        return html_table(rows, head=("file", "bytes", "how", "speed"), title=title)
 
 
 class MemoryMeter:

@@ -54,6 +54,7 @@ LIBRARIES: Mapping[str, Library] = {
     "msamp": _library("msamp", distribution="ms-amp"),
     "pandas": _library("pandas"),
     "peft": _library("peft"),
+    "plotly": _library("plotly"),
     "pynvml": _library("pynvml", distribution="nvidia-ml-py"),
     "pytest": _library("pytest"),
     "rich": _library("rich"),
@@ -222,6 +223,11 @@ def is_pandas_available() -> bool:
 def is_peft_available() -> bool:
     """Return whether peft is installed."""
     return is_installed("peft")
+
+
+def is_plotly_available() -> bool:
+    """Return whether plotly is installed."""
+    return is_installed("plotly")
 
 
 def is_pynvml_available() -> bool:

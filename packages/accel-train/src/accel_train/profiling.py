@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_state.available import require
 from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
@@ -33,7 +35,10 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
 
     Raises:
         SettingsError: The profiler cannot be built as the handler says.
+        MissingDependencyError: A flame graph needs plotly, which is not installed.
     """
+    if handler.flame_graph:
+        require("plotly", "ProfileKwargs(flame_graph=True)", install="accel-train[plot]")
     if handler.output_trace_dir is None:
         with handler.build() as profiler:
             yield profiler
@@ -77,4 +82,6 @@ class Traces:
         self._directory.mkdir(parents=True, exist_ok=True)
         path = self._directory / PROFILE_PATTERN_NAME.format(suffix=suffix)
         profiler.export_chrome_trace(str(path))
+        if self._handler.flame_graph:
+            import_module("accel_train.flame").write_flame_graph(path, path.with_suffix(".html"))
         self.written.append(path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +15,7 @@ from accel_state.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_FLAGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
+_OPTIONS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 
 @dataclass
@@ -34,6 +34,8 @@ class ProfileKwargs(KwargsHandler):
         with_flops: Whether floating point operations are estimated.
         with_modules: Whether the hierarchy of modules is recorded.
         output_trace_dir: Directory into which `Accelerator.profile` writes a Chrome trace of each process.
+        flame_graph: Whether a flame graph `profile_<rank>.html` that opens offline is written next to each
+            trace, which needs plotly; `with_stack` adds Python functions to it.
 
     Raises:
         SettingsError: A field has another type.
@@ -54,10 +56,16 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = False
     with_modules: bool = False
     output_trace_dir: str | None = None
+    flame_graph: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        expect_flags(self, *_FLAGS)
+        expect_flags(self, *_OPTIONS, "flame_graph")
         expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
+        if self.flame_graph and self.output_trace_dir is None:
+            raise SettingsError(
+                f"{type(self).__name__}(flame_graph=True): has no effect without output_trace_dir, the folder"
+                " that it is written to."
+            )
 
     def build(self) -> torch.profiler.profile:
         """Make the profiler.
@@ -71,7 +79,7 @@ class ProfileKwargs(KwargsHandler):
             activities=activities,
             schedule=schedule,
             on_trace_ready=self.on_trace_ready,
-            **{name: getattr(self, name) for name in _FLAGS},
+            **{name: getattr(self, name) for name in _OPTIONS},
         )
 
     def _schedule(self, options: dict[str, int]) -> Callable[[int], torch.profiler.ProfilerAction]:

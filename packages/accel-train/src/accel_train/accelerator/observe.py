@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel_plugins.kwargs.profile import ProfileKwargs
+from accel_state.html_table import html_table
 from accel_train.accelerator.facet import Facet
 from accel_train.profiling import profiling
 
@@ -15,9 +16,27 @@ if TYPE_CHECKING:
 
 
 class ObserveFacet(Facet):
-    """Profiling."""
+    """Profiling, and what an accelerator shows of itself."""
 
     __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"Accelerator({', '.join(f'{name}={value!r}' for name, value in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        rows = [(name.replace("_", " "), value) for name, value in self._facts().items()]
+        return html_table(rows, title="Accelerator")
+
+    def _facts(self) -> dict[str, str | int]:
+        state, process = self._parts.state, self._parts.process
+        return {
+            "device": str(process.device),
+            "process_index": process.process_index,
+            "num_processes": process.num_processes,
+            "distributed_type": state.distributed_type.value,
+            "mixed_precision": state.mixed_precision,
+            "gradient_accumulation_steps": self._parts.gradient_state.num_steps,
+        }
 
     @property
     def profile_handler(self) -> ProfileKwargs | None:
@@ -28,13 +47,15 @@ class ObserveFacet(Facet):
         """Record the block with `torch.profiler`.
 
         With `output_trace_dir`, every process writes a Chrome trace `profile_<rank>.json` there, and one
-        `profile_<rank>_<n>.json` for every further cycle of `schedule_option`.
+        `profile_<rank>_<n>.json` for every further cycle of `schedule_option`. With `flame_graph` there is an
+        HTML page of each, which opens offline.
 
         Args:
             profile_handler: What to record; the accelerator's `ProfileKwargs` if `None`.
 
         Raises:
             SettingsError: The profiler cannot be built as the handler says.
+            MissingDependencyError: A flame graph needs plotly, which is not installed.
 
         Example:
             >>> import torch

@@ -42,6 +42,9 @@ def parser() -> Parser:
     )
     add_config_file(made, "use")
     made.add_argument("--json", action="store_true", help="write the findings as JSON")
+    made.add_argument(
+        "--html", metavar="FILE", help="also write a report: collectives and memory by rank; it opens offline"
+    )
     made.add_argument("--quiet", "-q", action="store_true", help="show only problems")
     made.add_argument("script", help="the script")
     made.add_argument("script_arguments", nargs=argparse.REMAINDER, help="its arguments")

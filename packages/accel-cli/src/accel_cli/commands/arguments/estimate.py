@@ -35,6 +35,12 @@ def parser() -> Parser:
     _add_training(made)
     output = made.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="write JSON, in bytes")
+    output.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="also draw a picture (.svg, .png, .pdf): memory by strategy; with --batch_size over the passes;"
+        " with --memory the device map of inference",
+    )
     output.add_argument("--quiet", "-q", action="store_true", help="show the numbers without the notes")
     return made
 

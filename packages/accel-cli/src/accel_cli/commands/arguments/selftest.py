@@ -28,5 +28,6 @@ def parser() -> Parser:
         help=setting("precision.mixed_precision", "as for accel launch"),
     )
     made.add_argument("--json", action="store_true", help="write the results as JSON")
+    made.add_argument("--html", metavar="FILE", help="also write a report with charts; it opens offline")
     made.add_argument("--quiet", "-q", action="store_true", help="show only failures")
     return made

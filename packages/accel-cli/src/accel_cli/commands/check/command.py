@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from accel_cli.config_file import settings_from_config
 from accel_cli.output import Table, show, working
 from accel_cli.redact import redact
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
+from accel_state.available import require
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.settings import combine, parse_environ, worker_environ
@@ -57,6 +59,8 @@ def run(options: Namespace) -> int:
     """
     if not Path(options.script).is_file():
         raise SettingsError(f"script {options.script!r}: there is no such file.")
+    if options.html is not None:
+        require("plotly", "--html", install="accel-cli[plot]")
     memory = None if options.memory is None else _memory(options.memory)
     variables = read()
     merged = combine(parse_environ(variables), settings_from_config(options.config_file, variables))
@@ -75,11 +79,34 @@ def run(options: Namespace) -> int:
     with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
         records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
     found = find_problems(records, merged, options.world, memory)
+    if options.html is not None:
+        write_html(Path(options.html), found, options.script, memory)
     if options.json:
         show(_as_json(found, merged))
     else:
         _print_findings(found, merged, options, memory)
     return int(bool(found.problems))
+
+
+def write_html(path: Path, found: Findings, script: str, memory: int | None) -> None:
+    """Write the report of a check.
+
+    Args:
+        path: The file.
+        found: The findings.
+        script: The script that was checked.
+        memory: Bytes of a device; None if unknown.
+    """
+    figures = import_module("accel_cli.commands.check.report")
+    items = [
+        figures.timeline(found.records),
+        *([figures.memory_bars(found.estimates, memory)] if found.estimates else []),
+        _ranks_table(found, memory),
+    ]
+    files = _files_table(found)
+    items += [] if files is None else [files, *_checkpoints(found)]
+    title = f"accel check {Path(script).name}"
+    import_module("accel_cli.html_report").write_report(path, title, items, found.problems)
 
 
 def find_problems(records: Sequence[Record], merged: Merged, world: int, memory: int | None) -> Findings:

@@ -125,6 +125,11 @@ class Meter(TorchDispatchMode):
             self._is_stepping = False
 
     @property
+    def device_bytes(self) -> int:
+        """Bytes that are alive on the device at present."""
+        return sum(self._bytes[kind] for kind in KINDS)
+
+    @property
     def parts(self) -> dict[str, int]:
         """Bytes at the rank's peak, by kind.
 

@@ -144,7 +144,9 @@ class CollectiveRecorder:
     def saw(self, kind: str) -> None:
         """Record a collective."""
         if not (self.is_outside or self._silent):
-            self.events.append(Event(kind=kind, where=source_line()))
+            counters = [one for one in (self.ledger, self.meter) if one is not None]
+            nbytes = sum(one.device_bytes for one in counters)
+            self.events.append(Event(kind=kind, where=source_line(), nbytes=nbytes))
 
     def wrote(self, name: str, nbytes: int, *, form: str = "", full_nbytes: int | None = None) -> None:
         """Record a file.

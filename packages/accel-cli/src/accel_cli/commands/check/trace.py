@@ -66,10 +66,12 @@ class Event:
     Args:
         kind: The operation, such as `"gather"`.
         where: File and line of the script.
+        nbytes: Device memory of the rank at that moment.
     """
 
     kind: str
     where: str
+    nbytes: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

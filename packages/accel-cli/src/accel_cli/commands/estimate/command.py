@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +20,7 @@ from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.commands.estimate.weights import sizes_of, weights_in
 from accel_cli.output import Table, show, working
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
+from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -25,9 +28,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from accel_bigmodel.explanation import Explanation
     from accel_cli.commands.estimate.memory import Estimate, Moment
     from accel_cli.commands.estimate.weights import Weights
 
+
+_PICTURES = (".svg", ".png", ".pdf")
 
 # What models of transformers call it, the present name first.
 _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -44,6 +50,7 @@ def run(options: Namespace) -> int:
     """
     memory = _size(options.memory, "--memory")
     host = _size(options.host_memory, "--host_memory")
+    picture = None if options.plot is None else _picture(options.plot)
     with working(f"estimating {options.model_name!r}"):
         model = meta_model(
             options.model_name, library=options.library_name, trust_remote_code=options.trust_remote_code
@@ -56,6 +63,10 @@ def run(options: Namespace) -> int:
         suggestion = None if memory is None else suggest(
             job, again, memory, host=host, per_machine=options.devices_per_machine
         )  # fmt: skip
+        placement = None if memory is None else _placement(model, memory, job.devices)
+        if picture is not None:
+            plots = import_module("accel_cli.commands.estimate.plots")
+            plots.draw(picture, estimates, job, memory, placement)
     if options.json:
         show(_as_json(weights, estimates, suggestion))
         return 0
@@ -66,7 +77,7 @@ def run(options: Namespace) -> int:
             "",
             *_advice(suggestion, again, memory, options.mixed_precision),
             "",
-            _placement(model, memory, job.devices),
+            f"inference in float16:\n{placement}",
         )
     if not options.quiet:
         show("", *_notes(options))
@@ -181,8 +192,19 @@ def _advice(suggestion: Suggestion | None, again: Job, memory: int, precision: s
     return [f"nothing fits; FSDP2 would on {needed} devices with activation checkpointing."]
 
 
-def _placement(model: nn.Module, memory: int, devices: int) -> str:
-    """Describe the device map of inference in half precision."""
+def _picture(file: str) -> Path:
+    """Return the path of a picture that can be written."""
+    require("matplotlib", "--plot", install="accel-cli[plot]")
+    path = Path(file)
+    if path.suffix not in _PICTURES:
+        raise SettingsError(
+            f"argument --plot is {file!r}: expected a file that ends in one of {', '.join(_PICTURES)}."
+        )
+    return path
+
+
+def _placement(model: nn.Module, memory: int, devices: int) -> Explanation:
+    """Return the device map of inference in half precision."""
     budget = {**dict.fromkeys(range(devices), memory), "cpu": 1 << 60}
     device_map = infer_auto_device_map(
         model,
@@ -190,7 +212,7 @@ def _placement(model: nn.Module, memory: int, devices: int) -> str:
         no_split_module_classes=getattr(model, "_no_split_modules", None),
         dtype=torch.float16,
     )
-    return f"inference in float16:\n{explain(device_map, model, dtype=torch.float16)}"
+    return explain(device_map, model, dtype=torch.float16)
 
 
 def _notes(options: Namespace) -> list[str]:

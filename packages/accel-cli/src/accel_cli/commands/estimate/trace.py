@@ -37,7 +37,8 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self._weights = {storage_key(tensor) for tensor in [*module.parameters(), *module.buffers()]}
+        self._weights: set[int] = set()
+        self._weight_bytes = 0
         self._alive: dict[int, tuple[str, int, Any]] = {}
         self._bytes: dict[str, int] = dict.fromkeys(("activations", "casts", "gradients", "state", "host"), 0)
         self._lengths: dict[int, int] = {}
@@ -45,6 +46,7 @@ class Ledger(TorchDispatchMode):
         self._kind = "activations"
         self._tops: dict[int, tuple[Moment, Moment]] = {}
         self.host = 0
+        self.add_weights(module)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -63,6 +65,11 @@ class Ledger(TorchDispatchMode):
         """The moments of peak memory for every number of finished gradients, with casts and without."""
         return tuple(dict.fromkeys(moment for pair in self._tops.values() for moment in pair))
 
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that are alive on the device at present, weights included."""
+        return self._weight_bytes + sum(size for kind, size in self._bytes.items() if kind != "host")
+
     def has_on_host(self, leaf: object) -> bool:
         """Whether a value is a tensor that was moved to the host, or computed from one there."""
         return isinstance(leaf, Tensor) and self._alive.get(storage_key(leaf), ("",))[0] == "host"
@@ -75,6 +82,8 @@ class Ledger(TorchDispatchMode):
         """Count the parameters and buffers of another module as weights, too."""
         for tensor in [*module.parameters(), *module.buffers()]:
             key = storage_key(tensor)
+            if key not in self._weights:
+                self._weight_bytes += tensor.untyped_storage().nbytes()
             self._weights.add(key)
             if key in self._alive:
                 kind, size, _ = self._alive.pop(key)

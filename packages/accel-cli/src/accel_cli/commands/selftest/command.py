@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from accel_cli.commands.selftest.advice import advice
 from accel_cli.commands.selftest.names import CHECK_NAMES
 from accel_cli.commands.selftest.results import FAILED, Outcome, Report, combine
 from accel_cli.output import Table, show, working
+from accel_state.available import require
 from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ def run(options: Namespace) -> int:
     Returns:
         0 if all passed, 1 if one failed, 2 if nothing could be started.
     """
+    if options.html is not None:
+        require("plotly", "--html", install="accel-cli[plot]")
     with tempfile.TemporaryDirectory(prefix="accel-test-") as name:
         folder = Path(name)
         started = time.monotonic()
@@ -49,6 +53,8 @@ def run(options: Namespace) -> int:
     outcomes = combine(reports, CHECK_NAMES)
     failed = [one for one in outcomes if one.state == FAILED]
     lines = advice(outcomes, reports, cores=os.cpu_count() or 1)
+    if options.html is not None:
+        write_html(Path(options.html), outcomes, reports, lines)
     if options.json:
         show(_as_json(outcomes, reports, lines, seconds))
     else:
@@ -56,6 +62,33 @@ def run(options: Namespace) -> int:
     if failed or code:
         sys.stderr.write(output)
     return 1 if failed or code else 0
+
+
+def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[Report], lines: list[str]) -> None:
+    """Write the report of a test.
+
+    Args:
+        path: The file.
+        outcomes: The checks.
+        reports: The reports of the processes.
+        lines: Advice.
+    """
+    figures = import_module("accel_cli.commands.selftest.report")
+    speeds = reports[0].speeds
+    facts = tuple((name, str(value)) for name, value in reports[0].facts.items())
+    items = [
+        figures.seconds_by_check(outcomes),
+        *([figures.speed_bars(speeds)] if speeds else []),
+        Table(
+            head=("check", "result", "what"),
+            rows=tuple((one.name, one.state, one.detail) for one in outcomes),
+        ),
+        Table(head=("rank 0", ""), rows=facts),
+        *(f"Advice: {line}" for line in lines),
+    ]
+    failed = [f"{one.name}: {one.detail}" for one in outcomes if one.state == FAILED]
+    title = f"accel test on {reports[0].world_size} process(es)"
+    import_module("accel_cli.html_report").write_report(path, title, items, failed)
 
 
 def launch_line(options: Namespace, folder: Path) -> list[str]:

@@ -1,0 +1,119 @@
+"""`accel check --html`: a timeline of memory and collectives by rank, as a figure of plotly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from plotly.graph_objects import Bar, Figure, Scatter
+from plotly.subplots import make_subplots
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from accel_cli.commands.check.trace import Record
+    from accel_cli.commands.estimate.memory import Estimate
+
+_COLORS = ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7", "#6d6875", "#457b9d", "#bc6c25")
+_GB = 1e9
+_PROBLEM = "#b03a2e"
+
+
+def timeline(records: Sequence[Record]) -> Figure:
+    """Draw the collectives of each rank in their order, with the memory that it held at each.
+
+    A rank that calls something else than the first one is marked by a red cross from there on.
+
+    Args:
+        records: The records of the ranks.
+    """
+    kinds = list(dict.fromkeys(event.kind for record in records for event in record.events))
+    colors = {kind: _COLORS[index % len(_COLORS)] for index, kind in enumerate(kinds)}
+    has_memory = any(event.nbytes for record in records for event in record.events)
+    figure = make_subplots(rows=2 if has_memory else 1, cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    for record in records:
+        figure.add_trace(_calls(record, records[0], colors), row=1, col=1)
+        if has_memory:
+            figure.add_trace(_memory(record), row=2, col=1)
+    for kind, color in colors.items():  # a legend of what the squares are
+        figure.add_trace(
+            Scatter(
+                x=[None], y=[None], mode="markers", name=kind, marker={"color": color, "symbol": "square"}
+            )
+        )
+    figure.update_yaxes(autorange="reversed", row=1, col=1)
+    figure.update_xaxes(tickformat="d", nticks=8)
+    if has_memory:
+        figure.update_yaxes(title="GB at the call", rangemode="tozero", row=2, col=1)
+    figure.update_xaxes(title="collectives in their order", row=2 if has_memory else 1, col=1)
+    figure.update_layout(
+        title="Collectives by rank",
+        template="plotly_white",
+        height=220 + 40 * len(records) + 220 * has_memory,
+    )
+    return figure
+
+
+def _calls(record: Record, first: Record, colors: Mapping[str, str]) -> Scatter:
+    """Draw the collectives of a rank; red crosses from where they differ from those of the first."""
+    pairs = zip(record.events, first.events, strict=False)
+    shorter = min(len(record.events), len(first.events))
+    same = next((index for index, (mine, other) in enumerate(pairs) if mine != other), shorter)
+    return Scatter(
+        x=[*range(len(record.events))],
+        y=[f"rank {record.rank}"] * len(record.events),
+        mode="markers",
+        marker={
+            "size": 13,
+            "color": [
+                colors[event.kind] if index < same else _PROBLEM for index, event in enumerate(record.events)
+            ],
+            "symbol": ["square" if index < same else "x" for index in range(len(record.events))],
+        },
+        text=[f"{event.kind} at {event.where}" for event in record.events],
+        hovertemplate="%{text}<extra>%{y}</extra>",
+        showlegend=False,
+    )
+
+
+def _memory(record: Record) -> Scatter:
+    return Scatter(
+        x=[*range(len(record.events))],
+        y=[event.nbytes / _GB for event in record.events],
+        mode="lines+markers",
+        name=f"rank {record.rank}",
+        line={"shape": "hv"},
+    )
+
+
+def memory_bars(estimates: Mapping[int, Estimate], memory: int | None) -> Figure:
+    """Draw the peak of each rank by kind.
+
+    Args:
+        estimates: The memory of each rank.
+        memory: Bytes of a device; None if unknown.
+    """
+    kinds = list(dict.fromkeys(kind for one in estimates.values() for kind in one.parts))
+    ranks = [f"rank {rank}" for rank in estimates]
+    figure = Figure(
+        [
+            Bar(
+                y=ranks,
+                x=[one.parts.get(kind, 0) / _GB for one in estimates.values()],
+                name=kind,
+                orientation="h",
+                marker={"color": _COLORS[index % len(_COLORS)]},
+            )
+            for index, kind in enumerate(kinds)
+        ]
+    )
+    if memory is not None:
+        figure.add_vline(x=memory / _GB, line={"color": _PROBLEM, "dash": "dash"})
+    figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(title="GB")
+    figure.update_layout(
+        title="Memory of a device at its peak",
+        barmode="stack",
+        template="plotly_white",
+        height=180 + 40 * len(ranks),
+    )
+    return figure

@@ -1,0 +1,93 @@
+"""Pictures and reports of the commands: what they show, and that they open without a network."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("matplotlib")
+pytest.importorskip("plotly")
+
+from accel_cli.commands.check.command import find_problems, write_html
+from accel_cli.commands.check.report import timeline
+from accel_cli.commands.check.trace import Event, Record
+from accel_cli.commands.estimate.memory import Job, Moment, Sizes, estimate
+from accel_cli.commands.selftest import command as selftest
+from accel_cli.commands.selftest.results import Outcome, Report
+from accel_cli.main import main
+from accel_state.settings import combine
+
+LOADED = re.compile(r"""<(?:script|link|img)[^>]+(?:src|href)=["']?https?:""")
+SIZES = Sizes(parameters=10**6, trainable=10**6)
+
+
+def calls(*kinds):
+    return tuple(
+        Event(kind=kind, where=f"train.py:{line}", nbytes=line * 10**9) for line, kind in enumerate(kinds, 1)
+    )
+
+
+def records():
+    return [
+        Record(rank=0, strategy="DDP", sizes=SIZES, events=calls("prepare", "gather", "save_state")),
+        Record(rank=1, strategy="DDP", sizes=SIZES, events=calls("prepare", "gather", "<b>")),
+    ]
+
+
+def test_a_timeline_marks_the_call_at_which_a_rank_differs():
+    figure = timeline(records())
+    first, other = (trace for trace in figure.data if trace.text)
+    assert first.marker.symbol == ("square",) * 3
+    assert other.marker.symbol == ("square", "square", "x")
+    assert other.text[2] == "<b> at train.py:3"
+    memory = [trace for trace in figure.data if trace.mode == "lines+markers"]
+    assert [[*trace.y] for trace in memory] == [[1.0, 2.0, 3.0]] * 2
+
+
+def test_the_report_of_a_check_has_its_problems_and_opens_offline(tmp_path):
+    found = find_problems(records(), combine(), 2, None)
+    write_html(tmp_path / "check.html", found, "train.py", None)
+    page = (tmp_path / "check.html").read_text()
+    assert "rank 0 calls save_state at train.py:3, while rank 1 calls &lt;b&gt; at train.py:3" in page
+    assert page.count("plotly.js v") == 1
+    assert not LOADED.search(page)
+
+
+def test_memory_at_a_call_does_not_make_ranks_differ():
+    one, other = (Event(kind="gather", where="train.py:1", nbytes=size) for size in (1, 2))
+    assert one == other
+    assert Record.from_text(Record(rank=0, events=(other,)).to_text()).events[0].nbytes == 2
+
+
+def test_the_report_of_a_test_has_failures_first(tmp_path):
+    outcomes = [
+        Outcome(name="collectives", state="passed"),
+        Outcome(name="training", state="failed", detail="5 != 4"),
+    ]
+    report = Report(rank=0, world_size=2, facts={"device type": "cpu"}, speeds={"all-reduce": 2e9})
+    selftest.write_html(tmp_path / "test.html", outcomes, [report], ["Buy a faster one."])
+    page = (tmp_path / "test.html").read_text()
+    assert page.index("training: 5 != 4") < page.index("plotly.js v")
+    assert "Advice: Buy a faster one." in page
+    assert not LOADED.search(page)
+
+
+def test_estimates_are_drawn_by_strategy_and_over_the_backward_pass(tmp_path):
+    from accel_cli.commands.estimate import plots
+
+    moments = (Moment(activations=4 * 10**6), Moment(activations=10**6, gradients=10**6))
+    job = Job(sizes=SIZES, moments=moments, devices=2)
+    plots.draw(tmp_path / "one.png", [estimate("DDP", job), estimate("FSDP2", job)], job, 10**8, None)
+    assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_refuses_a_picture_that_it_cannot_draw(tmp_path, capsys):
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"architectures": ["BertModel"], "model_type": "bert"}))
+    assert main(["estimate-memory", str(config), "--plot", "picture.doc"]) == 2
+    assert (
+        "argument --plot is 'picture.doc': expected a file that ends in one of .svg, .png, .pdf"
+        in capsys.readouterr().err
+    )
