@@ -108,7 +108,7 @@ def main() -> None:
         accel("test", "--cpu", "--num_processes", "2", "--html", "test.html", folder=folder)
         profile(folder)
         photograph(folder / "check.html", "check.png", chromium, height=720)
-        photograph(folder / "test.html", "test.png", chromium, height=640)
+        photograph(folder / "test.html", "test.png", chromium, height=760)
         photograph(folder / "profile_0.html", "flame.png", chromium, height=520)
 
 
