@@ -29,7 +29,7 @@ def draw_device_map(explanation: Explanation, axes: Axes) -> None:
         axes: Axes of matplotlib.
     """
     widest = max((row.nbytes for row in explanation.rows), default=0) or 1
-    for row in explanation.rows:
+    for height, row in enumerate(explanation.rows):
         left = 0
         shades = COLORS.get(str(row.device), ACCELERATOR)
         for index, (entry, size) in enumerate(zip(row.entries, row.entry_nbytes, strict=True)):
@@ -37,11 +37,11 @@ def draw_device_map(explanation: Explanation, axes: Axes) -> None:
             axes.barh(name, size, left=left, color=shades[index % 2], edgecolor="white", linewidth=0.6)
             if size > _LABELLED * widest:
                 short = entry if len(entry) < 200 * size / widest / 2 else entry.rpartition(".")[2]
-                axes.text(left + size / 2, name, short or "model", ha="center", va="center", fontsize=7)
+                axes.text(left + size / 2, height, short or "model", ha="center", va="center", fontsize=7)
             left += size
         moved = f", {convert_bytes(row.moved)} moved per forward" if row.moved else ""
         label = f" {convert_bytes(row.nbytes)} ({row.fraction:.0%}){moved}"
-        axes.text(left, str(row.device), label, ha="left", va="center", fontsize=8)
+        axes.text(left, height, label, ha="left", va="center", fontsize=8)
     axes.set_xlim(0, 1.45 * widest)
     axes.invert_yaxis()
     label_bytes(axes.xaxis, 1.45 * widest)

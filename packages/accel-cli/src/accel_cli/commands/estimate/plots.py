@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from accel_bigmodel.explanation import Explanation
     from accel_cli.commands.estimate.memory import Estimate, Job
 
-KINDS = ("parameters", "gradients", "optimizer", "communication", "working")
-COLORS = dict(zip(KINDS, ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7"), strict=True))
+KINDS: tuple[str, ...] = ("parameters", "gradients", "optimizer", "communication", "working")
+COLORS: dict[str, str] = dict(
+    zip(KINDS, ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7"), strict=True)
+)
 
 
 def draw(
@@ -51,14 +53,14 @@ def draw(
 
 
 def _by_strategy(axes: Axes, estimates: Sequence[Estimate], memory: int | None) -> None:
-    for one in estimates:
+    for height, one in enumerate(estimates):
         left = 0
         for kind in KINDS:
             size = one.parts.get(kind, 0)
             axes.barh(one.strategy, size, left=left, color=COLORS[kind], edgecolor="white", linewidth=0.6)
             left += size
         host = f" (host: {convert_bytes(one.host)})" if one.host else ""
-        axes.text(left, one.strategy, f" {convert_bytes(one.device)}{host}", va="center", fontsize=8)
+        axes.text(left, height, f" {convert_bytes(one.device)}{host}", va="center", fontsize=8)
     widest = max((one.device for one in estimates), default=1)
     limit = 1.3 * max(widest, memory or 0)
     axes.set_xlim(0, limit)
