@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +64,25 @@ def require_script(plan: LaunchPlan) -> None:
     """Make sure that there is something to run.
 
     Raises:
-        SettingsError: There is not.
+        SettingsError: There is not, or it imports accel where only the command is installed.
     """
     if not (plan.launch.module or plan.launch.no_python or Path(plan.script).exists()):
         raise SettingsError(f"there is no script {plan.script!r} to run.")
+    script = Path(plan.script)
+    own = (script.with_name("accel"), script.with_name("accel.py"))
+    if find_spec("accel") is None and not any(path.exists() for path in own) and _imports_accel(script):
+        raise SettingsError(
+            f"{plan.script!r} imports accel, which is not installed here, only the command is: "
+            "`pip install accel-suite`."
+        )
+
+
+def _imports_accel(script: Path) -> bool:
+    """Whether a script imports the library at its top level; what is no Python is left to Python."""
+    try:
+        statements = ast.parse(script.read_bytes()).body
+    except (OSError, SyntaxError, ValueError):
+        return False
+    names = [alias.name for one in statements if isinstance(one, ast.Import) for alias in one.names]
+    names += [one.module or "" for one in statements if isinstance(one, ast.ImportFrom) and not one.level]
+    return any(name.partition(".")[0] == "accel" for name in names)
