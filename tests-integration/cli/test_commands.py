@@ -105,7 +105,7 @@ def test_a_collective_that_one_rank_would_miss_is_named(tmp_path):
 
 
 def test_an_example_with_epochs_and_numbered_checkpoints_is_followed_to_its_end(tmp_path):
-    script = EXAMPLES / "by_feature/checkpoint_and_resume.py"
+    script = EXAMPLES / "by_feature/checkpointing.py"
     done = accel("check", "--world", "2", "--ranks", "1", "--json", str(script))
     found = json.loads(done.stdout)
     assert (done.returncode, found["problems"]) == (0, [])

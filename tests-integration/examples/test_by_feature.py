@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import runpy
+import subprocess
+import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
@@ -21,16 +24,23 @@ INFERENCE = EXAMPLES.with_name("inference")
 
 # What the first process prints.
 SAYS = {
-    "automatic_batch_size": r"batches of 1024\n.*batches of \d+\ntrained with batches of 1\d\d\n",
+    "automatic_gradient_accumulation": r"^4 steps of 4 micro-batches of 64\n$",
     "cross_validation": r"fold 0: 0.9.* of 152 right\n.*together: 0.9\d+ of 114 held-out samples right\n",
     "ddp_comm_hook": r"epoch 0: loss [12]\.\d+\n.*epoch 2: loss 0\.[3-9]\d+\n",
     "distributed_inference": r"'The cat sat on the mat.' is nearest to 'A feline rested upon the rug.'\n",
     "early_stopping": r"^stopped after [1-4]?\d\d steps\n$",
-    "gradient_accumulation": r"epoch 0: loss per byte [45]\.\d+\n.*epoch 2: loss per byte [23]\.\d+\n",
+    "fsdp_with_peak_mem_tracking": r"^weights: 2.01 MiB; prepared: 1.00 MiB .*step: 4.02 MiB\n$",
+    "gradient_accumulation": r"epoch 0: 15 steps of 57 .*epoch 3: 15 steps of 57 batches, loss 0\.\d+\n",
+    "gradient_accumulation_for_autoregressive_models": (
+        r"epoch 0: loss per byte [45]\.\d+\n"
+        r".*epoch 2: loss per byte [23]\.\d+\n"
+    ),
     "language_model": r"step 0: loss 5.\d\d, learning rate .*loss at the end 2.\d\d\n",
     "local_sgd": r"0.9\d+ of 1797 digits right\n",
+    "memory": r"batches of 1024\n.*batches of \d+\ntrained with batches of 1\d\d\n",
     "multi_process_metrics": r"epoch 0: F1 0.\d+ over 357 samples\n.*epoch 3: F1 0.9\d+ over 357 samples\n",
     "profiler": r"Self CPU time total",
+    "schedule_free": r"epoch 3: 3[2-5]\d of 357 right\n$",
 }
 
 
@@ -75,15 +85,33 @@ def test_a_pipeline_gives_what_one_process_does():
 @distributed(world_size=2)
 def test_training_goes_on_where_it_was_interrupted(tmp_path):
     with chdir(tmp_path):
-        first = run("checkpoint_and_resume")
+        first = run("checkpointing")
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        second = run("checkpoint_and_resume")
+        second = run("checkpointing")
     if dist.get_rank() == 0:
         assert first == "done after 87 steps in this life\n"
         assert second == "resuming in epoch 3\ndone after 0 steps in this life\n"
 
 
+@pytest.mark.slow
+def test_deepspeed_trains_as_its_configuration_says(tmp_path):
+    script = str(EXAMPLES / "deepspeed_with_config_support.py")
+    launch = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", script]
+    done = subprocess.run(
+        launch,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
+    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\d\.\d+)", done.stdout, re.MULTILINE)]
+    assert len(losses) == 3
+    assert losses[-1] < 0.7
+
+
 def test_every_example_is_run():
-    others = ["checkpoint_and_resume", "tracking"]  # the latter in test_tracking.py
+    others = ["checkpointing", "deepspeed_with_config_support", "tracking"]  # the last in test_tracking.py
     assert sorted([*SAYS, *others]) == sorted(path.stem for path in EXAMPLES.glob("*.py"))

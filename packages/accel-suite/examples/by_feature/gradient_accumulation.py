@@ -1,69 +1,36 @@
-"""Accumulate gradients of sentences of different length, exactly as if they had been one big batch.
-
-The mean of the micro-batches' means weights a token of a short sentence more than one of a long sentence.
-Losses that are summed, and divided by the number of tokens of all micro-batches and processes, do not.
-"""
-
-from importlib.resources import files
+"""Train with batches that are four times larger than what is computed at once."""
 
 import torch
+from sklearn.datasets import load_digits
 from torch import nn
-from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel import Accelerator
 from accel.utils import set_seed
 
-epochs = 3
-micro_batch_size = 8  # per process
-accumulation_steps = 2
-padding = -100
-
-accelerator = Accelerator(gradient_accumulation_steps=accumulation_steps)
+accelerator = Accelerator(gradient_accumulation_steps=4)
 set_seed(0)
 
-# Sentences of the descriptions that scikit-learn ships with its data sets, as bytes.
-pages = [page for page in files("sklearn.datasets.descr").iterdir() if page.name.endswith(".rst")]
-text = " ".join(" ".join(page.read_text().split()) for page in sorted(pages, key=lambda page: page.name))
-sentences = [torch.tensor(list(one.encode()[:200])) for one in text.split(". ") if len(one) > 20]
-
-
-def collate(batch):
-    inputs = pad_sequence([one[:-1] for one in batch], batch_first=True)
-    return inputs, pad_sequence([one[1:] for one in batch], batch_first=True, padding_value=padding)
-
-
-class NextByte(nn.Module):
-    """Predicts every next byte."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(256, 32)
-        self.recurrent = nn.GRU(32, 64, batch_first=True)
-        self.head = nn.Linear(64, 256)
-
-    def forward(self, inputs):
-        """Give the logits of the next bytes."""
-        return self.head(self.recurrent(self.embedding(inputs))[0])
-
-
-model = NextByte()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-loader = DataLoader(sentences, batch_size=micro_batch_size, shuffle=True, collate_fn=collate)
+images, labels = load_digits(return_X_y=True)
+data = TensorDataset(torch.tensor(images, dtype=torch.float32) / 16, torch.tensor(labels))
+model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+loader = DataLoader(data, batch_size=16, shuffle=True)
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-for epoch in range(epochs):
-    total = torch.zeros(2, device=accelerator.device)
-    for inputs, targets in loader:
-        with accelerator.accumulate(model):
-            logits = model(inputs)
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            tokens = (targets != padding).sum()
-            accelerator.backward(loss, num_items=tokens)
+for epoch in range(4):
+    steps, total = 0, torch.zeros(1, device=accelerator.device)
+    for image, label in loader:
+        with accelerator.accumulate(
+            model
+        ):  # gradients travel and the optimizer steps with every fourth batch
+            loss = nn.functional.cross_entropy(model(image), label)
+            accelerator.backward(loss)
             if accelerator.sync_gradients:
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                steps += 1
             optimizer.step()
             optimizer.zero_grad()
-        total += torch.stack([loss.detach(), tokens])
-    loss, tokens = accelerator.reduce(total).tolist()
-    accelerator.print(f"epoch {epoch}: loss per byte {loss / tokens:.3f}")
+        total += loss.detach()
+    mean = accelerator.reduce(total / len(loader), "mean").item()
+    accelerator.print(f"epoch {epoch}: {steps} steps of {len(loader)} batches, loss {mean:.3f}")
