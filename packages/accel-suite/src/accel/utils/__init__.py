@@ -110,6 +110,7 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
     from accel_plugins.megatron.model_args import add_model_config_to_megatron_parser
     from accel_plugins.megatron.plugin import MegatronLMPlugin
+    from accel_plugins.megatron.train_steps import AbstractTrainStep, GPTTrainStep
     from accel_plugins.parallelism.config import ParallelismConfig
     from accel_plugins.parallelism.handlers import (
         DeepSpeedSequenceParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig,
@@ -179,12 +180,12 @@ if TYPE_CHECKING:
     from accel_train.profiling import PROFILE_PATTERN_NAME
 
 __all__ = [
-    "AORecipeKwargs", "AutocastKwargs", "BnbQuantizationConfig", "CannotPadNestedTensorWarning",
-    "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType", "DataLoaderConfiguration",
-    "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedPlugin", "DeepSpeedSchedulerWrapper",
-    "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs", "DistributedType", "DummyOptim",
-    "DummyScheduler", "DynamoBackend", "FP8BackendType", "FP8RecipeKwargs",
-    "FullyShardedDataParallelPlugin", "GatheredParameters", "GradScalerKwargs",
+    "AORecipeKwargs", "AbstractTrainStep", "AutocastKwargs", "BnbQuantizationConfig",
+    "CannotPadNestedTensorWarning", "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType",
+    "DataLoaderConfiguration", "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedPlugin",
+    "DeepSpeedSchedulerWrapper", "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs",
+    "DistributedType", "DummyOptim", "DummyScheduler", "DynamoBackend", "FP8BackendType", "FP8RecipeKwargs",
+    "FullyShardedDataParallelPlugin", "GPTTrainStep", "GatheredParameters", "GradScalerKwargs",
     "GradientAccumulationPlugin", "HfDeepSpeedConfig", "InitProcessGroupKwargs", "KwargsHandler",
     "LoggerType", "MITA_PROFILING_AVAILABLE_PYTORCH_VERSION", "MODEL_NAME", "MSAMPRecipeKwargs",
     "MegatronLMDummyDataLoader", "MegatronLMDummyScheduler", "MegatronLMPlugin", "OPTIMIZER_NAME",
@@ -363,6 +364,7 @@ _EXPORTS = {
     **dict.fromkeys(("avg_losses_across_data_parallel_group",), "accel_plugins.megatron.losses"),
     **dict.fromkeys(("add_model_config_to_megatron_parser",), "accel_plugins.megatron.model_args"),
     **dict.fromkeys(("MegatronLMPlugin",), "accel_plugins.megatron.plugin"),
+    **dict.fromkeys(("AbstractTrainStep", "GPTTrainStep"), "accel_plugins.megatron.train_steps"),
     **dict.fromkeys(("ParallelismConfig",), "accel_plugins.parallelism.config"),
     **dict.fromkeys((
         "DeepSpeedSequenceParallelConfig", "TorchContextParallelConfig", "TorchTensorParallelConfig",

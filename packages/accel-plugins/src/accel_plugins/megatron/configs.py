@@ -1,0 +1,98 @@
+"""What a plugin, a model and an optimizer say, as the configurations of megatron-core."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_plugins.megatron.library import core
+from accel_plugins.megatron.megatron_args import optimizer_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch.optim import Optimizer
+
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(precision: str) -> torch.dtype:
+    """Return the dtype of parameters under a mixed precision."""
+    return _DTYPES.get(precision, torch.float32)
+
+
+def transformer_config(
+    plugin: MegatronLMPlugin, fields: Mapping[str, Any], precision: str, virtual: int | None
+) -> Any:
+    """Return a `TransformerConfig`.
+
+    Args:
+        plugin: How the model is parallelised and recomputed.
+        fields: What the model says, of its family's row.
+        precision: `"no"`, `"bf16"` or `"fp16"`.
+        virtual: Virtual stages of a rank, if it has several.
+    """
+    config = core("transformer.transformer_config").TransformerConfig
+    dropouts = {"attention_dropout": plugin.attention_dropout, "hidden_dropout": plugin.hidden_dropout}
+    backend = core("transformer.enums").AttnBackend[plugin.attention_backend]
+    values: dict[str, Any] = {
+        **fields,
+        **{name: value for name, value in dropouts.items() if value is not None},
+        "tensor_model_parallel_size": plugin.tp_degree,
+        "pipeline_model_parallel_size": plugin.pp_degree,
+        "virtual_pipeline_model_parallel_size": virtual,
+        "sequence_parallel": bool(plugin.sequence_parallelism) and (plugin.tp_degree or 1) > 1,
+        "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
+        "params_dtype": dtype_of(precision),
+        "pipeline_dtype": dtype_of(precision),
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "perform_initialization": False,  # the weights are those of the model that is prepared
+        "gradient_accumulation_fusion": False,
+        "persist_layer_norm": False,
+        "masked_softmax_fusion": False,
+        "bias_activation_fusion": False,
+        "recompute_granularity": plugin.recompute_granularity,
+        "recompute_method": plugin.recompute_method,
+        "recompute_num_layers": plugin.recompute_num_layers,
+        "attention_softmax_in_fp32": plugin.attention_softmax_in_fp32,
+        "attention_backend": backend,
+        "calculate_per_token_loss": plugin.calculate_per_token_loss,
+    }
+    return config(**values | plugin.other_args(config))
+
+
+def ddp_config(plugin: MegatronLMPlugin) -> Any:
+    """Return a `DistributedDataParallelConfig`: gradients are kept and reduced in float32."""
+    config = core("distributed").DistributedDataParallelConfig
+    values = {
+        "grad_reduce_in_fp32": True,
+        "use_distributed_optimizer": plugin.use_distributed_optimizer,
+    }
+    return config(**values | plugin.other_args(config))
+
+
+def optimizer_config(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> Any:
+    """Return an `OptimizerConfig`.
+
+    Args:
+        plugin: How optimizer state is kept.
+        optimizer: The optimizer of PyTorch that Megatron's stands for.
+        precision: `"no"`, `"bf16"` or `"fp16"`.
+    """
+    config = core("optimizer").OptimizerConfig
+    values = {
+        **optimizer_args(optimizer),
+        "params_dtype": dtype_of(precision),
+        "bf16": precision == "bf16",
+        "fp16": precision == "fp16",
+        "use_distributed_optimizer": plugin.use_distributed_optimizer,
+        "optimizer_cpu_offload": plugin.optimizer_cpu_offload,
+        "overlap_cpu_optimizer_d2h_h2d": plugin.overlap_cpu_optimizer_d2h_h2d,
+        "use_precision_aware_optimizer": plugin.use_precision_aware_optimizer,
+        "clip_grad": plugin.gradient_clipping,
+    }
+    return config(**values | plugin.other_args(config))

@@ -1,0 +1,249 @@
+"""Megatron's engine: it runs forward and backward passes of a model by a pipeline schedule."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from accel_plugins.megatron.library import core
+from accel_plugins.megatron.quiet import without_core_warnings
+from accel_state import hang_monitor
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import Tensor
+
+    from accel_plugins.megatron.groups import Groups
+    from accel_plugins.megatron.model_family import ModelFamily
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
+    from accel_plugins.megatron.weights import Placed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainStepContext:
+    """What train steps get as `accelerator`.
+
+    Args:
+        state: The `AcceleratorState`, with the plugin.
+        device: The device of this process.
+    """
+
+    state: Any
+    device: torch.device
+
+
+class MegatronEngine(nn.Module):
+    """A model as Megatron trains it: this rank's pipeline stages.
+
+    Called with a batch by name, it returns the loss over all micro-batches and replicas, on every rank.
+
+    Args:
+        source: The model of transformers; its parameters are on the meta device.
+        chunks: The stages, wrapped for data parallelism if they are trained.
+        family: The model's row; `None` with a `custom_model_provider_function`.
+        placed: The parameters of this rank by name.
+        groups: Sizes and ranks.
+        plugin: Micro-batches and clipping.
+        step: How batches are read and losses computed.
+        optimizer: megatron-core's optimizer; `None` in evaluation.
+    """
+
+    def __init__(
+        self,
+        source: nn.Module,
+        chunks: Sequence[nn.Module],
+        *,
+        family: ModelFamily | None,
+        placed: Sequence[Placed],
+        groups: Groups,
+        plugin: MegatronLMPlugin,
+        step: Any,
+        optimizer: Any = None,
+    ) -> None:
+        super().__init__()
+        self.chunks: Any = nn.ModuleList(chunks)
+        self._source = (source,)  # not a submodule
+        self.family = family
+        self.placed = placed
+        self.groups = groups
+        self.plugin = plugin
+        self.train_step_handler = step
+        self.optimizer = optimizer
+        self.transformer_config = core("utils").get_model_config(chunks[0])
+        self.config = getattr(source, "config", None)
+        self._is_reduced = False
+
+    @property
+    def source(self) -> nn.Module:
+        """The model of transformers that was prepared."""
+        return self._source[0]
+
+    def forward(self, *args: Any, **batch: Any) -> Any:
+        """Evaluate a batch.
+
+        Args:
+            *args: Not supported.
+            **batch: Tensors by name.
+        """
+        return self.run(args, batch, forward_only=True)
+
+    def run(
+        self,
+        args: Sequence[Any],
+        batch: Mapping[str, Any],
+        *,
+        forward_only: bool,
+        accumulation: int = 1,
+        sync: bool = True,
+    ) -> Any:
+        """Run the schedule over the micro-batches of a batch.
+
+        Args:
+            args: Must be empty.
+            batch: Tensors by name.
+            forward_only: Whether to leave out the backward passes.
+            accumulation: Batches of one optimizer step.
+            sync: Whether this is the last of them, after which gradients are reduced.
+        """
+        parts = self._micro_batches(args, batch)
+        self._check_trainable(forward_only, accumulation)
+        if not forward_only and self._is_reduced:
+            self.discard()
+        config = self.transformer_config
+        reduce = core("distributed").finalize_model_grads
+        config.finalize_model_grads_func = reduce if sync and not forward_only else None
+        config.grad_scale_func = None if self.optimizer is None else self.optimizer.scale_loss
+        schedule = core("pipeline_parallel").get_forward_backward_func()
+        iterators = [iter(parts) for _ in self.chunks]
+        first = next(one for one in parts[0].values() if isinstance(one, torch.Tensor))
+        with ExitStack() as stack, torch.set_grad_enabled(not forward_only):
+            stack.enter_context(without_core_warnings())
+            stack.enter_context(hang_monitor.collective_scope("forward and backward"))
+            for chunk in self.chunks if not (sync or forward_only) else ():
+                stack.enter_context(chunk.no_sync())
+            results = schedule(
+                forward_step_func=partial(_scaled_step, self.train_step_handler.forward_step, accumulation),
+                data_iterator=iterators if len(iterators) > 1 else iterators[0],
+                model=[*self.chunks],
+                num_microbatches=len(parts),
+                seq_length=first.shape[1],
+                micro_batch_size=first.shape[0],
+                forward_only=forward_only,
+            )
+        self._is_reduced = sync and not forward_only
+        return output_of(self.family, *self._reduced(results))
+
+    def discard(self) -> None:
+        """Zero gradients."""
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        self._is_reduced = False
+
+    def _check_trainable(self, forward_only: bool, accumulation: int) -> None:
+        if forward_only:
+            return
+        if self.optimizer is None:
+            raise SettingsError(
+                "This model was prepared without an optimizer: Megatron trains models that are prepared in "
+                "one call with theirs, as in prepare(model, optimizer)."
+            )
+        if accumulation > 1 and self.plugin.calculate_per_token_loss:
+            raise SettingsError(
+                f"gradient_accumulation_steps={accumulation} with calculate_per_token_loss: the tokens of a "
+                "step are counted in one call of the model; use num_micro_batches instead."
+            )
+
+    def _micro_batches(self, args: Sequence[Any], batch: Mapping[str, Any]) -> list[dict[str, Any]]:
+        if args or not batch:
+            raise SettingsError("Megatron's engine takes a batch by name: call model(**batch).")
+        number = self.plugin.num_micro_batches or 1
+        rows = next((len(one) for one in batch.values() if isinstance(one, torch.Tensor)), 0)
+        if rows % number or not rows:
+            raise SettingsError(
+                f"A batch of {rows} samples cannot be divided into num_micro_batches={number}: make the "
+                "batch size a multiple of it, or leave out the last batch (drop_last=True)."
+            )
+        length = next(
+            one.shape[1] for one in batch.values() if isinstance(one, torch.Tensor) and one.ndim > 1
+        )
+        if self.transformer_config.sequence_parallel and length % self.groups.tensor:
+            raise SettingsError(
+                f"Sequences of {length} tokens cannot be divided by tp_degree={self.groups.tensor}, as "
+                "sequence_parallelism does: pad them (pad_to_multiple_of), or leave it out."
+            )
+        each = rows // number
+        return [
+            {
+                name: one[i * each : (i + 1) * each] if isinstance(one, torch.Tensor) and one.ndim else one
+                for name, one in batch.items()
+            }
+            for i in range(number)
+        ]
+
+    def _reduced(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor | None]:
+        """Return the mean loss over the micro-batches, and logits, as the last stage has computed them."""
+        device = next(self.parameters()).device
+        losses: list[Tensor] = []
+        parts: list[Tensor] = []
+        for one in results:
+            losses.append(sum(value.detach().float() for value in one.values() if value.ndim == 0))  # pyright: ignore[reportArgumentType]
+            parts += [value.detach() for name, value in one.items() if name == "logits"]
+        group = core("parallel_state").get_pipeline_model_parallel_group()
+        source = self.groups.pipeline - 1
+        loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
+        if self.groups.pipeline > 1:
+            dist.broadcast(loss, group_src=source, group=group)
+        if not getattr(self.train_step_handler, "return_logits", False):
+            return loss, None
+        logits = _from_last(gather_vocabulary(torch.cat(parts)) if parts else None, source, group, device)
+        return loss, logits
+
+
+def gather_vocabulary(logits: Tensor) -> Tensor:
+    """Return logits of the full vocabulary from those of this tensor-parallel rank."""
+    mappings = core("tensor_parallel.mappings")
+    return mappings.gather_from_tensor_model_parallel_region(logits)
+
+
+def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor:
+    """Broadcast a tensor whose shape only the last stage knows."""
+    if source == 0 and tensor is not None:
+        return tensor
+    about: list[Any] = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
+    dist.broadcast_object_list(about, group_src=source, group=group)
+    shape, dtype = about[0]
+    if tensor is None:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    tensor = tensor.contiguous()
+    dist.broadcast(tensor, group_src=source, group=group)
+    return tensor
+
+
+def _scaled_step(
+    forward_step: Callable[..., Any], accumulation: int, data_iterator: Any, model: Any
+) -> tuple[Any, Callable[..., Any]]:
+    """Divide losses by the number of batches of a step."""
+    output, loss_function = forward_step(data_iterator, model)
+
+    def scaled(*args: Any, **kwargs: Any) -> Any:
+        loss, *rest = loss_function(*args, **kwargs)
+        return (loss / accumulation, *rest)
+
+    return output, scaled
+
+
+def output_of(family: ModelFamily | None, loss: Tensor, logits: Tensor | None) -> Any:
+    """Return a loss and logits as models of transformers do; of other models, without names."""
+    if family is None:
+        return loss if logits is None else (loss, logits)
+    return import_module("transformers.modeling_outputs").CausalLMOutput(loss=loss, logits=logits)

@@ -1,0 +1,118 @@
+"""Megatron's process groups: made when an `Accelerator` is, given up with its strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from accel_plugins.megatron.check import data_parallel_size
+from accel_plugins.megatron.library import core
+from accel_state import group_end
+
+if TYPE_CHECKING:
+    from accel_plugins.megatron.plugin import MegatronLMPlugin
+    from accel_state.runtime import Runtime
+
+_LARGEST_SEED = 2**31
+_made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """Sizes of Megatron's groups, and this rank in each.
+
+    Args:
+        tensor: Tensor-parallel size.
+        pipeline: Pipeline-parallel size.
+        data: Data-parallel size.
+        rank: Global rank.
+    """
+
+    tensor: int
+    pipeline: int
+    data: int
+    rank: int
+
+    @property
+    def tensor_rank(self) -> int:
+        """The rank in the tensor-parallel group: neighbours share a node."""
+        return self.rank % self.tensor
+
+    @property
+    def data_rank(self) -> int:
+        """The rank in the data-parallel group."""
+        return self.rank // self.tensor % self.data
+
+    @property
+    def pipeline_rank(self) -> int:
+        """The pipeline stage."""
+        return self.rank // (self.tensor * self.data)
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank computes the loss."""
+        return self.pipeline_rank == self.pipeline - 1
+
+    @property
+    def repeats(self) -> bool:
+        """Whether another rank computes the same with the same batches."""
+        return self.tensor_rank > 0 or self.pipeline_rank > 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the axes of a mesh of all ranks, the outermost first."""
+        return {"pp": self.pipeline, "dp_replicate": self.data, "tp": self.tensor}
+
+
+def start(plugin: MegatronLMPlugin, runtime: Runtime, virtual: int | None) -> Groups:
+    """Make the process groups, and seed the random states of tensor parallelism.
+
+    Args:
+        plugin: Sizes of the groups.
+        runtime: Topology and device. A single process gets a process group of one rank.
+        virtual: Virtual stages of a rank, if it has several.
+    """
+    topology = runtime.topology
+    tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
+    found = Groups(
+        tensor=tensor,
+        pipeline=pipeline,
+        data=data_parallel_size(tensor, pipeline, plugin.context_parallel_size or 1, topology.world_size),
+        rank=topology.rank,
+    )
+    if not dist.is_initialized():
+        dist.init_process_group(
+            runtime.kind.backend or "gloo",
+            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented
+            rank=0,
+            world_size=1,
+        )
+        group_end.joined()
+    stop()
+    state = core("parallel_state")
+    before = set(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public list
+    state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+        create_gloo_process_groups=False,
+    )
+    _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]
+    seed = torch.initial_seed() % _LARGEST_SEED
+    core("tensor_parallel.random").model_parallel_cuda_manual_seed(seed)
+    return found
+
+
+def stop() -> None:
+    """Destroy the process groups."""
+    state = core("parallel_state")
+    if state.model_parallel_is_initialized():
+        state.destroy_model_parallel()
+    for group in _made:
+        if group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage]
+            group_end.destroy(group)
+    _made.clear()

@@ -1,0 +1,159 @@
+"""How weights of transformers become those of megatron-core, and back: pure functions on tensors.
+
+A packed weight is one in which tensor-parallel ranks split one dim evenly; megatron-core's own parameter is
+the part of a rank with its leading dims flattened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Pack: TypeAlias = Callable[[Sequence["Tensor"]], "Tensor"]
+Unpack: TypeAlias = Callable[["Tensor"], Sequence["Tensor"]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How the weights of transformers that make one parameter of megatron-core are packed and split.
+
+    Args:
+        pack: Makes the packed weight from those of transformers.
+        unpack: Undoes it.
+        dim: Dim of the packed weight that tensor-parallel ranks split; `None` if each has all of it.
+        leading: Leading dims of a rank's part of the packed weight, -1 for the one that is split, where the
+            parameter has one dim for all of them.
+    """
+
+    pack: Pack
+    unpack: Unpack
+    dim: int | None = None
+    leading: tuple[int, ...] = ()
+
+    def shard(self, packed: Tensor, rank: int, size: int) -> Tensor:
+        """Return the parameter of one tensor-parallel rank.
+
+        Args:
+            packed: The packed weight.
+            rank: Tensor-parallel rank.
+            size: Tensor-parallel size.
+        """
+        if self.dim is not None:
+            packed = _padded(packed, self.dim, size).chunk(size, dim=self.dim)[rank]
+        own = packed
+        return own.reshape(-1, *own.shape[len(self.leading) :]) if self.leading else own
+
+    def join(self, shards: Sequence[Tensor]) -> Tensor:
+        """Return the packed weight from the parameters of all tensor-parallel ranks.
+
+        Args:
+            shards: One parameter per rank; one is enough if they are not split.
+        """
+        parts = [one.reshape(*self.leading, *one.shape[1:]) if self.leading else one for one in shards]
+        return parts[0] if self.dim is None else torch.cat(parts, dim=self.dim)
+
+
+def same(dim: int | None = None) -> Packing:
+    """Return the packing of a weight that is the same in both libraries.
+
+    Args:
+        dim: Dim that tensor-parallel ranks split.
+
+    Example:
+        >>> same(0).shard(torch.arange(4), 1, 2)
+        tensor([2, 3])
+    """
+    return Packing(pack=lambda tensors: tensors[0], unpack=lambda packed: [packed], dim=dim)
+
+
+def vocabulary(rows: int) -> Packing:
+    """Return the packing of an embedding or output layer, padded with rows of zeros until ranks can split it.
+
+    Args:
+        rows: Rows without padding.
+
+    Example:
+        >>> vocabulary(3).shard(torch.ones(3), 1, 2)
+        tensor([1., 0.])
+    """
+    return Packing(pack=lambda tensors: tensors[0], unpack=lambda packed: [packed[:rows]], dim=0)
+
+
+def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
+    missing = -tensor.shape[dim] % size
+    if not missing:
+        return tensor
+    return torch.nn.functional.pad(tensor, [0, 0] * (tensor.ndim - 1 - dim) + [0, missing])
+
+
+def transposed(dim: int) -> Packing:
+    """Return the packing of a weight that one of the two libraries has transposed, as `Conv1D` does.
+
+    Args:
+        dim: Dim of the transposed weight that tensor-parallel ranks split.
+    """
+    return Packing(pack=lambda tensors: tensors[0].T, unpack=lambda packed: [packed.T], dim=dim)
+
+
+def gated() -> Packing:
+    """Return the packing of the gate and up projections, whose parts every rank has one after another."""
+    return Packing(
+        pack=lambda tensors: torch.stack([*tensors]), unpack=lambda packed: [*packed], dim=1, leading=(2, -1)
+    )
+
+
+def attention(heads: int, groups: int, size: int) -> Packing:
+    """Return the packing of query, key and value projections: by groups, queries before their key and value.
+
+    Args:
+        heads: Query heads.
+        groups: Key-value heads.
+        size: Features of a head.
+
+    Example:
+        >>> tensors = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6]), torch.tensor([7, 8])
+        >>> packed = attention(2, 1, 2).pack(tensors)
+        >>> packed.tolist()
+        [[[1, 2], [3, 4], [5, 6], [7, 8]]]
+    """
+    queries = heads // groups
+
+    def pack(tensors: Sequence[Tensor]) -> Tensor:
+        parts = [
+            one.reshape(groups, number, size, *one.shape[1:])
+            for one, number in zip(tensors, (queries, 1, 1), strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+
+    def unpack(packed: Tensor) -> list[Tensor]:
+        parts = packed.split([queries, 1, 1], dim=1)
+        return [part.reshape(-1, *part.shape[3:]) for part in parts]
+
+    return Packing(pack=pack, unpack=unpack, dim=0, leading=(-1, queries + 2, size))
+
+
+def attention_in_one(heads: int, size: int, *, transpose: bool) -> Packing:
+    """Return the packing of projections that are one weight in transformers: queries, then keys, then values.
+
+    Args:
+        heads: Heads.
+        size: Features of a head.
+        transpose: Whether the weight is that of a `Conv1D`.
+    """
+    separate = attention(heads, heads, size)
+
+    def pack(tensors: Sequence[Tensor]) -> Tensor:
+        full = tensors[0].T if transpose else tensors[0]
+        return separate.pack(full.chunk(3))
+
+    def unpack(packed: Tensor) -> list[Tensor]:
+        full = torch.cat([*separate.unpack(packed)])
+        return [full.T if transpose else full]
+
+    return Packing(pack=pack, unpack=unpack, dim=0, leading=separate.leading)

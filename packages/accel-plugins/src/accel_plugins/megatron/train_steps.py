@@ -1,0 +1,174 @@
+"""What a step of training does with a batch: documented classes that are subclassed to change it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
+
+if TYPE_CHECKING:
+    from argparse import Namespace
+    from collections.abc import Callable, Iterator
+
+    from torch import Tensor
+
+_IGNORED = -100
+
+
+class AbstractTrainStep(ABC):
+    """How a batch is read, what the model computes, and what the loss is.
+
+    Args:
+        name: Name of the class of models.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    @abstractmethod
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
+        """Return a function that gets an iterator of batches and returns what the model takes."""
+
+    @abstractmethod
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return `forward_step(data_iterator, model)`, which returns an output and a loss function of it."""
+
+    @abstractmethod
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return the loss function: it returns the loss, and a dictionary of losses over all replicas."""
+
+
+class GPTTrainStep(AbstractTrainStep):
+    """The step of decoders: the loss of the next token.
+
+    A batch has `input_ids`, and may have `labels` (those of transformers: not shifted, -100 is left out of
+    the loss; `input_ids` by default), `attention_mask` and `position_ids`.
+
+    Args:
+        accelerator: Has `state` and `device`.
+        args: `MegatronLMPlugin.megatron_lm_default_args` as attributes.
+    """
+
+    def __init__(self, accelerator: Any, args: Namespace) -> None:
+        super().__init__("GPTTrainStep")
+        self.args = args
+        self.return_logits = bool(args.return_logits)
+        self.per_token = bool(accelerator.state.megatron_lm_plugin.calculate_per_token_loss)
+        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
+        self.loss_func = self.get_loss_func(accelerator)
+        self.forward_step = self.get_forward_step_func()
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
+        """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
+
+        Args:
+            accelerator: Its plugin may have a function.
+            megatron_dataset_flag: Whether batches are of Megatron's data sets.
+        """
+        own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
+        if own is not None:
+            return own
+        return _indexed_batch if megatron_dataset_flag else _decoder_batch
+
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return the plugin's `custom_loss_function`, or the mean loss of the tokens of a micro-batch.
+
+        Args:
+            accelerator: Its plugin may have a function.
+        """
+        own = accelerator.state.megatron_lm_plugin.custom_loss_function
+        return own if own is not None else self._loss
+
+    def get_forward_step_func(self) -> Callable[..., Any]:
+        """Return the forward step."""
+
+        def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
+            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            if not self.return_logits:
+                output = model(tokens, position_ids, attention_mask, labels=labels)
+            else:
+                output = _with_losses(model, model(tokens, position_ids, attention_mask), labels)
+            return output, partial(self.loss_func, loss_mask)
+
+        return forward_step
+
+    def _loss(self, loss_mask: Tensor, output_tensor: Any) -> tuple[Any, ...]:
+        losses, logits = output_tensor if isinstance(output_tensor, tuple) else (output_tensor, None)
+        mask = loss_mask.view(-1).float()
+        total, count = (losses.float().view(-1) * mask).sum(), mask.sum()
+        mean = total / count
+        reduced = {"lm loss": avg_losses_across_data_parallel_group([mean])[0]}
+        if logits is not None:
+            reduced["logits"] = logits
+        return (total, count.int(), reduced) if self.per_token else (mean, reduced)
+
+
+def _with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
+    """Return losses beside the logits, on the last stage; hidden states as they are on the others."""
+    inner = model
+    while not hasattr(inner, "post_process"):
+        inner = inner.module
+    if not inner.post_process:
+        return output
+    return inner.compute_language_model_loss(labels, output.transpose(0, 1).contiguous()), output
+
+
+def _decoder_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+    batch = next(data_iterator)
+    tokens = batch["input_ids"]
+    targets = batch.get("labels")
+    shifted = functional.pad((tokens if targets is None else targets)[:, 1:], (0, 1), value=_IGNORED)
+    position_ids = batch.get("position_ids")
+    if position_ids is None:
+        position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    mask = causal_mask(batch.get("attention_mask"))
+    return tokens, shifted.clamp(min=0), shifted != _IGNORED, mask, position_ids
+
+
+def causal_mask(attention_mask: Tensor | None) -> Tensor | None:
+    """Return which positions a token may not attend to.
+
+    Args:
+        attention_mask: Of shape `[batch, sequence]`, 0 for padding.
+
+    Returns:
+        A bool tensor `[batch, 1, sequence, sequence]`, true where attention is masked; `None` if nothing is
+        padded, for which megatron-core has a mask of its own.
+
+    Example:
+        >>> causal_mask(torch.tensor([[0, 1]])).tolist()
+        [[[[True, True], [True, False]]]]
+    """
+    if attention_mask is None or bool(attention_mask.all()):
+        return None
+    length = attention_mask.shape[1]
+    future = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).triu(1)
+    return future | (attention_mask == 0)[:, None, None, :]
+
+
+def _indexed_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+    batch = next(data_iterator)
+    mask = batch.get("attention_mask")
+    return batch["tokens"], batch["labels"], batch["loss_mask"], mask, batch["position_ids"]
+
+
+def train_step_of(plugin: Any, context: Any) -> AbstractTrainStep:
+    """Make the train step of a run.
+
+    Args:
+        plugin: May have a class of its own; `megatron_lm_default_args` says which one else.
+        context: Has `state` and `device`; train steps get it as `accelerator`.
+    """
+    own, args = plugin.custom_train_step_class, plugin.namespace()
+    if own is not None:
+        return own(context, args, **(plugin.custom_train_step_kwargs or {}))
+    return _TRAIN_STEPS[args.model_type_name](context, args)
+
+
+_TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {"gpt": GPTTrainStep}

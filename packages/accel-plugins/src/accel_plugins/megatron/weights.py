@@ -1,0 +1,177 @@
+"""Carry weights from a model of transformers to Megatron's stages, and back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from accel_plugins.megatron.library import core
+from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from torch import Tensor, nn
+
+    from accel_plugins.megatron.groups import Groups
+    from accel_plugins.megatron.model_family import Weight
+    from accel_plugins.megatron.packing import Packing
+
+_LAYER = re.compile(r"(?<=\.layers\.)\d+(?=\.)")
+# TransformerEngine's linear layers have the norm before them.
+_FUSED = {
+    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
+    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A parameter of this rank, and the weights of transformers that it holds a part of.
+
+    Args:
+        name: Its name in the full model of megatron-core.
+        parameter: The parameter.
+        names: Names of the weights of transformers.
+        packing: How they are packed and split.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    packing: Packing
+
+
+def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Placed]:
+    """Find the row of every parameter of this rank.
+
+    Args:
+        stages: Its modules, without wrappers.
+        weights: The rows of the family.
+
+    Raises:
+        SettingsError: A parameter has no row.
+    """
+    rows = {row.parameter: row for row in weights}
+    found: list[Placed] = []
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            full, layer = _full_name(stage, name)
+            row = rows.get(_LAYER.sub("{layer}", full))
+            if row is None:
+                raise SettingsError(
+                    f"The parameter {full!r} of Megatron's model has no row in its family: add one."
+                )
+            names = tuple(one.format(layer=layer) for one in row.names)
+            if (
+                row.packing.dim is not None
+            ):  # megatron-core says so when it initialises weights, which it does not
+                vars(parameter).setdefault("tensor_model_parallel", True)
+            found.append(Placed(name=full, parameter=parameter, names=names, packing=row.packing))
+    return found
+
+
+def _full_name(stage: nn.Module, name: str) -> tuple[str, int | None]:
+    """Return the name of a parameter in the full model, and its layer; a stage counts layers from 0."""
+    for fused, plain in _FUSED.items():
+        name = name.replace(fused, plain)
+    match = _LAYER.search(name)
+    if match is None:
+        return name, None
+    layers = stage.get_submodule(name[: match.start() - 1])
+    layer = layers[int(match[0])].layer_number - 1  # pyright: ignore[reportIndexIssue, reportOperatorIssue]
+    return f"{name[: match.start()]}{layer}{name[match.end() :]}", layer
+
+
+@torch.no_grad()
+def load(placed: Sequence[Placed], state: Mapping[str, Tensor], groups: Groups) -> None:
+    """Copy the parts of weights of transformers that this rank has.
+
+    Args:
+        placed: The rank's parameters.
+        state: All weights by name.
+        groups: Sizes and ranks.
+    """
+    for one in placed:
+        packed = one.packing.pack([state[name] for name in one.names])
+        own = one.packing.shard(packed, groups.tensor_rank, groups.tensor)
+        one.parameter.copy_(own)
+
+
+@torch.no_grad()
+def gather(
+    placed: Sequence[Placed],
+    weights: Sequence[Weight],
+    groups: Groups,
+    *,
+    tensors: Sequence[Tensor] | None = None,
+) -> Iterator[dict[str, Tensor]]:
+    """Yield weights of transformers, gathered from all stages and tensor-parallel ranks.
+
+    Every rank iterates over all. A tied weight comes once.
+
+    Args:
+        placed: The rank's parameters.
+        weights: The rows of the family.
+        groups: Sizes and ranks.
+        tensors: Of the shape of the parameters, to be gathered instead of them.
+    """
+    values = [one.parameter.detach() for one in placed] if tensors is None else [*tensors]
+    state = core("parallel_state")
+    pipeline = state.get_pipeline_model_parallel_group()
+    own = [
+        (one.name, one.names, tuple(_joined_shape(one, value, groups)), value.dtype)
+        for one, value in zip(placed, values, strict=True)
+    ]
+    plans: list[Any] = [own]
+    if groups.pipeline > 1:
+        plans = [None] * groups.pipeline
+        dist.all_gather_object(plans, own, group=pipeline)
+    rows = {row.parameter: row.packing for row in weights}
+    known = {one.name: (one, value) for one, value in zip(placed, values, strict=True)}
+    done: set[tuple[str, ...]] = set()
+    for stage, plan in enumerate(plans):
+        for name, names, shape, dtype in plan:
+            if names in done:  # the last stage has a copy of a tied weight
+                continue
+            done.add(names)
+            if stage == groups.pipeline_rank:
+                packed = _join(*known[name], groups).contiguous()
+            else:
+                packed = torch.empty(shape, dtype=dtype, device=values[0].device)
+            if groups.pipeline > 1:
+                dist.broadcast(packed, group_src=stage, group=pipeline)
+            packing = rows[_LAYER.sub("{layer}", name)]
+            yield dict(zip(names, packing.unpack(packed), strict=True))
+
+
+def _joined_shape(one: Placed, value: Tensor, groups: Groups) -> list[int]:
+    part = value.reshape(*one.packing.leading, *value.shape[1:]) if one.packing.leading else value
+    shape = [*part.shape]
+    if one.packing.dim is not None:
+        shape[one.packing.dim] *= groups.tensor
+    return shape
+
+
+def _join(one: Placed, value: Tensor, groups: Groups) -> Tensor:
+    if one.packing.dim is None or groups.tensor == 1:
+        return one.packing.join([value])
+    shards = [torch.empty_like(value) for _ in range(groups.tensor)]
+    group = core("parallel_state").get_tensor_model_parallel_group()
+    dist.all_gather(shards, value.contiguous(), group=group)
+    return one.packing.join(shards)
+
+
+def drop_values(model: nn.Module) -> None:
+    """Move the parameters of a model to the meta device, in place; tied ones stay tied."""
+    dropped: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, device="meta")
+            new = dropped.setdefault(id(parameter), torch.nn.Parameter(empty, parameter.requires_grad))
+            dropped[id(new)] = new
+            setattr(module, name, new)

@@ -1,0 +1,344 @@
+"""Megatron: tensor, pipeline and sequence parallelism by megatron-core, which runs forward and backward."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from accel_ops.modules import unwrap_once
+from accel_plugins.megatron.check import check_model
+from accel_plugins.megatron.configs import ddp_config, transformer_config
+from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext
+from accel_plugins.megatron.families import find_family
+from accel_plugins.megatron.groups import start, stop
+from accel_plugins.megatron.library import core, load_library
+from accel_plugins.megatron.loaders import with_all_micro_batches
+from accel_plugins.megatron.model_args import model_sizes
+from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_of, make_optimizer
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.quiet import without_core_warnings
+from accel_plugins.megatron.stages import build_stages, virtual_stages
+from accel_plugins.megatron.train_steps import train_step_of
+from accel_plugins.megatron.weights import drop_values, find_rows, load
+from accel_plugins.parallelism.mesh import mesh_of
+from accel_plugins.precision.engine import EnginePrecision
+from accel_plugins.strategies.megatron_save import MegatronPersister
+from accel_plugins.strategies.replicated import check_materialised
+from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.megatron.groups import Groups
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+
+@dataclass(slots=True)
+class Trained:
+    """The engine that is trained and the optimizer of PyTorch that it was prepared with.
+
+    Args:
+        engine: The engine; `None` until a model is prepared.
+        optimizer: The optimizer of PyTorch.
+        is_ready: Whether gradients are unscaled, and finite.
+    """
+
+    engine: MegatronEngine | None = None
+    optimizer: Optimizer | None = None
+    is_ready: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronWrapper:
+    """Model wrapper that builds this rank's stages and Megatron's optimizer.
+
+    Args:
+        runtime: Device and topology.
+        plugin: How models are trained.
+        precision: `"no"`, `"bf16"` or `"fp16"`.
+        trained: Receives the engine.
+        groups: Sizes and ranks of Megatron's groups, once they are made.
+    """
+
+    runtime: Runtime
+    plugin: MegatronLMPlugin
+    precision: str
+    trained: Trained
+    groups: Groups
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models without a row, and sizes that the groups do not divide."""
+        fresh = [model for model in bundle.models if not isinstance(model, MegatronEngine)]
+        check_materialised(replace(bundle, models=fresh))
+        if len(bundle.optimizers) > 1 or len(fresh) > 1:
+            raise SettingsError(
+                f"prepare() got {len(fresh)} models and {len(bundle.optimizers)} optimizers: Megatron trains "
+                "one model with one optimizer."
+            )
+        if bundle.optimizers and not fresh:
+            raise SettingsError(
+                "prepare() got an optimizer without its model: Megatron builds both together, as in "
+                "prepare(model, optimizer)."
+            )
+        for model in fresh:
+            if self.plugin.custom_model_provider_function is None:
+                family = find_family(model)
+                family.check(model.config)
+                check_model(self.plugin, model_sizes(model.config, type(model).__name__))
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Build the stages of a model, and its optimizer, from those of transformers and PyTorch."""
+        models: list[nn.Module] = []
+        for model in bundle.models:
+            trains = bool(bundle.optimizers) and not evaluation
+            own = bundle.optimizers[0] if trains else None
+            with without_core_warnings():
+                models.append(model if isinstance(model, MegatronEngine) else self._engine(model, own))
+        loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
+        return replace(bundle, models=models, dataloaders=loaders)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model of transformers, whose parameters are on the meta device."""
+        return model.source if isinstance(model, MegatronEngine) else model
+
+    def _engine(self, model: Any, optimizer: Optimizer | None) -> MegatronEngine:
+        plugin = self.plugin
+        plugin.set_network_size_args(model)
+        if optimizer is not None:
+            plugin.set_optimizer_type(optimizer)
+        family = None if plugin.custom_model_provider_function is not None else find_family(model)
+        fields = find_family(model).transformer_config(model.config)
+        virtual = virtual_stages(plugin, fields["num_layers"])
+        groups = self.groups
+        if virtual is not None:
+            start(plugin, self.runtime, virtual)
+        config = transformer_config(plugin, fields, self.precision, virtual)
+        stages = build_stages(family, plugin, config, model, groups)
+        placed = [] if family is None else find_rows(stages, family.weights(model.config))
+        load(placed, model.state_dict(), groups)
+        context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
+        step = train_step_of(plugin, context)
+        made = None
+        if optimizer is not None:
+            own = group_of(placed, model, optimizer) if family is not None else _one_group(stages, optimizer)
+            stages = [self._trained(config, index, stage) for index, stage in enumerate(stages)]
+            made = make_optimizer(plugin, optimizer, stages, own, self.precision)
+        else:
+            stages = [self._in_precision(config, stage) for stage in stages]
+        drop_values(model)
+        engine = MegatronEngine(
+            model,
+            stages,
+            family=family,
+            placed=placed,
+            groups=groups,
+            plugin=plugin,
+            step=step,
+            optimizer=made,
+        )
+        if optimizer is not None:
+            self.trained.engine, self.trained.optimizer = engine, optimizer
+        return engine
+
+    def _in_precision(self, config: Any, stage: nn.Module) -> nn.Module:
+        if self.precision == "no":
+            return stage
+        return core("transformer.module").Float16Module(config, stage)
+
+    def _trained(self, config: Any, index: int, stage: nn.Module) -> nn.Module:
+        wrapper = core("distributed").DistributedDataParallel
+        return wrapper(
+            config=config,
+            ddp_config=ddp_config(self.plugin),
+            module=self._in_precision(config, stage),
+            disable_bucketing=index > 0,
+        )
+
+
+def _one_group(stages: Sequence[nn.Module], optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    if len(optimizer.param_groups) > 1:
+        raise SettingsError(
+            f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
+            "custom_model_provider_function Megatron does not know which parameters are in which; use "
+            "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
+        )
+    return {parameter: 0 for stage in stages for parameter in stage.parameters()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronStepper:
+    """Stepper of the engine that is trained.
+
+    Args:
+        trained: The engine and the optimizer of PyTorch.
+        clipping: The norm to which every step clips gradients; 0 for none.
+    """
+
+    trained: Trained
+    clipping: float
+
+    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
+        """Raise: the engine has computed gradients when the model was called."""
+        del loss, accumulation, sync, kwargs
+        raise UnsupportedError("Megatron's engine computes gradients when the model is called.")
+
+    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context: a call of the model says itself whether it completes a window."""
+        del model
+        return nullcontext()
+
+    def join(
+        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
+    ) -> AbstractContextManager[None]:
+        """Return a context: the strategy does not declare `UNEVEN_INPUTS`."""
+        del joinables, divide_by_initial_world_size
+        return nullcontext()
+
+    def clip_grad_norm(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> Tensor | None:
+        """Clip the gradients of the whole model by their norm over all groups."""
+        del parameters, optimizers
+        if norm_type != 2.0:
+            raise UnsupportedError(
+                f"clip_grad_norm_(norm_type={norm_type!r}): Megatron clips by the 2-norm; leave it out."
+            )
+        optimizer = self._engine().optimizer
+        if not self._prepare():
+            return torch.tensor(float("inf"))
+        return torch.tensor(clip(optimizer, max_norm))
+
+    def clip_grad_value(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        clip_value: float,
+        *,
+        optimizers: Iterable[Optimizer] = (),
+    ) -> None:
+        """Raise: the strategy does not declare `CLIP_GRAD_VALUE`."""
+        del parameters, clip_value, optimizers
+        raise UnsupportedError("Megatron clips gradients by their norm: use clip_grad_norm_().")
+
+    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
+        """Step Megatron's optimizer; return False if gradients were not finite."""
+        if closure is not None:
+            raise UnsupportedError(
+                "optimizer.step(closure): Megatron's engine steps without one; leave it out."
+            )
+        engine = self._engine()
+        copy_hyperparameters(optimizer, engine.optimizer)
+        vars(optimizer)["_opt_called"] = True  # which schedules of PyTorch ask for
+        ready = self._prepare()
+        self.trained.is_ready = False
+        if not ready:
+            return False
+        if self.clipping > 0:
+            clip(engine.optimizer, self.clipping)
+        return bool(engine.optimizer.step_with_ready_grads())
+
+    def discard(self, optimizer: Optimizer) -> None:
+        """Zero gradients."""
+        del optimizer
+        self.trained.is_ready = False
+        self._engine().discard()
+
+    def wrap_optimizer(self, optimizer: Any, wrapper: Callable[..., Any]) -> Any:
+        """Wrap the optimizer so that it steps and drops gradients through the engine."""
+        return wrapper(optimizer, step=self.step, discard=self.discard)
+
+    def release(self) -> None:
+        """Give up the engine and the process groups."""
+        self.trained.engine = self.trained.optimizer = None
+        stop()
+
+    def _engine(self) -> MegatronEngine:
+        if self.trained.engine is None:
+            raise SettingsError("No model is prepared: call prepare(model, optimizer) first.")
+        return self.trained.engine
+
+    def _prepare(self) -> bool:
+        """Unscale gradients once per step; return whether they are finite."""
+        if not self.trained.is_ready:
+            self.trained.is_ready = not self._engine().optimizer.prepare_grads()
+        return self.trained.is_ready
+
+
+def train_step(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    accumulation: int,
+    sync: bool,
+) -> Any:
+    """Run the schedule; see `accel_plugins.roles.TrainStep`."""
+    del forward
+    return cast("MegatronEngine", model).run(
+        args, kwargs, forward_only=False, accumulation=accumulation, sync=sync
+    )
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run with Megatron.
+
+    Args:
+        settings: Not used; the plugin has read them.
+        runtime: Device and topology.
+        precision: Its name configures the engine, which casts by itself.
+        handlers: Has the `MegatronLMPlugin`.
+
+    Raises:
+        MissingDependencyError: megatron-core is not installed.
+        SettingsError: Sizes of groups do not fit the world size.
+        UnsupportedError: The plugin asks for context parallelism.
+    """
+    del settings
+    load_library("the strategy 'megatron'")
+    plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+    plugin.set_mixed_precision(precision.name)
+    if (plugin.context_parallel_size or 1) > 1:
+        raise UnsupportedError(
+            f"MegatronLMPlugin(context_parallel_size={plugin.context_parallel_size}): this version does not "
+            "shard batches for Megatron's context parallelism; use sequence_parallelism, or "
+            "ParallelismConfig(cp_size=…) without Megatron."
+        )
+    with without_core_warnings():
+        groups = start(plugin, runtime, None)
+    trained = Trained()
+    stepper = MegatronStepper(trained=trained, clipping=plugin.gradient_clipping or 0.0)
+    unwrap_once.register(MegatronEngine, lambda engine: engine.source)
+    return Strategy(
+        name="megatron",
+        wrapper=MegatronWrapper(
+            runtime=runtime, plugin=plugin, precision=precision.name, trained=trained, groups=groups
+        ),
+        stepper=stepper,
+        persister=MegatronPersister(is_main=runtime.topology.is_main),
+        sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
+        features=frozenset({Feature.NO_SYNC}),
+        mesh=mesh_of(runtime.device.type, groups.axes),
+        precision=EnginePrecision(name=precision.name, device_type=runtime.device.type),
+        release=stepper.release,
+        wrap_optimizer=stepper.wrap_optimizer,
+        train_step=train_step,
+    )

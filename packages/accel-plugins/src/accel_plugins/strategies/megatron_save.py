@@ -1,0 +1,94 @@
+"""Full state dicts of models that Megatron trains, under the names of transformers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_plugins.megatron.engine import MegatronEngine
+from accel_plugins.megatron.weights import gather, load
+from accel_plugins.strategies.replicated import ReplicatedPersister
+from accel_state.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from torch import Tensor, nn
+
+    from accel_plugins.roles import StateDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronPersister(ReplicatedPersister):
+    """Persister that gathers weights from all stages and tensor-parallel ranks, and shards them again."""
+
+    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
+        """Return the weights of the model of transformers, on the CPU."""
+        found: StateDict = {}
+        for part in self.iter_full_state_dict(model, keep=keep):
+            found |= part
+        return found
+
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """Yield the same in parts, each gathered when it is requested."""
+        if not isinstance(model, MegatronEngine):
+            yield from ReplicatedPersister.iter_full_state_dict(self, model, keep=keep)
+            return
+        family = _family(model)
+        aliases = _aliases(model.source)
+        yield dict(_buffers(model.source)) if keep else {}
+        for part in gather(model.placed, family.weights(model.config), model.groups):
+            if keep:
+                yield {alias: value.cpu() for name, value in part.items() for alias in aliases[name]}
+
+    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
+        """Load weights of a model of transformers."""
+        if not isinstance(model, MegatronEngine):
+            return ReplicatedPersister.load_full_state_dict(self, model, state, **options)
+        _family(model)
+        strict = options.get("strict", True)
+        aliases = _aliases(model.source)
+        found: dict[str, Tensor] = {
+            name: state[alias] for name, known in aliases.items() for alias in known if alias in state
+        }
+        known = {alias for names in aliases.values() for alias in names} | {
+            name for name, _ in _buffers(model.source)
+        }
+        missing = sorted(aliases.keys() - found.keys())
+        unexpected = sorted(state.keys() - known)
+        if strict and (missing or unexpected):
+            raise RuntimeError(
+                f"Error(s) in loading state_dict for {type(model.source).__name__}: missing keys {missing}, "
+                f"unexpected keys {unexpected}."
+            )
+        present = [one for one in model.placed if all(name in found for name in one.names)]
+        load(present, found, model.groups)
+        if model.optimizer is not None:
+            model.optimizer.reload_model_params()
+        result = torch.nn.Module().load_state_dict({})
+        return result._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+
+def _family(model: MegatronEngine) -> Any:
+    if model.family is None:
+        raise UnsupportedError(
+            "The model was made by custom_model_provider_function: Megatron does not know what its weights "
+            "are called in transformers. Read its own, model.chunks[i].module.state_dict()."
+        )
+    return model.family
+
+
+def _aliases(source: nn.Module) -> dict[str, list[str]]:
+    """Return all names of every weight, by its first: tied weights have several."""
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        found.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return found
+
+
+def _buffers(source: nn.Module) -> list[tuple[str, Tensor]]:
+    weights = {name for name, _ in source.named_parameters(remove_duplicate=False)}
+    return [(name, value) for name, value in source.state_dict().items() if name not in weights]
