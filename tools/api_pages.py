@@ -176,7 +176,7 @@ def _page(name: str, modules: list[str]) -> str:
 
 def title_of(page: str) -> str:
     """Return the title of a module's page."""
-    return f"{TITLES[page]} (``{page}``)" if page in TITLES else f"``{page}``"
+    return TITLES.get(page, f"``{page}``")
 
 
 def documented(entry: Entry) -> str:
@@ -222,22 +222,19 @@ def pages() -> Iterator[tuple[str, str]]:
 def page_text(page: str, own: list[Entry]) -> str:
     """Return a page: what a module is for, its names, and links to those that other pages document."""
     title = title_of(page)
-    lines = [title, "=" * len(title), ""]
+    lines = (
+        [title, "=" * len(title), "", f"``{page}``", ""] if page in TITLES else [title, "=" * len(title), ""]
+    )
     if page != ONE_PAGE:
         lines += [(inspect.getdoc(_module(page)) or "").partition("\n\nWritten by")[0], ""]
+    lines += [documented(entry) for entry in own]
     others = [
-        entries()[name, origin(where, name)]
-        for module, names in tables().items()
-        if module == page
-        for name, where in sorted(names.items())
-        if entries()[name, origin(where, name)].page != page
+        f":py:obj:`~{entry.path}`"
+        for name, where in sorted(tables().get(page, {}).items())
+        if (entry := entries()[name, origin(where, name)]).page != page
     ]
     if others:
-        lines += ["Also exported:", ""]
-        lines += [f":py:obj:`~{entry.path}`" + ("," if entry is not others[-1] else ".") for entry in others]
-        lines += [""]
-    for entry in own:
-        lines += [documented(entry)]
+        lines += [".. rubric:: Also exported", "", f"{', '.join(others)}.", ""]
     return "\n".join(lines)
 
 

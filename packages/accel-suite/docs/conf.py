@@ -28,7 +28,7 @@ extensions = [
     "sphinx_copybutton",
 ]
 source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
-exclude_patterns = ["src"]
+exclude_patterns = ["_static", "src"]
 nitpicky = True
 smartquotes = False  # two hyphens begin an option
 default_role = "code"  # as in the docstrings, where single backticks are code
@@ -64,5 +64,7 @@ def _connect(app: Sphinx, config: Config) -> None:
 
 pygments_dark_style = "a11y-high-contrast-dark"
 html_theme = "furo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_title = f"accel {release}"
 html_show_sphinx = False
