@@ -72,6 +72,18 @@ def test_a_terminal_shows_what_takes_time_until_it_is_done(monkeypatch):
     assert "merging" not in output.getvalue()
 
 
+def test_what_is_wider_than_the_terminal_takes_one_line(monkeypatch):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "40")
+    errors = Terminal()
+    monkeypatch.setattr("sys.stderr", errors)
+    with working("reading " + "long/" * 20):
+        pass
+    assert "\x1b[1A\x1b[2K\x1b[1A" not in errors.getvalue()  # never two lines up
+    assert "reading long/" in errors.getvalue()
+
+
 def test_a_file_and_a_pipe_show_nothing_of_it(capsys):
     with working("merging"):
         pass
@@ -86,7 +98,8 @@ def test_an_estimate_shows_that_it_works_beside_its_output(monkeypatch, tmp_path
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 32, "vocab_size": 64}))
     errors = Terminal()
     monkeypatch.setattr("sys.stderr", errors)
-    assert main(["estimate-memory", str(tmp_path), "--json"]) == 0
+    monkeypatch.chdir(tmp_path.parent)  # a short path fits on the line
+    assert main(["estimate-memory", tmp_path.name, "--json"]) == 0
     assert "importing torch …" in errors.getvalue()
-    assert f"estimating '{tmp_path}" in errors.getvalue()
+    assert f"estimating '{tmp_path.name}" in errors.getvalue()
     assert "weights" in json.loads(capsys.readouterr().out)

@@ -49,13 +49,11 @@ def spinner(what: str, stream: TextIO) -> Live:
     """Return a context that shows a spinner, and removes it at its end.
 
     Args:
-        what: The text beside it.
+        what: The text beside it; what is wider than the terminal is cut.
         stream: A terminal.
     """
+    console = Console(file=stream)
+    text = Text(f"{what} …")
+    text.truncate(console.width - len("⠋ "), overflow="ellipsis")
     # The standard output may go elsewhere, and is left alone.
-    return Live(
-        Spinner("dots", text=Text(f"{what} …")),
-        console=Console(file=stream),
-        transient=True,
-        redirect_stdout=False,
-    )
+    return Live(Spinner("dots", text=text), console=console, transient=True, redirect_stdout=False)
