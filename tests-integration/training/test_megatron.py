@@ -8,7 +8,11 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
 from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.train_steps import GPTTrainStep
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
@@ -16,24 +20,17 @@ from harness.cuda_names import cuda_answered_by_cpu
 TOKENS, LENGTH, STEPS, SAMPLES = 32, 8, 20, 4
 
 
-def make_gpt2():
+def make_gpt2(**options):
     torch.manual_seed(0)
     sizes = {"n_embd": 16, "n_layer": 4, "n_head": 4, "vocab_size": TOKENS, "n_positions": 16}
-    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
+    return GPT2LMHeadModel(GPT2Config(**sizes | options, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
 
 
-def make_llama():
+def make_llama(**options):
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=TOKENS,
-        )
-    )
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "vocab_size": TOKENS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes | heads | options))
 
 
 def make_rows():
@@ -155,3 +152,145 @@ def test_windows_of_several_calls_train_as_one_batch(case):
 @distributed(world_size=4)
 def test_four_ranks_train_as_one_process(make, options):
     check_equal(make, MegatronLMPlugin(**options))
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [(make_llama, {"tp_degree": 2}), (make_gpt2, {"pp_degree": 2, "num_micro_batches": 2})],
+    ids=["tensor", "pipeline"],
+)
+@distributed(world_size=2)
+def test_logits_in_evaluation_are_those_of_transformers_with_the_gathered_weights(make, options):
+    model = make(vocab_size=TOKENS + 1)  # which two ranks cannot split evenly
+    batch = {"input_ids": torch.stack([row["input_ids"] for row in make_rows()[:2]])}
+    batch["labels"] = batch["input_ids"].clone()
+    batch["labels"][:, :2] = -100
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][0, -3:] = 0
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(return_logits=True, **options)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model, _ = accelerator.prepare(model, make_optimizer(model))
+        model.eval()
+        outputs = model(**batch)
+        state = accelerator.get_state_dict(model)
+        assert accelerator.unwrap_model(model).config.vocab_size == TOKENS + 1
+    if accelerator.is_main_process:
+        expected = make(vocab_size=TOKENS + 1)
+        expected.load_state_dict(state)
+        expected.eval()
+        with torch.no_grad():
+            logits = expected(**batch).logits
+            parts = [
+                expected(**{name: rows[i : i + 1] for name, rows in batch.items()}).loss for i in range(2)
+            ]
+        torch.testing.assert_close(outputs.logits, logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(outputs.loss, torch.stack(parts).mean(), rtol=1e-5, atol=1e-5)
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_the_schedule_of_the_plugin_follows_the_optimizer():
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(train_iters=10, lr_warmup_iters=2, num_micro_batches=2)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = MegatronLMDummyScheduler(optimizer)
+        loader = DataLoader(make_rows(), batch_size=1)
+        model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+        assert plugin.global_batch_size == 4
+        rates = []
+        for batch in [*loader][:4]:
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            rates += schedule.get_last_lr()
+    assert rates == pytest.approx([0.05, 0.1, 0.1 * 7 / 8, 0.1 * 6 / 8])
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_bfloat16_trains_with_float32_master_weights():
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(tp_degree=2, gradient_clipping=0.0)
+        accelerator, model, losses = train(make_llama, plugin, mixed_precision="bf16")
+        masters = {one.dtype for one in model.optimizer.chained_optimizers[0].get_parameters()}
+    assert {one.dtype for one in model.parameters()} == {torch.bfloat16}
+    assert masters == {torch.float32}
+    expected, _, _ = train_plainly(make_llama, STEPS, 0.0)
+    torch.testing.assert_close(losses, expected, rtol=0.02, atol=0.02)
+    accelerator.free_memory()
+
+
+class WeightedStep(GPTTrainStep):
+    """Multiplies the loss."""
+
+    def __init__(self, accelerator, args, factor):
+        self.factor = factor
+        super().__init__(accelerator, args)
+
+    def get_loss_func(self, accelerator):
+        plain = super().get_loss_func(accelerator)
+
+        def weighted(loss_mask, output_tensor):
+            loss, reduced = plain(loss_mask, output_tensor)
+            return self.factor * loss, {"lm loss": self.factor * reduced["lm loss"]}
+
+        return weighted
+
+
+def train_a_little(plugin, rate):
+    """Return the losses and weights of three steps of SGD."""
+    with cuda_answered_by_cpu():
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make_gpt2()
+        model, optimizer = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=rate, momentum=0.9)
+        )
+        losses = []
+        for row in make_rows()[:3]:
+            loss = model(input_ids=row["input_ids"][None]).loss
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e6)
+            assert norm > 0
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        state = accelerator.get_state_dict(model)
+        accelerator.free_memory()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return torch.tensor(losses), state
+
+
+@distributed(world_size=2)
+def test_a_train_step_of_the_user_changes_the_loss():
+    options = {"tp_degree": 2, "gradient_clipping": 0.0}
+    losses, state = train_a_little(MegatronLMPlugin(**options), rate=0.2)
+    plugin = MegatronLMPlugin(
+        **options, custom_train_step_class=WeightedStep, custom_train_step_kwargs={"factor": 2.0}
+    )
+    weighted, changed = train_a_little(plugin, rate=0.1)
+    torch.testing.assert_close(weighted, 2 * losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(changed, state, rtol=1e-5, atol=1e-5)
+
+
+@distributed(world_size=2)
+def test_what_megatron_cannot_train_is_refused():
+    with cuda_answered_by_cpu():
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+        with pytest.raises(
+            SettingsError, match=r"Linear of type None cannot be trained.*'gpt2', 'llama'.*ModelFamily"
+        ):
+            accelerator.prepare(torch.nn.Linear(1, 1))
+        model = make_llama(hidden_act="relu")
+        with pytest.raises(UnsupportedError, match="hidden_act='relu'"):
+            accelerator.prepare(model, make_optimizer(model))
+        model = make_llama()
+        with pytest.raises(UnsupportedError, match="RMSprop"):
+            accelerator.prepare(model, torch.optim.RMSprop(model.parameters()))
+        model, _ = accelerator.prepare(model, make_optimizer(model))
+        with pytest.raises(SettingsError, match="by name"):
+            model(make_rows()[0]["input_ids"][None])
+    accelerator.free_memory()

@@ -139,8 +139,9 @@ class MegatronEngine(nn.Module):
                 micro_batch_size=first.shape[0],
                 forward_only=forward_only,
             )
+            loss, logits = self._reduced(results)
         self._is_reduced = sync and not forward_only
-        return output_of(self.family, *self._reduced(results))
+        return output_of(self.family, loss, logits)
 
     def discard(self) -> None:
         """Zero gradients."""
@@ -206,7 +207,7 @@ class MegatronEngine(nn.Module):
         if not getattr(self.train_step_handler, "return_logits", False):
             return loss, None
         logits = _from_last(gather_vocabulary(torch.cat(parts)) if parts else None, source, group, device)
-        return loss, logits
+        return loss, logits[..., : getattr(self.config, "vocab_size", None)]
 
 
 def gather_vocabulary(logits: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -116,7 +117,8 @@ def _with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
         inner = inner.module
     if not inner.post_process:
         return output
-    return inner.compute_language_model_loss(labels, output.transpose(0, 1).contiguous()), output
+    by_position = output.transpose(0, 1).clone(memory_format=torch.contiguous_format)  # it is overwritten
+    return inner.compute_language_model_loss(labels, by_position), output
 
 
 def _decoder_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
@@ -168,6 +170,11 @@ def train_step_of(plugin: Any, context: Any) -> AbstractTrainStep:
     own, args = plugin.custom_train_step_class, plugin.namespace()
     if own is not None:
         return own(context, args, **(plugin.custom_train_step_kwargs or {}))
+    if args.model_type_name not in _TRAIN_STEPS:
+        raise UnsupportedError(
+            f"There is no train step for a model of the type {args.model_type_name!r}: give MegatronLMPlugin "
+            "a custom_train_step_class."
+        )
     return _TRAIN_STEPS[args.model_type_name](context, args)
 
 

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
 from accel_plugins.megatron.check import check_model
 from accel_plugins.megatron.configs import ddp_config, transformer_config
+from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.groups import start, stop
 from accel_plugins.megatron.library import core, load_library
 from accel_plugins.megatron.loaders import with_all_micro_batches
+from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_plugins.megatron.model_args import model_sizes
 from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_of, make_optimizer
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.quiet import without_core_warnings
+from accel_plugins.megatron.schedule import MegatronSchedule
 from accel_plugins.megatron.stages import build_stages, virtual_stages
 from accel_plugins.megatron.train_steps import train_step_of
 from accel_plugins.megatron.weights import drop_values, find_rows, load
@@ -36,7 +40,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.megatron.groups import Groups
@@ -53,11 +56,13 @@ class Trained:
         engine: The engine; `None` until a model is prepared.
         optimizer: The optimizer of PyTorch.
         is_ready: Whether gradients are unscaled, and finite.
+        schedules: Megatron's, which steps advance.
     """
 
     engine: MegatronEngine | None = None
     optimizer: Optimizer | None = None
     is_ready: bool = False
+    schedules: list[MegatronSchedule] = field(default_factory=list[MegatronSchedule])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,21 +98,41 @@ class MegatronWrapper:
                 "prepare(model, optimizer)."
             )
         for model in fresh:
+            for optimizer in bundle.optimizers:
+                self._check_optimizer(optimizer)
             if self.plugin.custom_model_provider_function is None:
                 family = find_family(model)
                 family.check(model.config)
                 check_model(self.plugin, model_sizes(model.config, type(model).__name__))
 
+    def _check_optimizer(self, optimizer: object) -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise UnsupportedError(
+                f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
+            )
+        optimizer_args(optimizer)
+
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build the stages of a model, and its optimizer, from those of transformers and PyTorch."""
         models: list[nn.Module] = []
+        sizes = [loader.batch_size for loader in bundle.dataloaders if getattr(loader, "batch_size", None)]
+        if sizes:
+            smallest = self.plugin.is_train_batch_min
+            self.plugin.set_training_args(min(sizes) if smallest else max(sizes), self.groups.data)
         for model in bundle.models:
             trains = bool(bundle.optimizers) and not evaluation
             own = bundle.optimizers[0] if trains else None
             with without_core_warnings():
                 models.append(model if isinstance(model, MegatronEngine) else self._engine(model, own))
         loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
-        return replace(bundle, models=models, dataloaders=loaders)
+        schedulers = [
+            MegatronSchedule(self.plugin, one, bundle.optimizers[0])
+            if isinstance(one, MegatronLMDummyScheduler)
+            else one
+            for one in bundle.schedulers
+        ]
+        self.trained.schedules += [one for one in schedulers if isinstance(one, MegatronSchedule)]
+        return replace(bundle, models=models, dataloaders=loaders, schedulers=schedulers)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model of transformers, whose parameters are on the meta device."""
@@ -251,7 +276,10 @@ class MegatronStepper:
             return False
         if self.clipping > 0:
             clip(engine.optimizer, self.clipping)
-        return bool(engine.optimizer.step_with_ready_grads())
+        stepped = bool(engine.optimizer.step_with_ready_grads())
+        for schedule in self.trained.schedules if stepped else ():
+            schedule.step()
+        return stepped
 
     def discard(self, optimizer: Optimizer) -> None:
         """Zero gradients."""
@@ -263,9 +291,14 @@ class MegatronStepper:
         """Wrap the optimizer so that it steps and drops gradients through the engine."""
         return wrapper(optimizer, step=self.step, discard=self.discard)
 
+    def wrap_scheduler(self, scheduler: Any, optimizers: Sequence[Any], wrapper: Callable[..., Any]) -> Any:
+        """Wrap Megatron's schedule, which steps advance; return `None` for any other."""
+        return wrapper(scheduler, optimizers) if isinstance(scheduler, MegatronSchedule) else None
+
     def release(self) -> None:
         """Give up the engine and the process groups."""
         self.trained.engine = self.trained.optimizer = None
+        self.trained.schedules.clear()
         stop()
 
     def _engine(self) -> MegatronEngine:
@@ -335,10 +368,11 @@ def build(
         stepper=stepper,
         persister=MegatronPersister(is_main=runtime.topology.is_main),
         sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
-        features=frozenset({Feature.NO_SYNC}),
+        features=frozenset({Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}),
         mesh=mesh_of(runtime.device.type, groups.axes),
         precision=EnginePrecision(name=precision.name, device_type=runtime.device.type),
         release=stepper.release,
         wrap_optimizer=stepper.wrap_optimizer,
+        wrap_scheduler=stepper.wrap_scheduler,
         train_step=train_step,
     )
