@@ -55,6 +55,7 @@ class MegatronEngine(nn.Module):
         plugin: Micro-batches and clipping.
         step: How batches are read and losses computed.
         optimizer: megatron-core's optimizer; `None` in evaluation.
+        optimizer_names: Weights of each group of the optimizer of PyTorch, in their order.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class MegatronEngine(nn.Module):
         plugin: MegatronLMPlugin,
         step: Any,
         optimizer: Any = None,
+        optimizer_names: Sequence[Sequence[str]] = (),
     ) -> None:
         super().__init__()
         self.chunks: Any = nn.ModuleList(chunks)
@@ -78,6 +80,7 @@ class MegatronEngine(nn.Module):
         self.plugin = plugin
         self.train_step_handler = step
         self.optimizer = optimizer
+        self.optimizer_names = optimizer_names
         self.transformer_config = core("utils").get_model_config(chunks[0])
         self.config = getattr(source, "config", None)
         self._is_reduced = False

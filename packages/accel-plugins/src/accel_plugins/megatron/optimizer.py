@@ -55,6 +55,17 @@ def group_of(placed: Sequence[Placed], model: nn.Module, optimizer: Optimizer) -
     return found
 
 
+def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the first names of the parameters of each group of an optimizer.
+
+    Args:
+        model: The model of transformers.
+        optimizer: Has its parameters.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return [[names[one] for one in group["params"] if one in names] for group in optimizer.param_groups]
+
+
 def make_optimizer(
     plugin: MegatronLMPlugin,
     optimizer: Optimizer,

@@ -38,9 +38,9 @@ class MegatronLMPlugin:
         pp_degree: Pipeline-parallel size; default 1.
         use_custom_fsdp: Not supported: refused if true.
         overlap_cpu_optimizer_d2h_h2d: Whether an offloaded optimizer copies while it computes.
-        no_load_optim: Whether `load_state` leaves optimizers as they are.
+        no_load_optim: Whether `load_state` leaves the optimizer as it is.
         eod_mask_loss: Whether the loss leaves out the ends of documents of indexed data sets.
-        no_save_optim: Whether `save_state` leaves optimizers out.
+        no_save_optim: Whether `save_state` leaves out the optimizer's state of each parameter.
         optimizer_cpu_offload: Whether optimizer state is kept, and the step computed, on the CPU.
         use_precision_aware_optimizer: Whether the distributed optimizer may keep its state in 16 bits; needs
             TransformerEngine.
@@ -90,7 +90,7 @@ class MegatronLMPlugin:
         consumed_samples: Samples that were read before, for each loader of indexed data sets in the order in
             which they are prepared.
         no_wd_decay_cond: Called as `f(name, parameter)`: whether a parameter has no weight decay; by default
-            those of biases and of one dim have none.
+            the groups of the optimizer decide.
         scale_lr_cond: Called as `f(name, parameter)`: whether `lr_mult` scales a parameter's learning rate.
         lr_mult: The factor for these.
         megatron_dataset_flag: Whether loaders are of Megatron's indexed data sets.

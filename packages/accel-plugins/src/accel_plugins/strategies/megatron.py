@@ -20,7 +20,7 @@ from accel_plugins.megatron.library import core, load_library
 from accel_plugins.megatron.loaders import with_all_micro_batches
 from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_plugins.megatron.model_args import model_sizes
-from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_of, make_optimizer
+from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_of, make_optimizer, names_of
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.quiet import without_core_warnings
 from accel_plugins.megatron.schedule import MegatronSchedule
@@ -156,7 +156,9 @@ class MegatronWrapper:
         context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
         step = train_step_of(plugin, context)
         made = None
+        names: list[list[str]] = []
         if optimizer is not None:
+            names = names_of(model, optimizer)
             own = group_of(placed, model, optimizer) if family is not None else _one_group(stages, optimizer)
             stages = [self._trained(config, index, stage) for index, stage in enumerate(stages)]
             made = make_optimizer(plugin, optimizer, stages, own, self.precision)
@@ -172,6 +174,7 @@ class MegatronWrapper:
             plugin=plugin,
             step=step,
             optimizer=made,
+            optimizer_names=names,
         )
         if optimizer is not None:
             self.trained.engine, self.trained.optimizer = engine, optimizer

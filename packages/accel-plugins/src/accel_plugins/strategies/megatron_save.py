@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_plugins.megatron.engine import MegatronEngine
+from accel_plugins.megatron.optimizer_state import full_state, iter_masters, load_full_state, load_masters
 from accel_plugins.megatron.weights import gather, load
 from accel_plugins.strategies.replicated import ReplicatedPersister
-from accel_state.errors import UnsupportedError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
+    from torch.optim import Optimizer
 
     from accel_plugins.roles import StateDict
 
@@ -39,7 +41,11 @@ class MegatronPersister(ReplicatedPersister):
         family = _family(model)
         aliases = _aliases(model.source)
         yield dict(_buffers(model.source)) if keep else {}
-        for part in gather(model.placed, family.weights(model.config), model.groups):
+        if model.optimizer is None:
+            parts = gather(model.placed, family.weights(model.config), model.groups)
+        else:
+            parts = iter_masters(model)
+        for part in parts:
             if keep:
                 yield {alias: value.cpu() for name, value in part.items() for alias in aliases[name]}
 
@@ -67,8 +73,30 @@ class MegatronPersister(ReplicatedPersister):
         load(present, found, model.groups)
         if model.optimizer is not None:
             model.optimizer.reload_model_params()
+            load_masters(model, found)
         result = torch.nn.Module().load_state_dict({})
         return result._replace(missing_keys=missing, unexpected_keys=unexpected)
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        """Return the state dict that the optimizer of PyTorch would have in one process."""
+        return full_state(_engine_of(optimizer, models), optimizer, keep=keep)
+
+    def load_full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
+    ) -> None:
+        """Load such a state dict."""
+        load_full_state(_engine_of(optimizer, models), optimizer, state)
+
+
+def _engine_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:
+    """Return the engine that was prepared with an optimizer."""
+    found = [one for one in models if isinstance(one, MegatronEngine) and one.optimizer is not None]
+    if not found:
+        raise SettingsError(f"{type(optimizer).__name__} was not prepared with a model by Megatron.")
+    _family(found[0])
+    return found[0]
 
 
 def _family(model: MegatronEngine) -> Any:

@@ -1,0 +1,197 @@
+"""A checkpoint of Megatron goes on under other sizes and strategies, and theirs under Megatron."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.gradient_state import GradientState
+from accel_train import Accelerator
+from harness import distributed
+from harness.cuda_names import cuda_answered_by_cpu
+
+TOKENS, LENGTH, SAMPLES, STEPS = 32, 8, 6, 3
+
+SIZES = {
+    "tp2pp2": {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2},
+    "tp2": {"tp_degree": 2},
+    "pp2": {"pp_degree": 2, "num_micro_batches": 3},
+    "dp2": {"use_distributed_optimizer": True},
+}
+
+
+def make_gpt2():
+    sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": TOKENS, "n_positions": 16}
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
+
+
+def make_llama():
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=TOKENS,
+        )
+    )
+
+
+MODELS = {"gpt2": make_gpt2, "llama": make_llama}
+
+
+def build(name, strategy, **options):
+    """An accelerator, a model, an optimizer with two groups and a schedule."""
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    if strategy in SIZES:
+        options["megatron_lm_plugin"] = MegatronLMPlugin(**SIZES[strategy], gradient_clipping=0.0)
+    elif strategy == "fsdp2":
+        options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap", state_dict_type="FULL_STATE_DICT"
+        )
+    accelerator = Accelerator(
+        cpu=True, dataloader_config=DataLoaderConfiguration(split_batches=True), **options
+    )
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    groups = [
+        {"params": [one for one in model.parameters() if one.ndim > 1]},
+        {"params": [one for one in model.parameters() if one.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, model, optimizer, schedule
+
+
+def train(run, first, steps=STEPS):
+    """Train some steps; every rank takes its samples of each."""
+    accelerator, model, optimizer, schedule = run
+    tokens = torch.randint(0, TOKENS, (100, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
+    sharding = accelerator._parts.strategy.sharding
+    each = SAMPLES // sharding.num_shards
+    rows = slice(sharding.shard_index * each, (sharding.shard_index + 1) * each)
+    for step in range(first, first + steps):
+        batch = {"input_ids": tokens[step, rows], "labels": tokens[step, rows]}
+        accelerator.backward(model(**batch).loss)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+
+
+def one_leg(name, stop, folder, leg):
+    strategy = stop.partition("@")[0]
+    with cuda_answered_by_cpu() if strategy in SIZES else nullcontext():
+        run = build(name, strategy)
+        accelerator, _, _, schedule = run
+        accelerator.register_for_checkpointing(schedule)
+        if leg:
+            accelerator.load_state(folder / f"leg{leg - 1}")
+        train(run, leg * STEPS)
+        accelerator.save_state(folder / f"leg{leg}")
+        accelerator.wait_for_everyone()
+        accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def leg_on_two(name, stop, folder, leg):
+    one_leg(name, stop, folder, leg)
+
+
+@distributed(world_size=3)
+def leg_on_three(name, stop, folder, leg):
+    one_leg(name, stop, folder, leg)
+
+
+@distributed(world_size=4)
+def leg_on_four(name, stop, folder, leg):
+    one_leg(name, stop, folder, leg)
+
+
+def leg_on_one(name, stop, folder, leg):
+    try:
+        one_leg(name, stop, folder, leg)
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+LEGS = {"1": leg_on_one, "2": leg_on_two, "3": leg_on_three, "4": leg_on_four}
+
+
+@pytest.mark.parametrize(
+    ("name", "journey"),
+    [
+        ("gpt2", ("tp2pp2@4", "fsdp2@3", "single@1")),
+        ("llama", ("fsdp2@2", "tp2pp2@4", "dp2@2", "tp2@2", "single@1")),
+        pytest.param("gpt2", ("single@1", "dp2@2", "pp2@2", "single@1"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_run_goes_on_under_another_strategy_and_other_sizes(name, journey, tmp_path):
+    for leg, stop in enumerate(journey):
+        LEGS[stop[-1]](name=name, stop=stop, folder=tmp_path, leg=leg)
+    last = tmp_path / f"leg{len(journey) - 1}"
+    found, optimizer = load_file(last / "model.safetensors"), torch.load(last / "optimizer.bin")
+    try:
+        undisturbed = build(name, "single")
+        train(undisturbed, 0, STEPS * len(journey))
+        right, state = undisturbed[1].state_dict(), undisturbed[2].state_dict()
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+    for key, value in right.items():
+        if key in found:
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6, msg=key)
+    assert optimizer["state"].keys() == state["state"].keys()
+    for number, entry in state["state"].items():
+        torch.testing.assert_close(optimizer["state"][number], entry, rtol=0, atol=1e-6, msg=str(number))
+
+
+@distributed(world_size=2)
+def test_master_weights_are_saved_with_all_their_digits(tmp_path):
+    with cuda_answered_by_cpu():
+        run = build("llama", "dp2", mixed_precision="bf16")
+        run[0].register_for_checkpointing(run[3])
+        train(run, 0)
+        run[0].save_state(tmp_path / "here")
+        train(run, STEPS)
+        expected = run[0].get_state_dict(run[1])
+        run[0].free_memory()
+        again = build("llama", "dp2", mixed_precision="bf16")
+        again[0].register_for_checkpointing(again[3])
+        again[0].load_state(tmp_path / "here")
+        train(again, STEPS)
+        found = again[0].get_state_dict(again[1])
+        again[0].free_memory()
+    assert {value.dtype for value in expected.values()} <= {torch.float32}
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@distributed(world_size=2)
+def test_the_state_of_the_optimizer_can_be_left_out(tmp_path):
+    with cuda_answered_by_cpu():
+        run = build("llama", "dp2")
+        train(run, 0)
+        run[0].save_state(tmp_path / "with")
+        run[0].free_memory()
+        SIZES["dp2"]["no_save_optim"] = True
+        try:
+            run = build("llama", "dp2")
+            train(run, 0)
+            run[0].save_state(tmp_path / "without")
+            run[0].free_memory()
+        finally:
+            del SIZES["dp2"]["no_save_optim"]
+    assert torch.load(tmp_path / "with" / "optimizer.bin")["state"]
+    assert not torch.load(tmp_path / "without" / "optimizer.bin")["state"]
