@@ -151,6 +151,7 @@ STEPS = (
         thorough=ALL_TESTS,
         cores=2,
     ),
+    Step(name="xla", about="training on XLA devices, as on the CPU", command=(PYTHON, "tools/check_xla.py")),
     Step(
         name="examples",
         about="every example of the README files and the documentation",
@@ -215,13 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     results += [run(step) for step in chosen if step.cores > 1]
     print_summary(results, time.monotonic() - started)
     failed = any(result.status for result in results)
-    if (
-        not failed
-        and not arguments.only
-        and not arguments.since
-        and commit is not None
-        and commit == clean_commit()
-    ):
+    partial = arguments.only or arguments.since
+    if not failed and not partial and commit is not None and commit == clean_commit():
         (git_folder() / "check-passed").write_text(commit + "\n")
     return int(failed)
 
@@ -233,6 +229,7 @@ def narrowed(steps: list[Step], affected: Affected) -> list[Step]:
     run_them: dict[str, tuple[str, ...] | bool] = {
         "unit": tuple(f"packages/{name}" for name in affected.packages),
         "integration": affected.integration,
+        "xla": affected.sources,
         "examples": affected.documentation,
         "site": affected.documentation,
         "fuzz": affected.sources,

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,6 +22,8 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
 from accel_state.settings.engines import FsdpSettings, ParallelismSettings
 from accel_state.settings.model import TrainingSettings
+
+CPU = torch.device("cpu")
 
 
 def entry(name: str, value: str) -> EntryPoint:
@@ -49,9 +52,9 @@ def test_a_strategy_of_an_installed_distribution_is_asked_first():
     assert [*specs] == ["mine", "other", *registry.BUILT_IN]
     assert specs["mine"] is MINE
     topology = SimpleNamespace(world_size=2)
-    assert choose(Settings(), cast("Any", topology), cast("Any", None), specs) == "mine"
+    assert choose(Settings(), cast("Any", topology), CPU, specs) == "mine"
     del specs["mine"]
-    assert choose(Settings(), cast("Any", topology), cast("Any", None), specs) == "ddp"
+    assert choose(Settings(), cast("Any", topology), CPU, specs) == "ddp"
 
 
 def test_two_distributions_cannot_take_one_name():
@@ -86,7 +89,7 @@ def test_the_factory_of_an_entry_point_is_there(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(("world_size", "name"), [(1, "single"), (2, "ddp"), (8, "ddp")])
 def test_the_number_of_processes_chooses(world_size: int, name: str):
     topology = SimpleNamespace(world_size=world_size)
-    assert choose(Settings(), cast("Any", topology), cast("Any", None)) == name
+    assert choose(Settings(), cast("Any", topology), CPU) == name
 
 
 @given(st.permutations([*range(6)]))
@@ -123,7 +126,7 @@ def test_a_shard_must_be_one_of_the_shards(num: int, index: int):
 
 
 def test_a_feature_that_is_not_offered_is_refused_by_name():
-    nothing = cast("Any", None)
+    nothing = CPU
     strategy = Strategy(
         name="thin",
         wrapper=nothing,
@@ -142,7 +145,7 @@ def test_a_feature_that_is_not_offered_is_refused_by_name():
 def choose_with(strategy: str | None, world_size: int = 2, **sections: Any) -> str:
     settings = Settings(training=TrainingSettings(strategy=strategy), **sections)
     specs = registry.available([entry("mine", "my_package:OTHER_MINE")])
-    return choose(settings, cast("Any", SimpleNamespace(world_size=world_size)), cast("Any", None), specs)
+    return choose(settings, cast("Any", SimpleNamespace(world_size=world_size)), CPU, specs)
 
 
 OTHER_MINE = StrategySpec(name="mine", applies=never, build="json:loads")
@@ -181,4 +184,4 @@ def test_an_entry_point_that_cannot_be_imported_is_named():
 
 
 def test_names_are_listed_without_importing_anything():
-    assert registry.STRATEGIES.names([entry("mine", "no_such_package:SPEC")])[:2] == ["mine", "deepspeed"]
+    assert registry.STRATEGIES.names([entry("mine", "no_such_package:SPEC")])[:2] == ["mine", "xla_fsdp"]

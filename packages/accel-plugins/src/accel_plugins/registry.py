@@ -21,6 +21,17 @@ ENTRY_POINT_GROUP = "accel.strategies"
 """A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:SPEC"`."""
 
 
+def _shards_by_compiler(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    return settings.fsdp is not None and (
+        bool(settings.fsdp.xla) or _records_operations(settings, topology, device)
+    )
+
+
+def _records_operations(settings: Settings, topology: Topology, device: torch.device) -> bool:
+    del settings, topology
+    return device.type == "xla"
+
+
 def _has_engine(settings: Settings, topology: Topology, device: torch.device) -> bool:
     del topology, device
     return settings.deepspeed is not None
@@ -68,6 +79,13 @@ _STRATEGIES = "accel_plugins.strategies"
 BUILT_IN: Mapping[str, StrategySpec] = {
     spec.name: spec
     for spec in (
+        StrategySpec(
+            name="xla_fsdp",
+            applies=_shards_by_compiler,
+            build=f"{_STRATEGIES}.xla_fsdp:build",
+            sections={"fsdp": {"xla": True, "xla_fsdp_v2": True}},
+        ),
+        StrategySpec(name="xla", applies=_records_operations, build=f"{_STRATEGIES}.xla:build"),
         StrategySpec(
             name="deepspeed",
             applies=_has_engine,

@@ -159,7 +159,6 @@ _STRATEGY_LABELS = {
     "fsdp2": DistributedType.FSDP,
     "deepspeed": DistributedType.DEEPSPEED,
     "megatron": DistributedType.MEGATRON_LM,
-    "xla": DistributedType.XLA,
 }
 
 
@@ -175,7 +174,8 @@ def distributed_type_of(
         world_size: Number of processes.
 
     Returns:
-        The strategy's own label where it has one, `NO` for one process, else the device's label.
+        `XLA` on XLA devices; else the strategy's own label where it has one, `NO` for one process, else the
+        device's label.
 
     Example:
         >>> distributed_type_of("ddp", "MULTI_CPU", 2).value
@@ -184,11 +184,16 @@ def distributed_type_of(
         'NO'
         >>> distributed_type_of("fsdp2", "MULTI_GPU", 1).value
         'FSDP'
+        >>> distributed_type_of("single", "XLA", 1).value
+        'XLA'
     """
+    label = DistributedType(device_kind_label)
+    if label is DistributedType.XLA:  # also with one process, which may drive many devices
+        return label
     labels = _STRATEGY_LABELS.get(strategy_name)
     if labels is not None:
         return labels
-    return DistributedType.NO if world_size == 1 else DistributedType(device_kind_label)
+    return DistributedType.NO if world_size == 1 else label
 
 
 TORCH_DISTRIBUTED_OPERATION_TYPES = [

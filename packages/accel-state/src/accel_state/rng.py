@@ -138,7 +138,7 @@ def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None
 
 def _of_device(kind: DeviceKind) -> RngSource:
     rows = [row for row in KINDS if row.rng_key == kind.rng_key]
-    if not any(row.probe() for row in rows) or kind.type == "xla":
+    if not any(row.probe() for row in rows):
         raise SettingsError(f"rng_type={kind.rng_key!r} was asked for, but there is no such device here.")
     return RngSource(read=kind.module.get_rng_state, write=kind.module.set_rng_state)
 

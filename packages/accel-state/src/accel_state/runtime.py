@@ -18,7 +18,7 @@ from accel_state.backends.torch_dist import TorchCollectives, default_store, gro
 from accel_state.calls import compare_calls
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
 from accel_state.devices.select import choose_device, set_current_device
-from accel_state.errors import AccelError, SettingsError, UnsupportedError
+from accel_state.errors import AccelError, SettingsError
 from accel_state.gloo_threads import wait_for_gloo_threads
 from accel_state.topology import Topology, detect, rendezvous
 
@@ -119,11 +119,8 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
         local_rank=topology.local_rank,
         local_world_size=topology.local_world_size,
     )
-    if kind.type == "xla":
-        raise UnsupportedError(
-            "torch_xla is installed and no other accelerator was found, but this release does not run on XLA "
-            "devices yet. Pass cpu=True (or set ACCELERATE_USE_CPU=1) to compute on the CPU."
-        )
+    if kind.own_runtime is not None:
+        topology = kind.own_runtime.topology(topology)
     set_current_device(device)
     runtime = Runtime(
         topology=topology,
@@ -260,6 +257,8 @@ def _group_options(
     chosen["backend"] = _check_backend(kind, options.get("backend"))
     if "store" not in chosen and "init_method" not in chosen and (restart_count := _restart_count(variables)):
         chosen["store"] = _restart_store(restart_count, variables, topology, chosen.get("timeout"))
+    if kind.own_runtime is not None:
+        return {"init_method": kind.own_runtime.INIT_METHOD, **chosen}
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
         endpoint = rendezvous(variables, topology)
         chosen["init_method"] = f"tcp://{endpoint.address}:{endpoint.port}"

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from accel_state.devices.kinds import own_runtime_of
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from contextlib import AbstractContextManager
@@ -185,7 +187,7 @@ def synchronize(device: torch.device) -> None:
     if streams is not None:
         streams.synchronize()
     elif device.type != "cpu":
-        torch.accelerator.synchronize(device)
+        (own_runtime_of(device) or torch.accelerator).synchronize(device)
 
 
 @contextmanager

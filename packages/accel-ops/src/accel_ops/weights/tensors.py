@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from accel_state.devices.kinds import WITHOUT_STORAGE
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -96,6 +98,8 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
         True
     """
     storage = tensor.untyped_storage()
+    if tensor.device.type in WITHOUT_STORAGE:
+        return tensor.device, storage._cdata, storage.nbytes()  # pyright: ignore[reportPrivateUsage] - as `torch.save`
     return tensor.device, storage.data_ptr(), storage.nbytes()
 
 

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
+from accel_ops.tree import recursively_apply, walk
 from accel_ops.weights.clean import clean_state_dict_for_safetensors
 from accel_ops.weights.names import (
     INDEX_SUFFIX,
@@ -23,6 +24,7 @@ from accel_ops.weights.names import (
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, ShardPlan, filled, groups_of, numbered
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_state import runtime
+from accel_state.devices.kinds import WITHOUT_STORAGE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
@@ -36,7 +38,7 @@ def save(
     save_on_each_node: bool = False,
     safe_serialization: bool = False,
 ) -> None:
-    """Save on the main process, once.
+    """Save on the main process, once. Tensors of lazy devices are saved as they are on the CPU.
 
     Args:
         obj: What to save; with `safe_serialization`, a dictionary from name to tensor.
@@ -50,6 +52,7 @@ def save(
     topology = runtime.current_or_single().topology
     if not (topology.is_local_main if save_on_each_node else topology.is_main):
         return
+    obj = _with_storages(obj)
     if not isinstance(f, (str, os.PathLike)):
         if safe_serialization:
             raise TypeError("safetensors are written to a path, not into an open file: pass the path")
@@ -134,7 +137,7 @@ def save_state_parts(
     with contextlib.ExitStack() as staged:
         files: list[Path] = []
         for groups, size in filled((group for part in parts for group in groups_of(clean(part))), limit):
-            tensors = {name: tensor for group in groups for name, tensor in group.items()}
+            tensors = _with_storages({name: tensor for group in groups for name, tensor in group.items()})
             shards.append([*tensors])
             total += size
             files.append(staged.enter_context(_replacing(target / pattern.format(suffix=""))))
@@ -149,6 +152,17 @@ def save_state_parts(
         _replace(target / index_name, lambda temporary: temporary.write_text(text, encoding="utf-8"))
     _remove_previous(target, pattern, index_name, plan)
     return plan
+
+
+def _with_storages(data: Any) -> Any:
+    """Copy the tensors of lazy devices to the CPU, if there are any; nothing can serialise them."""
+    if any(_lacks_storage(leaf) for _, leaf in walk(data)):
+        return recursively_apply(torch.Tensor.cpu, data, test_type=_lacks_storage)
+    return data
+
+
+def _lacks_storage(data: Any) -> bool:
+    return isinstance(data, torch.Tensor) and data.device.type in WITHOUT_STORAGE
 
 
 def _remove_previous(folder: Path, pattern: str, index_name: str, plan: ShardPlan) -> None:

@@ -22,12 +22,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from accel_plugins.fsdp.autowrap import (
-    POLICIES,
-    classes_named,
-    size_policy,
-    transformer_policy,
-)
+from accel_plugins.fsdp.autowrap import POLICIES, classes_named, size_policy, transformer_policy
 from accel_plugins.fsdp.dtypes import policy_of
 from accel_plugins.fsdp.env_flags import SWITCH, enable_fsdp_ram_efficient_loading
 from accel_plugins.fsdp.fields import RESHARDS, member_of, prefetch_of, reshard_of
@@ -60,6 +55,9 @@ _DEFAULTS: dict[str, Any] = {
     "activation_checkpointing_offload": False,
     "cpu_ram_efficient_loading": False,
     "min_num_params": 0,
+    "xla": False,
+    "xla_fsdp_v2": False,
+    "xla_fsdp_grad_ckpt": False,
 }
 _STATE_DICTS = {1: "FULL_STATE_DICT", 2: "SHARDED_STATE_DICT"}
 _OF_BOTH_VERSIONS = {ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP}
@@ -84,6 +82,9 @@ _FLAGS = (
     "activation_checkpointing",
     "activation_checkpointing_offload",
     "limit_all_gathers",
+    "xla",
+    "xla_fsdp_v2",
+    "xla_fsdp_grad_ckpt",
 )
 
 
@@ -104,16 +105,15 @@ class FullyShardedDataParallelPlugin:
             dictionary of its arguments in which dtypes may be names; derived from `mixed_precision` if
             `None`.
         auto_wrap_policy: The modules to shard separately: `"transformer_based_wrap"`, `"size_based_wrap"`,
-            `"no_wrap"`, or a function (version 1: as for `FullyShardedDataParallel`; version 2: of a
-            module).
+            `"no_wrap"`, or a function (version 1: as for `FullyShardedDataParallel`; else of a module).
         cpu_offload: Whether parameters, gradients and optimizer state are offloaded to the CPU; or a
             `CPUOffload` (version 1) or `CPUOffloadPolicy` (version 2).
-        ignored_modules: Modules that are not sharded, or a regular expression that matches their full names.
-            Their gradients are not reduced.
+        ignored_modules: Modules that are not sharded, nor their gradients reduced; or a regular expression
+            that matches their full names.
         state_dict_type: The form of checkpoints: `"FULL_STATE_DICT"`, `"SHARDED_STATE_DICT"`, or
             `"LOCAL_STATE_DICT"` (version 1).
         state_dict_config: Version 1: a `StateDictConfig`; derived from the type if `None`.
-        optim_state_dict_config: Version 1: an `OptimStateDictConfig`; derived from the type if `None`.
+        optim_state_dict_config: Version 1: an `OptimStateDictConfig`; likewise.
         limit_all_gathers: Version 1: whether the CPU waits so that only two all-gathers are in flight.
         use_orig_params: Version 1: whether the original parameters stay visible; version 2 always keeps them.
         param_init_fn: Version 1: materialises a module on the meta device.
@@ -125,6 +125,9 @@ class FullyShardedDataParallelPlugin:
         transformer_cls_names_to_wrap: Names of the classes that `"transformer_based_wrap"` shards; those of
             the model's `_no_split_modules` if `None`.
         min_num_params: Least number of parameters of a module that `"size_based_wrap"` shards.
+        xla: Whether the model is sharded over XLA devices.
+        xla_fsdp_v2: With `xla`: whether the compiler shards (SPMD), in one process for all devices.
+        xla_fsdp_grad_ckpt: With `xla`: whether blocks recompute their activations in the backward pass.
 
     Raises:
         SettingsError: The value of a field, or of its variable, is invalid, or not supported in the version.
@@ -156,6 +159,9 @@ class FullyShardedDataParallelPlugin:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: list[str] | None = None
     min_num_params: int | None = None
+    xla: bool | None = None
+    xla_fsdp_v2: bool | None = None
+    xla_fsdp_grad_ckpt: bool | None = None
 
     def __post_init__(self) -> None:
         arguments = {name for name in _OF_POLICIES if getattr(self, name)}
@@ -203,9 +209,9 @@ class FullyShardedDataParallelPlugin:
         return cast("Any", self.auto_wrap_policy)
 
     def to_settings(self, settings: Settings) -> Settings:
-        """Return the settings with the FSDP version, by which the strategy is chosen."""
-        section = replace(settings.fsdp or FsdpSettings(), fsdp_version=self.version)
-        return replace(settings, fsdp=section)
+        """Return the settings with the fields by which the strategy is chosen."""
+        chosen = {"fsdp_version": self.version, "xla": self.xla, "xla_fsdp_v2": self.xla_fsdp_v2}
+        return replace(settings, fsdp=replace(settings.fsdp or FsdpSettings(), **chosen))
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Replace the name in `auto_wrap_policy` by the policy's function for a model.

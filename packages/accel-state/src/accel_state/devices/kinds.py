@@ -30,6 +30,9 @@ class DeviceKind:
         rng_key: The `RNGType` of its random number generator, if it has one of its own.
         plugin: The package that teaches torch the device type, if torch does not know it by itself.
         probe: Whether a device of this family can be used by this process.
+        runtime: The module that stands for `torch.<type>`, for devices that torch does not know. It also says
+            which ranks there are (`topology`), how they meet (`INIT_METHOD`), and executes what was recorded
+            (`flush`), since such devices record operations.
     """
 
     name: str
@@ -40,11 +43,17 @@ class DeviceKind:
     rng_key: str | None
     probe: Callable[[], bool]
     plugin: str | None = None
+    runtime: str | None = None
 
     @property
     def module(self) -> Any:
         """The namespace of torch for the device type, such as `torch.cuda`; `None` if it has none."""
-        return getattr(torch, self.type, None)
+        return self.own_runtime or getattr(torch, self.type, None)
+
+    @property
+    def own_runtime(self) -> Any:
+        """The module named by `runtime`; `None` if torch knows the device."""
+        return None if self.runtime is None else import_module(self.runtime)
 
     @property
     def group_backend(self) -> str | None:
@@ -160,6 +169,7 @@ KINDS: tuple[DeviceKind, ...] = (
         visible_devices_env="TPU_VISIBLE_CHIPS",
         rng_key="xla",
         plugin="torch_xla",
+        runtime="accel_state.devices.xla",
         probe=_is_xla,
     ),
     DeviceKind(
@@ -173,6 +183,9 @@ KINDS: tuple[DeviceKind, ...] = (
     ),
 )
 """In probe order; the CPU, which is always there, comes last."""
+
+WITHOUT_STORAGE = frozenset(kind.type for kind in KINDS if kind.runtime is not None)
+"""Types of devices whose tensors have no storage that could be addressed."""
 
 BY_NAME = {kind.name: kind for kind in KINDS}
 CPU = BY_NAME["cpu"]
@@ -206,3 +219,16 @@ def kind_of(device: torch.device) -> DeviceKind:
         known = ", ".join(dict.fromkeys(kind.type for kind in KINDS))
         raise ValueError(f"There is no device family for {str(device)!r}: known types are {known}.")
     return next((kind for kind in rows if kind.probe()), rows[0])
+
+
+def own_runtime_of(device: torch.device) -> Any:
+    """The module that stands for `torch.<type>` of a device that torch does not know; `None` for any other.
+
+    Args:
+        device: Any device.
+
+    Example:
+        >>> own_runtime_of(torch.device("cpu")) is None
+        True
+    """
+    return next((kind.own_runtime for kind in KINDS if kind.type == device.type), None)

@@ -7,7 +7,7 @@ import torch
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind, available_kind, kind_of
 from accel_state.errors import SettingsError
 
-SINGLE_DEVICE_TYPES = frozenset({"cpu", "mps", "xla"})
+SINGLE_DEVICE_TYPES = frozenset({"cpu", "mps"})
 
 
 def choose_device(

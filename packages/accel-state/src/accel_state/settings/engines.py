@@ -26,6 +26,9 @@ class FsdpSettings:
         cpu_ram_efficient_loading: Whether only rank 0 loads weights; the other ranks have meta models.
         transformer_cls_names_to_wrap: Class names of the transformer wrap policy.
         min_num_params: Smallest number of parameters of a module for the size wrap policy.
+        xla: Whether models are sharded over XLA devices.
+        xla_fsdp_v2: Whether the compiler shards them (SPMD).
+        xla_fsdp_grad_ckpt: Whether blocks recompute their activations on XLA devices.
     """
 
     fsdp_version: int | None = None
@@ -43,6 +46,9 @@ class FsdpSettings:
     cpu_ram_efficient_loading: bool | None = None
     transformer_cls_names_to_wrap: tuple[str, ...] | None = None
     min_num_params: int | None = None
+    xla: bool | None = None
+    xla_fsdp_v2: bool | None = None
+    xla_fsdp_grad_ckpt: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_ops.dtensors import is_dtensor
 from accel_ops.weights.names import SAFETENSORS_SUFFIX
 from accel_ops.weights.read import load_state_dict
+from accel_ops.weights.tensors import id_tensor_storage
 from accel_plugins.dcp.names import plain_name
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
@@ -209,7 +210,8 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
     for name, value in like.items():
         same: object = id(value)  # where it is divided, this rank may have nothing of its memory
         if not is_dtensor(value) and value.numel() and not value.is_meta:
-            same = (value.device, value.data_ptr(), value.dtype, tuple(value.shape), value.stride())
+            begin = (id_tensor_storage(value), value.storage_offset())
+            same = (begin, value.dtype, tuple(value.shape), value.stride())
         names.setdefault(same, []).append(name)
     complete = dict(state)
     for group in names.values():

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from accel_state.devices.kinds import KINDS
+from accel_state.devices.kinds import KINDS, DeviceKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,29 +86,28 @@ def seed_apart(states: Mapping[str, Any], rank: int) -> None:
     torch.manual_seed(seed)  # of all devices
 
 
-def _kinds_in_use(device: torch.device) -> list[str]:
-    """Return the device types in use: this process's own, and others that are initialised."""
-    types = dict.fromkeys(kind.type for kind in KINDS if kind.probe() and kind.type not in {"cpu", "xla"})
+def _kinds_in_use(device: torch.device) -> list[DeviceKind]:
+    """Return the kinds of devices in use: this process's own, and others that are initialised."""
+    by_type = {kind.type: kind for kind in reversed(KINDS) if kind.type != "cpu" and kind.probe()}
     return [
-        name
-        for name in types
-        if name == device.type or getattr(getattr(torch, name), "is_initialized", lambda: False)()
+        kind
+        for kind in reversed(by_type.values())
+        if kind.type == device.type or getattr(kind.module, "is_initialized", bool)()
     ]
 
 
-def _device_key(kind: str) -> str:
-    return f"torch_{kind}_manual_seed"
+def _device_key(kind: DeviceKind) -> str:
+    return f"torch_{kind.type}_manual_seed"
 
 
-def _read_device(kind: str) -> Any:
-    namespace: Any = getattr(torch, kind)
-    if not hasattr(namespace, "get_rng_state_all"):  # mps has one device
-        return [namespace.get_rng_state()]
-    return namespace.get_rng_state_all()
+def _read_device(kind: DeviceKind) -> Any:
+    if not hasattr(kind.module, "get_rng_state_all"):  # mps and xla have one device
+        return [kind.module.get_rng_state()]
+    return kind.module.get_rng_state_all()
 
 
-def _write_device(kind: str, states: Any) -> list[str]:
-    namespace: Any = getattr(torch, kind)
+def _write_device(kind: DeviceKind, states: Any) -> list[str]:
+    namespace = kind.module
     if not hasattr(namespace, "get_rng_state_all"):
         namespace.set_rng_state(states[0])
         return []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from accel_state.devices.kinds import WITHOUT_STORAGE
 from accel_state.streams import device_streams
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def copied_tree(tree: Any, copy_storage: Callable[[UntypedStorage], UntypedStora
         copy_storage: Called once for every storage that has memory; returns one on the CPU of the same size.
     """
     memo: dict[int, Any] = {}
-    storages: dict[int, UntypedStorage] = {}
+    storages: dict[int, Any] = {}
     tensors = {id(tensor): tensor for tensor in _tensors_in(tree, set()) if _is_plain(tensor)}
     memo |= {key: _copied(tensor, copy_storage, storages) for key, tensor in tensors.items()}
     for key, tensor in tensors.items():
@@ -164,10 +165,12 @@ def _is_plain(tensor: Tensor) -> bool:
 def _copied(
     tensor: Tensor,
     copy_storage: Callable[[UntypedStorage], UntypedStorage],
-    storages: dict[int, UntypedStorage],
+    storages: dict[int, Any],
 ) -> Tensor:
     source = tensor.untyped_storage()
     key = source._cdata  # pyright: ignore[reportPrivateUsage] - by which `torch.save` tells storages apart
+    if tensor.device.type in WITHOUT_STORAGE:
+        return _read_back(tensor, storages.setdefault(key, {}))
     target = storages.get(key)
     if target is None:
         target = copy_storage(source) if source.nbytes() else torch.UntypedStorage(0)
@@ -175,8 +178,19 @@ def _copied(
     result = torch.empty(0, dtype=tensor.dtype).set_(
         target, tensor.storage_offset(), tensor.size(), tensor.stride()
     )
-    if tensor.is_conj():
-        result = result.conj()
+    return _like(tensor, result.conj() if tensor.is_conj() else result)
+
+
+def _read_back(tensor: Tensor, known: dict[Any, Tensor]) -> Tensor:
+    """Copy a tensor of a device without storages; views of one shape of one tensor share memory again."""
+    view = (tensor.storage_offset(), tuple(tensor.size()), tensor.stride(), tensor.dtype)
+    if view not in known:
+        known[view] = tensor.detach().cpu()
+    return _like(tensor, known[view].view_as(known[view]))
+
+
+def _like(tensor: Tensor, result: Tensor) -> Tensor:
+    """Return the copy of a tensor as a parameter if the tensor is one."""
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(result, tensor.requires_grad)
     return result.requires_grad_(tensor.requires_grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -10,6 +12,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 
 from accel_ops.move import send_to_device
 from accel_ops.tree import walk
+from accel_state.devices.kinds import own_runtime_of
 from accel_state.streams import device_streams
 from accel_train.data.iterable_shard import Delivery
 
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from accel_state.streams import DeviceStreams, Event
+
+logger = logging.getLogger(__name__)
 
 _CPU = torch.device("cpu")
 
@@ -89,6 +94,45 @@ class CopyStream:
         return InFlight(moved, arrived)
 
 
+class Recorded:
+    """Batches of a device that records operations: copied one ahead; what was recorded is executed between.
+
+    Args:
+        device: The device.
+        flush: Executes what was recorded.
+    """
+
+    def __init__(self, device: torch.device, flush: Callable[[], None]) -> None:
+        self._device = device
+        self._flush = flush
+        self._shapes: list[tuple[int, ...]] | None = None
+
+    def start_copy(self, item: Any) -> Any:
+        """Begin the copy of a batch."""
+        if type(item) is Delivery:
+            return replace(item, batch=send_to_device(item.batch, self._device, non_blocking=True))
+        return send_to_device(item, self._device, non_blocking=True)
+
+    def land(self, batch: Any) -> Any:
+        """Execute what the loop has recorded for the batch before, and yield this one."""
+        self._flush()
+        shapes = [tuple(leaf.shape) for _, leaf in walk(batch) if isinstance(leaf, torch.Tensor)]
+        if self._shapes is None:
+            self._shapes = shapes
+        elif shapes != self._shapes:
+            warn_of_shapes()
+        return batch
+
+
+@functools.cache
+def warn_of_shapes() -> None:
+    """Warn that batches have different shapes; once per process."""
+    logger.warning(
+        "Batches have different shapes, and the loop is compiled anew for every combination of shapes: "
+        "drop_last=True of the DataLoader, or padding in its collate_fn, keeps them equal."
+    )
+
+
 def _hides_tensors(leaf: Any) -> bool:
     """Whether an object moves tensors that nobody can record: the stream that uses them must own them."""
     return (
@@ -146,4 +190,6 @@ def placing(device: torch.device | None, *, prefetching: bool) -> Placing:
         return CopyStream(streams)
     if device.type == "cpu":
         return Plain(to_cpu)
+    if (runtime := own_runtime_of(device)) is not None:
+        return Recorded(device, runtime.flush)
     return Plain(lambda batch: send_to_device(batch, device, non_blocking=prefetching))

@@ -8,6 +8,8 @@ from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import boolean, comma_list, integer, one_of
 from accel_state.settings.rows.launch import is_local
 
+_NOT_ON_XLA = "The interview for TPUs asks for nothing about FSDP."
+
 # The lists are public in Accelerate, as lists in this order; transformers relies on it.
 FSDP_SHARDING_STRATEGY = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"]
 """How FSDP1 shards parameters, gradients and optimizer states; numbered from 1."""
@@ -52,13 +54,17 @@ def _second(answers: Answers) -> bool:
 
 def _row(field: str, help: str, *, short: str | None = None, **more: Any) -> Option:  # noqa: A002 - as the field is called
     name = f"fsdp_{short or field}"
-    rest: dict[str, Any] = {"variable": name.upper(), "ask_if": _on, **more}
+    rest: dict[str, Any] = {
+        "variable": name.upper(),
+        "key": f"fsdp_config.{name}",
+        "ask_if": _on,
+        **more,
+    }
     return Option(
         path=f"fsdp.{field}",
         help=help,
         topic="FSDP",
         flags=(f"--{name}",),
-        key=f"fsdp_config.{name}",
         **rest,
     )
 
@@ -193,6 +199,29 @@ FSDP = (
         parse=boolean,
         question="Offload checkpointed activations to the CPU?",
         ask_if=lambda answers: _on(answers) and answers("fsdp.activation_checkpointing"),
+    ),
+    _row(
+        "xla",
+        "Shard models over XLA devices.",
+        parse=boolean,
+        key="fsdp_config.xla",
+        skip_reason=_NOT_ON_XLA,
+    ),
+    _row(
+        "xla_fsdp_v2",
+        "On XLA devices: let the compiler shard (SPMD), with one process for all devices of a host.",
+        short="xla_v2",
+        parse=boolean,
+        key="fsdp_config.xla_fsdp_v2",
+        skip_reason=_NOT_ON_XLA,
+    ),
+    _row(
+        "xla_fsdp_grad_ckpt",
+        "On XLA devices: recompute the activations of blocks in the backward pass.",
+        short="xla_grad_ckpt",
+        parse=boolean,
+        key="fsdp_config.xla_fsdp_grad_ckpt",
+        skip_reason=_NOT_ON_XLA,
     ),
 )
 """Rows of `FsdpSettings`."""

@@ -1,0 +1,148 @@
+"""XLA devices: one process, or one per host, whose models the compiler shards over all devices (SPMD)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised
+from accel_plugins.strategies.torch_step import TorchStepper
+from accel_plugins.strategies.xla_move import move_to_xla
+from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
+from accel_plugins.xla.spmd import (
+    BatchSharder,
+    checkpoint_blocks,
+    quiet_backward,
+    shard_model,
+    shard_optimizer,
+    start_mesh,
+)
+from accel_plugins.xla.support import refuse_unsupported
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+    from torch import nn
+
+    from accel_plugins.bundle import Bundle
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+_WANTED = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
+# What fields of the plugin say that is not done on XLA devices.
+_UNSUPPORTED = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedXlaWrapper:
+    """Model wrapper that moves models to the devices of a mesh, sharded.
+
+    Args:
+        device: The device that stands for all.
+        plugin: Wrap policy, and whether blocks recompute their activations.
+        mesh: The mesh of the devices.
+    """
+
+    device: torch.device
+    plugin: FullyShardedDataParallelPlugin
+    mesh: Any
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse models on the meta device, and blocks to recompute where there are none.
+
+        Raises:
+            SettingsError: The wrap policy does not fit a model.
+        """
+        check_materialised(bundle)
+        for model in bundle.models:
+            if self._recomputes and len(self._blocks(model)) == 1:
+                raise SettingsError(
+                    f"xla_fsdp_grad_ckpt=True recomputes the activations of blocks, and auto_wrap_policy="
+                    f"{self.plugin.auto_wrap_policy!r} selects none of {type(model).__name__}: select some."
+                )
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Move the models to the devices and shard them; a model that is evaluated is sharded, too."""
+        del evaluation
+        models = move_to_xla(bundle, self.device)
+        for model in models:
+            chosen = self._blocks(model)
+            shard_model(model, chosen, self.mesh)
+            if self._recomputes:
+                checkpoint_blocks(chosen[:-1])
+        for optimizer in bundle.optimizers:
+            shard_optimizer(optimizer, self.mesh)
+        return replace(bundle, models=models)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+    @property
+    def _recomputes(self) -> bool:
+        return bool(self.plugin.xla_fsdp_grad_ckpt or self.plugin.activation_checkpointing)
+
+    def _blocks(self, model: nn.Module) -> list[nn.Module]:
+        return blocks(model, fsdp2_prepare_auto_wrap_policy(self.plugin, model), set())
+
+
+def build(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> Strategy:
+    """Make the strategy of a run that is sharded over XLA devices.
+
+    Args:
+        settings: May ask for what XLA does not offer.
+        runtime: Device and topology.
+        precision: Steps optimizers.
+        handlers: The `FullyShardedDataParallelPlugin` among them has the options.
+
+    Raises:
+        UnsupportedError: The device is no XLA device, or something is asked for that these do not offer.
+    """
+    plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
+    own, topology = runtime.kind.own_runtime, runtime.topology
+    if own is None:
+        raise UnsupportedError(
+            f"FullyShardedDataParallelPlugin(xla=True) shards over XLA devices, and this process computes on "
+            f"{str(runtime.device)!r}: leave xla out, or install accel-suite[xla]."
+        )
+    refuse_unsupported(settings, runtime, precision, handlers)
+    _check_plugin(plugin)
+    mesh = start_mesh()
+    return Strategy(
+        name="xla_fsdp",
+        wrapper=ShardedXlaWrapper(device=runtime.device, plugin=plugin, mesh=mesh),
+        stepper=TorchStepper(precision=precision, around_backward=quiet_backward),
+        persister=ReplicatedPersister(is_main=topology.is_main),
+        sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
+        features=PLAIN_FEATURES,
+        divide=BatchSharder(mesh, runtime.device, topology.world_size),
+        after_micro_batch=own.flush,
+        after_step=own.flush,
+    )
+
+
+def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
+    """Refuse what the compiler does not do.
+
+    Raises:
+        UnsupportedError: A field asks for it.
+    """
+    if not (plugin.xla and plugin.xla_fsdp_v2):
+        raise UnsupportedError(
+            f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): on XLA "
+            f"devices the compiler shards models; write {_WANTED}."
+        )
+    asked = [name for name in _UNSUPPORTED if getattr(plugin, name) is not None]
+    asked += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
+    if asked:
+        raise UnsupportedError(
+            f"{_WANTED} does not go with {', '.join(asked)}: leave it out. mixed_precision='bf16' of "
+            "Accelerator computes in bfloat16."
+        )

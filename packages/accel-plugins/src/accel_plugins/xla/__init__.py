@@ -1,0 +1,1 @@
+"""Training on XLA devices, which record operations and execute them on request."""

@@ -1,0 +1,56 @@
+"""What XLA devices do not offer, refused when an `Accelerator` is made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_state.errors import UnsupportedError
+from accel_state.labels import DDPCommunicationHookType
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
+
+_SPMD = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
+
+
+def refuse_unsupported(
+    settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
+) -> None:
+    """Refuse what a run on XLA devices asks for and cannot have.
+
+    Args:
+        settings: The settings of the run, with those of its plugins.
+        runtime: Device and topology.
+        precision: The policy of the run.
+        handlers: Kwargs handlers and plugins, by type.
+
+    Raises:
+        UnsupportedError: It asks for another engine, for float16 with loss scaling, for communication hooks,
+            or for comparisons of calls.
+    """
+    options = handlers.get(DistributedDataParallelKwargs)
+    hook = DDPCommunicationHookType.NO if options is None else options.comm_hook
+    found: dict[str, bool] = {
+        "DeepSpeed": settings.deepspeed is not None,
+        "Megatron-LM": settings.megatron is not None,
+        f"a ParallelismConfig (models are sharded with {_SPMD})": settings.parallelism is not None,
+        "mixed_precision='fp16', whose loss scaler waits for the device in every step (use 'bf16')": (
+            precision.scaler is not None
+        ),
+        f"the communication hook {hook.value!r} of DistributedDataParallel": (
+            hook is not DDPCommunicationHookType.NO
+        ),
+        "debug mode (ACCELERATE_DEBUG_MODE), whose comparisons would execute every collective alone": (
+            runtime.debug
+        ),
+    }
+    for what, asked in found.items():
+        if asked:
+            raise UnsupportedError(
+                f"On XLA devices there is no {what}: leave it out, or pass cpu=True to compute on the CPU."
+            )

@@ -1,0 +1,184 @@
+"""What stands for `torch.xla`, which torch does not have: XLA devices through PJRT. It imports torch_xla."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state.errors import MissingDependencyError, SettingsError
+from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+INIT_METHOD = "xla://"
+"""With it `init_process_group` takes ranks and address from PJRT."""
+
+_SEED_BYTES = 8
+
+
+@dataclass(slots=True)
+class _Use:
+    """Whether the devices of this process are in use, and the last seed."""
+
+    started: bool = False
+    seed: int | None = None
+
+
+_use = _Use()
+
+
+@functools.cache
+def library() -> Any:
+    """Import torch_xla.
+
+    Raises:
+        MissingDependencyError: It is not the version that belongs to that of torch.
+    """
+    check_versions(version("torch"), version("torch_xla"))
+    return import_module("torch_xla")
+
+
+def check_versions(torch_version: str, xla_version: str) -> None:
+    """Refuse a torch and a torch_xla that do not belong together.
+
+    Args:
+        torch_version: As installed.
+        xla_version: As installed.
+
+    Raises:
+        MissingDependencyError: Their first two numbers differ.
+
+    Example:
+        >>> check_versions("2.9.1+cpu", "2.9.0")
+    """
+    ours, theirs = (".".join(text.split(".")[:2]) for text in (torch_version, xla_version))
+    if ours != theirs:
+        raise MissingDependencyError(
+            f"torch {torch_version} and torch_xla {xla_version} are installed, which do not belong together: "
+            f"run `pip install 'torch=={theirs}.*' 'torch_xla=={theirs}.*'`, or pass cpu=True (or set "
+            "ACCELERATE_USE_CPU=1) to compute on the CPU."
+        )
+
+
+def topology(launched: Topology) -> Topology:
+    """Return the ranks that PJRT knows: one for every device, or for every host where no launcher ran.
+
+    Args:
+        launched: What the launcher's variables say.
+
+    Raises:
+        SettingsError: They say something else; or torch_xla runs several ranks as threads of one process.
+    """
+    library()
+    runtime = import_module("torch_xla.runtime")
+    ranks = runtime.world_size()
+    if ranks == 1:
+        found = Topology(rank=runtime.process_index(), world_size=runtime.process_count())
+    elif ranks > runtime.process_count():
+        raise SettingsError(
+            f"torch_xla runs {ranks} ranks in {runtime.process_count()} processes, as threads, which TPU v2 "
+            "and v3 need. State is kept by process here: use one process for all devices, with "
+            "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)."
+        )
+    else:
+        found = Topology(
+            rank=runtime.global_ordinal(),
+            world_size=ranks,
+            local_rank=runtime.local_ordinal(),
+            local_world_size=runtime.local_process_count(),
+            launcher="torch_xla",
+        )
+    if launched.world_size not in {1, found.world_size}:
+        raise SettingsError(
+            f"{launched.launcher} started {launched.world_size} processes, and PJRT (PJRT_DEVICE="
+            f"{runtime.device_type()}) knows of {found.world_size}: XLA devices are for processes that "
+            "torch_xla starts, as `accel launch --tpu` does; pass cpu=True to compute on the CPU."
+        )
+    return found
+
+
+def flush() -> None:
+    """Execute what was recorded since the last time, without waiting for the end."""
+    library().sync()
+
+
+def synchronize(device: torch.device | None = None) -> None:
+    """Execute what was recorded, and wait until it is done.
+
+    Args:
+        device: Not used: every device of the process is waited for.
+    """
+    del device
+    library().sync(wait=True)
+    import_module("torch_xla.core.xla_model").wait_device_ops()
+
+
+def device_count() -> int:
+    """Return the number of devices that this process drives: one, or one that stands for all of a mesh."""
+    return 1
+
+
+def current_device() -> int:
+    """Return the index of the device of this process."""
+    return 0
+
+
+def is_initialized() -> bool:
+    """Return whether this process has started to use its devices."""
+    return _use.started
+
+
+def start(*, spmd: bool) -> None:
+    """Begin to use the devices of this process, seeded as was asked for before.
+
+    Args:
+        spmd: Whether one device stands for all of them, over which the compiler shards (SPMD).
+
+    Raises:
+        SettingsError: SPMD is asked for, and a tensor was moved to a device without it.
+    """
+    extension, runtime = library()._XLAC, import_module("torch_xla.runtime")
+    if spmd and not runtime.is_spmd():
+        if extension._xla_get_spmd_config_is_locked():
+            raise SettingsError(
+                "An XLA device was used in this process before sharding by the compiler (SPMD) began: "
+                "make the Accelerator before any tensor is moved to the device."
+            )
+        runtime.use_spmd()
+    _use.started = True
+    if _use.seed is not None:
+        library().manual_seed(_use.seed)
+
+
+def manual_seed_all(seed: int) -> None:
+    """Seed the device's generator; before `start` the seed is only remembered, and no device used.
+
+    Args:
+        seed: Any whole number.
+    """
+    _use.seed = seed
+    if _use.started:
+        library().manual_seed(seed)
+
+
+def get_rng_state() -> Tensor:
+    """Return the seed of the device's generator as 8 bytes."""
+    library()
+    seed = import_module("torch_xla.core.xla_model").get_rng_state()
+    return torch.frombuffer(bytearray(seed.to_bytes(_SEED_BYTES, sys.byteorder)), dtype=torch.uint8)
+
+
+def set_rng_state(state: Tensor) -> None:
+    """Set the seed of the device's generator.
+
+    Args:
+        state: The result of `get_rng_state`.
+    """
+    manual_seed_all(int.from_bytes(state.numpy().tobytes(), sys.byteorder))

@@ -1,0 +1,93 @@
+"""A small model and its data, and the loop that trains it with PyTorch alone or with accel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Tied(nn.Module):
+    """A small language model whose head is its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(24, 16)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(16, 24, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(model(tokens).flatten(0, 1).float(), tokens.roll(-1, 1).flatten())
+
+
+@dataclass
+class Problem:
+    """The same model, optimizer and batches for the same seed."""
+
+    seed: int = 3
+    rows: int = 32
+    batch_size: int = 8
+    model: nn.Module = field(init=False)
+    optimizer: torch.optim.Optimizer = field(init=False)
+    loader: DataLoader = field(init=False)
+
+    def __post_init__(self):
+        torch.manual_seed(self.seed)
+        self.model = Tied()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.loader = DataLoader(TensorDataset(torch.randint(24, (self.rows, 6))), batch_size=self.batch_size)
+
+
+def plain_losses(*, epochs: int = 2, accumulation: int = 1, max_norm: float | None = None, **options) -> list:
+    """Train with PyTorch alone, on the CPU."""
+    problem, losses = Problem(**options), []
+    for _ in range(epochs):
+        for number, (tokens,) in enumerate(problem.loader, start=1):
+            loss = loss_of(problem.model, tokens)
+            (loss / accumulation).backward()
+            losses.append(loss.item())
+            if number % accumulation == 0:
+                if max_norm is not None:
+                    nn.utils.clip_grad_norm_(problem.model.parameters(), max_norm)
+                problem.optimizer.step()
+                problem.optimizer.zero_grad()
+    return losses
+
+
+def train(accelerator, model, optimizer, loader, *, epochs: int = 2, max_norm=None, each=None):
+    """Train with accel; `each` is called after every step."""
+    losses = []
+    for _ in range(epochs):
+        for (tokens,) in loader:
+            with accelerator.accumulate(model):
+                loss = loss_of(model, tokens)
+                accelerator.backward(loss)
+                if max_norm is not None and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), max_norm)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.item())
+            if each is not None:
+                each()
+    return losses
