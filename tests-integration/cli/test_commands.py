@@ -117,10 +117,10 @@ def test_ranks_that_never_end_or_end_at_once_are_reported(tmp_path):
     lines = ["import os, sys, time", "if os.environ['RANK'] == '0':", "    time.sleep(1000)"]
     lines += ["print('bye', file=sys.stderr, flush=True)", "os._exit(3)"]
     (tmp_path / "ends.py").write_text("\n".join(lines))
-    done = accel("check", "--world", "2", "--timeout", "2", "--quiet", "ends.py")
+    done = accel("check", "--world", "2", "--timeout", "6", "--quiet", "ends.py")
     assert done.returncode == 1
     late, gone = done.stdout.splitlines()
-    assert late.startswith("problem: rank 0: it has not ended after 2 s (--timeout); values are made up")
+    assert late.startswith("problem: rank 0: it has not ended after 6 s (--timeout); values are made up")
     assert gone == "problem: rank 1: it ended with exit code 3: bye"
 
 

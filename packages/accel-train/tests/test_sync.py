@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_train.sync import Synchronizer, next_micro_batch
+from accel_train.sync import Accumulation, Synchronizer, next_micro_batch
 
 
 def make_state(**changes):
@@ -58,7 +58,7 @@ def test_gradients_of_all_models_stay_local_until_the_window_is_complete():
     synchronizer = Synchronizer(make_state(), recorder.no_sync)
     seen = []
     for _ in range(4):
-        with synchronizer.accumulate(["generator", "critic"]):
+        with Accumulation(synchronizer, ["generator", "critic"]):
             seen.append(list(recorder.inside))
         assert recorder.inside == []
     assert seen == [["generator", "critic"], []] * 2
@@ -67,14 +67,14 @@ def test_gradients_of_all_models_stay_local_until_the_window_is_complete():
 def test_the_end_of_a_loader_completes_a_window_unless_told_otherwise():
     for sync_with_dataloader in (True, False):
         state = make_state(end_of_dataloader=True, sync_with_dataloader=sync_with_dataloader)
-        with Synchronizer(state, None).accumulate([]):
+        with Accumulation(Synchronizer(state, None), []):
             assert state.sync_gradients is sync_with_dataloader
 
 
 def test_sync_each_batch_synchronises_gradients_but_not_optimizers():
     recorder = Recorder()
     state = make_state(plugin_kwargs={"sync_each_batch": True})
-    with Synchronizer(state, recorder.no_sync).accumulate(["model"]):
+    with Accumulation(Synchronizer(state, recorder.no_sync), ["model"]):
         assert recorder.inside == []
         assert state.sync_gradients is False
 
@@ -82,7 +82,7 @@ def test_sync_each_batch_synchronises_gradients_but_not_optimizers():
 def test_an_error_in_the_body_leaves_the_context_of_the_models():
     recorder = Recorder()
     synchronizer = Synchronizer(make_state(), recorder.no_sync)
-    with pytest.raises(ZeroDivisionError), synchronizer.accumulate(["model"]):
+    with pytest.raises(ZeroDivisionError), Accumulation(synchronizer, ["model"]):
         raise ZeroDivisionError
     assert recorder.inside == []
 

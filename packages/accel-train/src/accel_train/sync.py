@@ -59,14 +59,10 @@ class Synchronizer:
     def advance(self) -> bool:
         """Count one micro-batch; return whether its gradients complete a window."""
         state = self._state
-        at_end = state.sync_with_dataloader and state.end_of_dataloader
+        at_end = state.num_steps > 1 and state.sync_with_dataloader and state.end_of_dataloader
         self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
         state._set_sync_gradients(sync)  # pyright: ignore[reportPrivateUsage] - the documented way in
         return sync
-
-    def accumulate(self, models: Sequence[nn.Module]) -> Accumulation:
-        """Return the context manager of one micro-batch of these models."""
-        return Accumulation(self, models)
 
     def local(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Return a context manager in which the gradients of these models stay local."""

@@ -11,7 +11,7 @@ import torch
 from accel_plugins.precision.scaling import step_unscaled, warn_unused_scaler_state
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
     from contextlib import AbstractContextManager
 
     from torch import Tensor
@@ -51,9 +51,7 @@ class FullPrecision:
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
         """Do nothing."""
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
-        """Step."""
-        return step_unscaled(optimizer, closure)
+    step = staticmethod(step_unscaled)
 
     def state_dict(self) -> StateDict:
         """Nothing."""

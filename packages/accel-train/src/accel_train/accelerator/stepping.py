@@ -18,6 +18,7 @@ from accel_train.accelerator.facet import Facet
 from accel_train.data.even_batches import evenness
 from accel_train.lomo import fused_backward
 from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.sync import Accumulation
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
     from accel_state.gradient_state import GradientState
-    from accel_train.sync import Accumulation
     from accel_train.token_normalizer import ItemCount
 
 
@@ -151,7 +151,7 @@ class SteppingFacet(Facet):
             0.5
             0.5
         """
-        return self._parts.synchronizer.accumulate(models)
+        return Accumulation(self._parts.synchronizer, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Keep the gradients of a model local in backward passes within the block.

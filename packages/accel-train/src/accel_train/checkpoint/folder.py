@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 _LOCK_TIMEOUT = 10.0  # seconds that a save waits for another job's to end
 _REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint
 _POLL = 0.02  # seconds between two looks
+_READERS = 4  # files that are hashed at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +249,14 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
         CheckpointError: One differs.
         OSError: One cannot be read.
     """
-    for name in names:
-        found = record_of(folder / name)
-        if found != manifest.files[name]:
-            raise CheckpointError(
-                f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum {found.checksum}, not "
-                f"{manifest.files[name].checksum}. Load another one."
-            )
+    names = [*names]
+    with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
+        for name, found in zip(names, threads.map(record_of, [folder / name for name in names]), strict=True):
+            if found != manifest.files[name]:
+                raise CheckpointError(
+                    f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum {found.checksum}, "
+                    f"not {manifest.files[name].checksum}. Load another one."
+                )
 
 
 def complete_ones(project: Path) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -82,18 +83,20 @@ def _open_committed(run: Run, folder: Path, options: Mapping[str, Any]) -> Sourc
 
 def _attempt(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str | None:
     """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
-    source, damage, blocked = _verified(run, folder, options)
-    damages = _exchange(run, source, damage, blocked=blocked)
-    if damages is None or damages:
-        return damages
+    source, absent, blocked = _located(run, folder, options)
     failure: Exception | None = None
     problem = ""
-    try:
-        source = replace(source, is_open=_open(run, source))
-    except (OSError, CheckpointError) as error:
-        problem = str(error)
-    except Exception as error:  # noqa: BLE001 - classes of users may be unpickled; all ranks must hear
-        failure, problem = error, repr(error)
+    with ThreadPoolExecutor(1, "accel-verify") as thread:  # hashes files while this thread reads them
+        damage = thread.submit(_damage, run, source)
+        try:
+            source = source if absent else replace(source, is_open=_open(run, source))
+        except (OSError, CheckpointError) as error:
+            problem = str(error)
+        except Exception as error:  # noqa: BLE001 - classes of users may be unpickled; all ranks must hear
+            failure, problem = error, repr(error)
+    damages = _exchange(run, source, absent or damage.result(), blocked=blocked)
+    if damages is None or damages:
+        return damages
     problems = _exchange(run, source, problem)
     if failure is not None:
         raise failure
@@ -102,10 +105,8 @@ def _attempt(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str
     return source if problems == "" else problems
 
 
-def _verified(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Source, str, bool]:
-    """Verify this rank's share of the files; return the problem, and whether a writer died."""
-    topology = run.runtime.topology
-    together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+def _located(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Source, str, bool]:
+    """Return a checkpoint, the problem of its folder, and whether a writer died."""
     manifest, problem, blocked = None, "", True
     stamp = folders.identity(folder)
     try:
@@ -113,20 +114,32 @@ def _verified(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Sourc
         blocked = False
         stamp = folders.identity(folder)
         manifest = folders.check(folder)
-        if manifest is not None:
-            folders.verify(folder, manifest, shares(manifest.files, together)[run.rank - run.committer])
     except (OSError, CheckpointError) as error:
         problem = str(error)
     source = Source(
         folder=folder,
         manifest=manifest,
         rank=run.rank,
-        world_size=topology.world_size,
+        world_size=run.runtime.topology.world_size,
         device=run.runtime.device,
         stamp=stamp,
         **options,
     )
     return source, problem, blocked
+
+
+def _damage(run: Run, source: Source) -> str:
+    """Verify this rank's share of the files; return the problem."""
+    if source.manifest is None:
+        return ""
+    topology = run.runtime.topology
+    together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
+    mine = shares(source.manifest.files, together)[run.rank - run.committer]
+    try:
+        folders.verify(source.folder, source.manifest, mine)
+    except (OSError, CheckpointError) as error:
+        return str(error)
+    return ""
 
 
 def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) -> str | None:
@@ -146,7 +159,7 @@ def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) 
 
 
 def _open(run: Run, source: Source) -> bool:
-    """Read or map the files to load; return whether these are all that are needed.
+    """Read or map the files to load; return whether these are all that are needed. No collective.
 
     Raises:
         CheckpointError: A file is absent or cannot be read.
@@ -162,7 +175,7 @@ def _open(run: Run, source: Source) -> bool:
     optional = [source.rng_name()]
     if run.precision.state_dict():
         optional.append(layout.SCALER_NAME)
-    if run.recipe_state():
+    if run.recipe is not None and run.recipe.state_dict is not None:
         optional.append(layout.RECIPE_NAME)
     if prepared.dataloaders:
         optional.append(source.position_name())
