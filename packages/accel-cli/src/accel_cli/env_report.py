@@ -7,8 +7,9 @@ import os
 import platform
 import shutil
 import sys
+from contextlib import suppress
 from importlib import import_module
-from importlib.metadata import distributions
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,8 +25,12 @@ from accel_state.topology import detect
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
+_OURS = (
+    "accel-bigmodel", "accel-cli", "accel-compat", "accel-ops", "accel-plugins", "accel-quant", "accel-state",
+    "accel-suite", "accel-trackers", "accel-train",
+)  # fmt: skip
 # The libraries that matter beside our own packages.
 _LIBRARIES = (
     "bitsandbytes", "datasets", "deepspeed", "diffusers", "huggingface-hub", "megatron-core", "numpy", "peft",
@@ -66,11 +71,11 @@ def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[s
         config_file: The config file to look at; None for the default one.
     """
     return {
-        "accel": _packages("accel-"),
+        "accel": _versions(_OURS),
         "command": shutil.which("accel", path=environ.get("PATH")),
         "platform": platform.platform(),
         "python": platform.python_version(),
-        "libraries": {name: version for name, version in _packages("").items() if name in _LIBRARIES},
+        "libraries": _versions(_LIBRARIES),
         "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
         "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
         **{name: _late(module, fact) for name, (module, fact) in _LATE.items() if _is_installed(module)},
@@ -97,9 +102,12 @@ def as_text(facts: Mapping[str, Any], indent: str = "") -> str:
     return "".join(lines)
 
 
-def _packages(prefix: str) -> dict[str, str]:
-    found = {item.name.lower().replace("_", "-"): item.version for item in distributions()}
-    return {name: found[name] for name in sorted(found) if name.startswith(prefix)}
+def _versions(names: Iterable[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in names:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _memory() -> float | None:
