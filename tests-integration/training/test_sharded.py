@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from contextlib import nullcontext
 
@@ -202,6 +203,27 @@ def test_bfloat16_stays_within_the_rounding_of_its_eight_bits():
 @distributed(world_size=2)
 def test_parameters_stay_on_the_cpu_and_blocks_are_computed_twice():
     check_equal("shards", fsdp_plugin=plugin(cpu_offload=True, activation_checkpointing=True))
+
+
+@distributed(world_size=2)
+def test_clipping_calls_no_function_of_ours_for_every_gradient():
+    accelerator = make_accelerator("shards", fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    model = nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)])
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 4)).sum())
+    called = []
+
+    def note(frame, event, _):
+        if event == "call" and "accel_" in frame.f_code.co_filename:
+            called.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    finally:
+        sys.setprofile(None)
+    assert "clip_grad_norm" in called
+    assert len(called) <= 100, called
 
 
 @distributed(world_size=2)

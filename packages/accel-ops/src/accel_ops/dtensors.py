@@ -6,6 +6,8 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import Tensor
 
 
@@ -30,10 +32,23 @@ def local_part(tensor: Tensor) -> Tensor:
         >>> local_part(whole) is whole
         True
     """
-    sharded: Any = tensor
-    return (
-        sharded._local_tensor if is_dtensor(tensor) else tensor
-    )  # `to_local()` would wait for, and record, more
+    return local_parts([tensor])[0]
+
+
+def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return this rank's shards of many tensors, as `local_part`.
+
+    Example:
+        >>> import torch
+        >>> local_parts([torch.zeros(2)])
+        [tensor([0., 0.])]
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    each: Iterable[Any] = tensors
+    # `to_local()` would wait for, and record, more.
+    return [
+        one._local_tensor if module is not None and isinstance(one, module.DTensor) else one for one in each
+    ]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
-from accel_ops.dtensors import local_part
+from accel_ops.dtensors import local_parts
 from accel_ops.modules import without_compiler
 from accel_plugins.sharding.optimizers import one_mesh_per_group
 from accel_plugins.strategies.torch_step import TorchStepper, unscaled
@@ -112,25 +112,32 @@ def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """
     if not gradients:
         return torch.zeros(())
-    groups: dict[Any, list[Tensor]] = {}
-    for gradient in gradients:
-        axes, part = _local_shard(gradient)
-        groups.setdefault(axes, []).append(part)
-    powers = [_power_along(axes, parts, norm_type) for axes, parts in groups.items()]
+    groups = _by_axes(gradients)
+    powers = [_power_along(axes, local_parts(group), norm_type) for axes, group in groups.items()]
     device = next((one.device for one in powers if one.device.type != "cpu"), powers[0].device)
     together = torch.stack([one.to(device) for one in powers])
     return together.max() if norm_type == math.inf else together.sum() ** (1.0 / norm_type)
 
 
-def _local_shard(gradient: Tensor) -> tuple[tuple[Any, ...], Tensor]:
-    """Return the mesh, those of its axes along which a gradient is sharded, and the local shard."""
-    if not isinstance(gradient, DTensor):
-        return (), gradient
-    if any(placement.is_partial() for placement in gradient.placements):
-        replicated = [Replicate() if one.is_partial() else one for one in gradient.placements]
-        gradient = gradient.redistribute(placements=replicated)
-    shards = [axis for axis, placement in enumerate(gradient.placements) if not placement.is_replicate()]
-    return (gradient.device_mesh, *shards), local_part(gradient)
+def _by_axes(gradients: Sequence[Tensor]) -> dict[tuple[Any, ...], list[Tensor]]:
+    """Group gradients by their mesh and those of its axes along which they are sharded."""
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
+    mesh = placements = None
+    group: list[Tensor] = []
+    replicated: list[Any] = []
+    is_partial = False
+    for gradient in gradients:
+        if not isinstance(gradient, DTensor):
+            groups.setdefault((), []).append(gradient)
+            continue
+        if gradient.device_mesh is not mesh or gradient.placements != placements:  # else like the one before
+            mesh, placements = gradient.device_mesh, gradient.placements
+            replicated = [Replicate() if one.is_partial() else one for one in placements]
+            shards = [axis for axis, one in enumerate(replicated) if not one.is_replicate()]
+            group = groups.setdefault((mesh, *shards), [])
+            is_partial = replicated != [*placements]
+        group.append(gradient.redistribute(placements=replicated) if is_partial else gradient)
+    return groups
 
 
 def _power_along(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -156,8 +163,7 @@ def _gradients(parameters: Tensor | list[Tensor]) -> list[Tensor]:
 
 def _by_device(gradients: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     groups: dict[torch.device, list[Tensor]] = {}
-    for gradient in gradients:
-        part = local_part(gradient)
+    for part in local_parts(gradients):
         groups.setdefault(part.device, []).append(part)
     return groups
 
