@@ -16,7 +16,6 @@ def make_state(**changes):
     state = SimpleNamespace(
         sync_gradients=True, sync_with_dataloader=True, end_of_dataloader=False, num_steps=2, plugin_kwargs={}
     )
-    state._set_sync_gradients = lambda value: setattr(state, "sync_gradients", value)
     for name, value in changes.items():
         setattr(state, name, value)
     return state

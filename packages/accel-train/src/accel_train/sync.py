@@ -59,9 +59,12 @@ class Synchronizer:
     def advance(self) -> bool:
         """Count one micro-batch; return whether its gradients complete a window."""
         state = self._state
-        at_end = state.num_steps > 1 and state.sync_with_dataloader and state.end_of_dataloader
-        self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
-        state._set_sync_gradients(sync)  # pyright: ignore[reportPrivateUsage] - the documented way in
+        if state.num_steps == 1:
+            self.step, sync = 0, True
+        else:
+            at_end = state.sync_with_dataloader and state.end_of_dataloader
+            self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
+        state.sync_gradients = sync
         return sync
 
     def local(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:

@@ -33,6 +33,9 @@ class ItemWindow:
         runtime: The runtime of the ranks that share a window.
         parameters: Returns the parameters whose gradients are normalized.
         meter: Receives the number of items of every window that an optimizer has used.
+
+    Attributes:
+        is_open (bool): Whether items have been counted since the last optimizer step.
     """
 
     __slots__ = (
@@ -45,6 +48,7 @@ class ItemWindow:
         "_refusing",
         "_runtime",
         "_total",
+        "is_open",
     )
 
     def __init__(
@@ -62,11 +66,7 @@ class ItemWindow:
         self._holds = 0
         self._refusing: str | None = None
         self._alone = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether items have been counted since the last optimizer step."""
-        return self._count is not None
+        self.is_open = False  # read in every step
 
     @property
     def is_held(self) -> bool:
@@ -94,7 +94,7 @@ class ItemWindow:
             if self._divisor is not None:
                 _multiply(gradients, self._divisor)
             count = self._count + count
-        self._count, self._divisor = count, None
+        self._count, self._divisor, self.is_open = count, None, True
 
     def normalize(self) -> None:
         """Divide the gradients by the number of items of the window, once; do nothing without items.
@@ -121,6 +121,7 @@ class ItemWindow:
         if used and self._meter is not None and self._total is not None:
             self._meter.count_items(self._total, of_all_ranks=not self._alone)
         self._count = self._divisor = self._total = None
+        self.is_open = False
 
     @contextmanager
     def hold(self, inner: AbstractContextManager[Any]) -> Generator[None]:

@@ -82,9 +82,10 @@ class TorchStepper:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
         torch.nn.utils.clip_grad_value_(unscaled(self.precision, parameters, optimizers), clip_value)
 
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
+    @property
+    def step(self) -> Callable[..., bool | Tensor]:
         """Step the optimizer; return False if it was skipped because gradients were not finite."""
-        return self.precision.step(optimizer, closure)
+        return self.precision.step
 
 
 def unscaled(
