@@ -88,7 +88,7 @@ def train(strategy: str, world_size: int, folder: str, result: str, moment: int 
         if strategy.startswith("zero"):
             stack.enter_context(deepspeed_process())
         stack.enter_context(warnings.catch_warnings())
-        # Layers that were divided return views; nothing changes them in place here.
+        # Tensor-parallel layers return views; nothing changes them in place here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         warnings.filterwarnings("ignore", category=FutureWarning)
         begun, state = run(folder, STRATEGIES[strategy].arguments(cell), moment)

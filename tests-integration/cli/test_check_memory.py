@@ -1,4 +1,4 @@
-"""`accel check`: what ranks hold when their models are divided, beside arithmetic and what is measured."""
+"""`accel check`: what ranks hold when their models are sharded, beside arithmetic and what is measured."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(check)
     assert plan["total"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
 
 
-def test_divided_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_is_named(check):
+def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_is_named(check):
     arguments = FSDP.format(', state_dict_type="FULL_STATE_DICT"')
     arguments += ", parallelism_config=ParallelismConfig(dp_shard_size=4, tp_size=2)"
     found = check(8, "0,7", arguments, condition="accelerator.is_main_process")
@@ -172,7 +172,7 @@ def counted(check):
 
 
 @distributed(world_size=2)
-def test_what_is_counted_for_divided_layers_is_within_a_tenth_of_what_is_measured(counted):
+def test_what_is_counted_for_tensor_parallel_layers_is_within_a_tenth_of_what_is_measured(counted):
     accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(tp_size=2))
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)  # as on an accelerator

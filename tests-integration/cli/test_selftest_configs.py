@@ -31,7 +31,7 @@ def check(config: str, folder: Path, accumulation: int) -> list[str]:
     environ = to_environ(settings) | {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": str(accumulation)}
     engine = deepspeed_process() if "deepspeed_config" in content else nullcontext()
     with engine, warnings.catch_warnings(), patch_environment(**environ):
-        # Layers that were divided return views; nothing changes them in place here.
+        # Tensor-parallel layers return views; nothing changes them in place here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         accelerator = Accelerator()
         session = checks.Session(

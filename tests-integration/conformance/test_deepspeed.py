@@ -128,7 +128,7 @@ def test_models_take_and_return_float32_whatever_the_engine_computes_in(stage):
 
 
 @distributed(world_size=2)
-def test_parameters_that_are_divided_can_be_looked_at_and_changed():
+def test_parameters_that_are_sharded_can_be_looked_at_and_changed():
     with deepspeed_process():
         strategy = make_strategy(
             hf_ds_config={"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
@@ -146,7 +146,7 @@ def test_parameters_that_are_divided_can_be_looked_at_and_changed():
 
 
 @distributed(world_size=2)
-def test_a_model_without_an_optimizer_is_divided_in_stage_3_only():
+def test_a_model_without_an_optimizer_is_sharded_in_stage_3_only():
     with deepspeed_process():
         for stage in (2, 3):
             strategy = make_strategy(zero_stage=stage)

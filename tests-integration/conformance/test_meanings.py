@@ -121,7 +121,7 @@ def under(strategy: str) -> ExitStack:
     if strategy.startswith("zero"):
         stack.enter_context(deepspeed_process())
     stack.enter_context(warnings.catch_warnings())
-    # Layers that were divided return views; nothing changes them in place here.
+    # Tensor-parallel layers return views; nothing changes them in place here.
     warnings.filterwarnings("ignore", message=".*returned a view tensor")
     return stack
 

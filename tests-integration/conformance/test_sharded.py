@@ -26,7 +26,7 @@ def planned():
     nn.Sequential.tp_plan = PLAN
     try:
         with warnings.catch_warnings():
-            # Layers that were divided return views; nothing changes them in place here.
+            # Tensor-parallel layers return views; nothing changes them in place here.
             warnings.filterwarnings("ignore", message=".*returned a view tensor")
             yield
     finally:
@@ -80,13 +80,13 @@ def test_copies_of_shards_conform(tmp_path):
 
 
 @distributed(world_size=2)
-def test_divided_layers_conform(tmp_path):
+def test_tensor_parallel_layers_conform(tmp_path):
     with planned():
         check_strategy(subject(tmp_path, tp.build, sizes={"tp_size": 2}))
 
 
 @pytest.mark.parametrize("data", ["dp_shard_size", "dp_replicate_size"])
 @distributed(world_size=4)
-def test_divided_layers_of_shards_and_of_copies_conform(data, tmp_path):
+def test_tensor_parallel_layers_of_shards_and_of_copies_conform(data, tmp_path):
     with planned():
         check_strategy(subject(tmp_path, fsdp2.build, sizes={data: 2, "tp_size": 2}, plugin={}))

@@ -1,4 +1,4 @@
-"""Loaders on several ranks: every sample once, however data is read, divided, broken off and continued."""
+"""Loaders on several ranks: every sample once, however data is read, sharded, broken off and continued."""
 
 from __future__ import annotations
 

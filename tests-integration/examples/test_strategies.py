@@ -59,7 +59,7 @@ def run(config: str, *arguments: str) -> str:
 
 def train_and_go_on(config: str, folder: Path) -> None:
     with warnings.catch_warnings():
-        # Layers that were divided return views; nothing changes them in place here.
+        # Tensor-parallel layers return views; nothing changes them in place here.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         said = run(config, "--steps", "12", "--save", str(folder / "half"))
         if AcceleratorState().is_main_process:

@@ -249,7 +249,7 @@ def test_a_model_is_compiled_inside_its_engine(stage):
 
 
 @distributed(world_size=WORLD)
-def test_models_of_transformers_are_divided_while_they_are_made():
+def test_models_of_transformers_are_sharded_while_they_are_made():
     from transformers import BertConfig, BertModel
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 

@@ -191,7 +191,7 @@ def test_the_innermost_loader_counts():
 
 
 @distributed(world_size=2)
-def test_whole_batches_of_many_sizes_are_divided_and_gathered_once():
+def test_whole_batches_of_many_sizes_are_sharded_and_gathered_once():
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(Blocks(), batch_size=None))
     ids = [one for batch in loader for one in accelerator.gather_for_metrics(batch).tolist()]

@@ -1,4 +1,4 @@
-"""Ulysses: ranks that divide sequences train a Llama of transformers as one process does."""
+"""Ulysses: ranks that shard sequences train a Llama of transformers as one process does."""
 
 from __future__ import annotations
 
@@ -158,18 +158,18 @@ def test_two_copies_of_two_parts_train_as_one():
 
 
 @distributed(world_size=2)
-def test_evaluation_may_divide_sequences_or_see_them_whole():
+def test_evaluation_may_shard_sequences_or_see_them_whole():
     with deepspeed_process():
         core = ALL_ATTENTION_FUNCTIONS["sdpa"]
         accelerator, right = make_accelerator(), make_model().eval()
         model = make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
-        divided = DataLoader(Text(5), batch_size=ROWS)  # the last batch has another number of rows
-        model, optimizer, divided = accelerator.prepare(model, optimizer, divided)
+        sharded = DataLoader(Text(5), batch_size=ROWS)  # the last batch has another number of rows
+        model, optimizer, sharded = accelerator.prepare(model, optimizer, sharded)
         whole = accelerator.prepare(DataLoader(Text(5), batch_size=ROWS))
         model.eval()
         with torch.no_grad():
-            for part, batch in zip(divided, DataLoader(Text(5), batch_size=ROWS), strict=True):
+            for part, batch in zip(sharded, DataLoader(Text(5), batch_size=ROWS), strict=True):
                 labels = part.pop("shift_labels")
                 found = model(**part, use_cache=False).logits
                 wanted = right(input_ids=batch["input_ids"]).logits
@@ -192,7 +192,7 @@ def test_evaluation_may_divide_sequences_or_see_them_whole():
 
 @distributed(world_size=2)
 def test_loaders_of_others_go_through_the_adapter_of_deepspeed():
-    """Every process has batches of its own; processes that divide sequences take them in turn."""
+    """Every process has batches of its own; ranks that shard sequences take them in turn."""
     with deepspeed_process():
         accelerator, model, right = make_accelerator(), make_model(), make_model()
         model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.3))

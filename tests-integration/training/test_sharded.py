@@ -1,4 +1,4 @@
-"""Training with divided models: numbers of one process, data, checkpoints, bad input."""
+"""Training with sharded models: numbers of one process, data, checkpoints, bad input."""
 
 from __future__ import annotations
 
@@ -291,7 +291,7 @@ def test_a_checkpoint_goes_on_where_it_was(layout, tmp_path):
 
 
 @distributed(world_size=4)
-def test_processes_that_divide_layers_have_the_same_samples_and_count_once():
+def test_tensor_parallel_ranks_have_the_same_samples_and_count_once():
     accelerator = make_accelerator("shards of layers")
     loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=3, shuffle=True))
     for _ in range(2):
@@ -315,7 +315,7 @@ def test_processes_that_divide_layers_have_the_same_samples_and_count_once():
 
 
 @distributed(world_size=2)
-def test_streams_are_read_once_and_sent_to_those_who_divide_layers():
+def test_streams_are_read_once_and_sent_to_tensor_parallel_ranks():
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
             return iter(torch.arange(6))
@@ -328,7 +328,7 @@ def test_streams_are_read_once_and_sent_to_those_who_divide_layers():
 
 @pytest.mark.parametrize("rotation", ["allgather", "alltoall"])
 @distributed(world_size=2)
-def test_processes_that_divide_sequences_train_as_one(rotation):
+def test_context_parallel_ranks_train_as_one(rotation):
     config = ParallelismConfig(cp_size=2, cp_handler=TorchContextParallelConfig(rotation))
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin(), parallelism_config=config)
     model = make_model()

@@ -41,7 +41,7 @@ def as_rank(rank: int, world_size: int) -> Generator[DeviceMesh]:
         dist.destroy_process_group()
 
 
-def divided(whole: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
+def sharded(whole: torch.Tensor, mesh: DeviceMesh, dim: int | None) -> DTensor:
     """This rank's part of a tensor; its copy for `None`."""
     if dim is None:
         return DTensor.from_local(whole.clone(), mesh, [Replicate()], run_check=False)
@@ -81,15 +81,15 @@ def test_what_any_number_of_ranks_saved_any_number_reads(
     before, after = (None if dim is None else dim % len(shape) for dim in dims)
     folder = tmp_path_factory.mktemp("saved")
     whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    save(folder, saved_by, lambda mesh: {"a": {"b": divided(whole, mesh, before)}, "plain": whole + 1})
+    save(folder, saved_by, lambda mesh: {"a": {"b": sharded(whole, mesh, before)}, "plain": whole + 1})
     assert {path.name for path in folder.iterdir()} == {INDEX_NAME, *map(shard_file, range(saved_by))}
     for rank in range(read_by):
         with as_rank(rank, read_by) as mesh:
-            target = divided(torch.zeros(shape), mesh, after)
+            target = sharded(torch.zeros(shape), mesh, after)
             state: Any = {"a": {"b": target}, "plain": torch.zeros(shape)}
             read_into(folder, state)
             assert state["a"]["b"] is target
-            assert torch.equal(target.to_local(), divided(whole, mesh, after).to_local())
+            assert torch.equal(target.to_local(), sharded(whole, mesh, after).to_local())
             assert torch.equal(state["plain"], whole + 1)
 
 
@@ -121,7 +121,7 @@ def test_what_does_not_fit_is_named_with_the_nearest(tmp_path: Path):
 def test_a_folder_that_was_not_completed_is_named(tmp_path: Path):
     with pytest.raises(CheckpointError, match=r"has no '\.metadata'"):
         read_index(tmp_path)
-    save(tmp_path / "one", 2, lambda mesh: {"weight": divided(torch.ones(4), mesh, 0)})
+    save(tmp_path / "one", 2, lambda mesh: {"weight": sharded(torch.ones(4), mesh, 0)})
     (tmp_path / "one" / shard_file(1)).unlink()
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_into(tmp_path / "one", {"weight": torch.zeros(4)})
@@ -179,15 +179,15 @@ def test_a_file_of_one_rank_is_read_by_the_same_rank_of_as_many(tmp_path: Path):
     whole = torch.arange(10.0).reshape(5, 2)
     for rank in range(2):
         with as_rank(rank, 2) as mesh:
-            state = {"weight": divided(whole, mesh, 0), "nested": {"step": torch.tensor(3.0), "name": "a"}}
+            state = {"weight": sharded(whole, mesh, 0), "nested": {"step": torch.tensor(3.0), "name": "a"}}
             save_local(state, tmp_path / f"{rank}.bin", 2)
-            room = divided(torch.zeros(5, 2), mesh, 0)
+            room = sharded(torch.zeros(5, 2), mesh, 0)
             found = load_local(tmp_path / f"{rank}.bin", 2, lambda *_, room=room: room)
-            assert torch.equal(found["weight"].to_local(), divided(whole, mesh, 0).to_local())
+            assert torch.equal(found["weight"].to_local(), sharded(whole, mesh, 0).to_local())
             assert (found["nested"]["step"].item(), found["nested"]["name"]) == (3.0, "a")
             with pytest.raises(CheckpointError, match=r"with world size 2, but this run has 3"):
                 load_local(tmp_path / f"{rank}.bin", 3, lambda *_, room=room: room)
-            other = divided(torch.zeros(5, 2), mesh, 1)
+            other = sharded(torch.zeros(5, 2), mesh, 1)
             with pytest.raises(CheckpointError, match=r"this rank's shard of 'weight' has shape \(5, 1\)"):
                 load_local(tmp_path / f"{rank}.bin", 2, lambda *_, other=other: other)
     with pytest.raises(CheckpointError, match=r"absent\.bin.*does not exist"):

@@ -1,4 +1,4 @@
-"""The arithmetic of axes, their options, and plans of divided layers."""
+"""The arithmetic of axes, their options, and plans of sharded layers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_lengths_vary_unless_one_is_given():
     assert not DeepSpeedSequenceParallelConfig(sp_seq_length=8).sp_seq_length_is_variable
 
 
-def test_sequences_are_divided_by_deepspeed_only():
+def test_sequences_are_sharded_by_deepspeed_only():
     settings = ParallelismConfig(sp_size=2).to_settings(Settings())
     topology = Topology(rank=0, world_size=2, local_rank=0, local_world_size=2, launcher="torchrun")
     with pytest.raises(SettingsError, match=r"ParallelismConfig\(sp_size=2\).*--use_deepspeed"):

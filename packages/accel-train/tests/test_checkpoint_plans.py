@@ -83,9 +83,9 @@ def test_a_manifest_of_a_later_version_is_refused():
 
 @given(st.dictionaries(NAMES, RECORDS, max_size=10), st.integers(1, 5))
 def test_every_file_is_verified_by_exactly_one_rank(files, parts):
-    divided = shares(files, parts)
-    assert len(divided) == parts
-    assert sorted(name for names in divided for name in names) == sorted(files)
+    sharded = shares(files, parts)
+    assert len(sharded) == parts
+    assert sorted(name for names in sharded for name in names) == sorted(files)
 
 
 @given(st.dictionaries(NAMES, RECORDS, max_size=10), st.integers(1, 5))

@@ -19,7 +19,7 @@ from accel_train.data.batch_spec import BatchSpec
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable_shard import Delivery
 from accel_train.data.message import Next, Slot, flatten_batch, read
-from accel_train.data.row_split import Division
+from accel_train.data.row_split import RowSplit
 from accel_train.data.rows import count_rows, join_rows, select_rows
 from accel_train.data.scatter import MainProcessReadError, Receiver, Sender
 
@@ -78,17 +78,17 @@ class Collectives:
 
 
 def dispatch(
-    batches: Callable[[], Iterator[Any]], division: Division
+    batches: Callable[[], Iterator[Any]], row_split: RowSplit
 ) -> tuple[list[list[Any]], list[Any], Table]:
     """Run every rank in a thread; give what each got, with whether it was the last, and its error."""
-    world = division.num_processes
+    world = row_split.num_processes
     table = Table(world)
     got: list[list[Any]] = [[] for _ in range(world)]
     errors: list[Any] = [None] * world
 
     def parts() -> Iterator[list[Delivery | None]]:
-        for turn in division.rounds(batches()):
-            yield division.parts(turn)
+        for turn in row_split.rounds(batches()):
+            yield row_split.parts(turn)
 
     def run(rank: int) -> None:
         collectives: Any = Collectives(table, rank, world)
@@ -127,21 +127,21 @@ def numbered(lengths: Sequence[int]) -> list[dict[str, Any]]:
     even=st.booleans(),
     drop=st.booleans(),
 )
-def test_rows_are_divided_in_order_and_each_comes_once(
+def test_rows_are_split_in_order_and_each_comes_once(
     lengths: list[int], world: int, split: bool, even: bool, drop: bool
 ) -> None:
-    division = Division(num_processes=world, split=split, even=even, drop_last=drop)
+    row_split = RowSplit(num_processes=world, split=split, even=even, drop_last=drop)
     expected = 0
     seen: list[int] = []
-    for turn in division.rounds(iter(numbered(lengths))):
-        parts = division.parts(turn)
+    for turn in row_split.rounds(iter(numbered(lengths))):
+        parts = row_split.parts(turn)
         assert len(parts) == world
         rows = [len(part.batch["ids"]) for part in parts if part is not None]
         if even:
             assert len(rows) == world
         if (
             len({len(batch["ids"]) for batch in turn}) > 1
-            or len(turn) < division.batches_per_step_all_ranks
+            or len(turn) < row_split.batches_per_step_all_ranks
             or split
         ):
             assert max(rows) - min(rows) <= (0 if even else 1)
@@ -152,18 +152,18 @@ def test_rows_are_divided_in_order_and_each_comes_once(
                 seen += part.batch["ids"].tolist()[: part.real]
         expected += sum(len(batch["ids"]) for batch in turn)
     assert seen == list(range(expected))
-    whole = len(lengths) - len(lengths) % division.batches_per_step_all_ranks
+    whole = len(lengths) - len(lengths) % row_split.batches_per_step_all_ranks
     assert expected == sum(lengths[:whole] if drop else lengths)
 
 
 def test_batches_that_do_not_fit_together_are_given_whole() -> None:
     wide, narrow = {"ids": torch.zeros(2, 3)}, {"ids": torch.ones(1, 2)}
-    parts = Division(num_processes=3).parts([wide, narrow])
+    parts = RowSplit(num_processes=3).parts([wide, narrow])
     assert [part and (part.batch, part.real) for part in parts] == [(wide, None), (narrow, None), (wide, 0)]
-    uneven = Division(num_processes=3, even=False).parts([wide, narrow])
+    uneven = RowSplit(num_processes=3, even=False).parts([wide, narrow])
     assert uneven[2] is None
-    with pytest.raises(ValueError, match="cannot divide what it has read"):
-        Division(num_processes=2, split=True).parts([{"loss": torch.tensor(1.0)}])
+    with pytest.raises(ValueError, match="cannot split what it has read"):
+        RowSplit(num_processes=2, split=True).parts([{"loss": torch.tensor(1.0)}])
 
 
 def test_a_slice_function_gets_the_whole_round() -> None:
@@ -173,7 +173,7 @@ def test_a_slice_function_gets_the_whole_round() -> None:
         calls.append((len(batch["ids"]), rows, process_index, num_processes))
         return {"ids": batch["ids"][process_index::num_processes]}
 
-    parts = Division(num_processes=2, slice_fn=every_other).parts(numbered([3, 2]))
+    parts = RowSplit(num_processes=2, slice_fn=every_other).parts(numbered([3, 2]))
     assert [part and (part.batch["ids"].tolist(), part.real) for part in parts] == [
         ([0, 2, 4], 3),
         ([1, 3, 0], 2),
@@ -263,7 +263,7 @@ def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone()
 @pytest.mark.parametrize("split", [True, False])
 def test_every_rank_gets_its_part_and_knows_the_last(world: int, split: bool) -> None:
     lengths = [world] * 7 + [1]
-    got, errors, _ = dispatch(lambda: iter(numbered(lengths)), Division(num_processes=world, split=split))
+    got, errors, _ = dispatch(lambda: iter(numbered(lengths)), RowSplit(num_processes=world, split=split))
     assert errors == [None] * world
     assert [[last for _, last in rank] for rank in got] == [[False] * (len(got[0]) - 1) + [True]] * world
     real = [
@@ -278,16 +278,16 @@ def test_every_rank_gets_its_part_and_knows_the_last(world: int, split: bool) ->
 def test_in_the_steady_state_a_round_is_one_collective() -> None:
     """Also when sequences have other lengths in every batch."""
     batches = [{"ids": torch.zeros(2, length)} for length in range(1, 41)]
-    _, _, table = dispatch(lambda: iter(batches), Division(num_processes=2))
+    _, _, table = dispatch(lambda: iter(batches), RowSplit(num_processes=2))
     assert (table.scatters, table.objects) == (20, 1)
 
 
 def test_the_next_round_is_under_way_before_this_one_is_computed_with() -> None:
     table = Table(2)
-    division = Division(num_processes=2)
+    row_split = RowSplit(num_processes=2)
     collectives: Any = Collectives(table, 0, 2)
     pairs = Sender(
-        (division.parts(turn) for turn in division.rounds(iter(numbered([1] * 8)))), collectives
+        (row_split.parts(turn) for turn in row_split.rounds(iter(numbered([1] * 8)))), collectives
     ).pairs()
     for taken in range(1, 5):
         next(pairs)
@@ -296,7 +296,7 @@ def test_the_next_round_is_under_way_before_this_one_is_computed_with() -> None:
 
 def test_a_new_structure_is_announced() -> None:
     batches = [*numbered([2, 2, 2, 2]), torch.ones(2), torch.ones(2), *numbered([2, 2])]
-    got, errors, table = dispatch(lambda: iter(batches), Division(num_processes=2))
+    got, errors, table = dispatch(lambda: iter(batches), RowSplit(num_processes=2))
     assert errors == [None, None]
     assert [type(delivery.batch) for delivery, _ in got[1]] == [dict, dict, Tensor, dict]
     assert (table.scatters, table.objects) == (4, 3)
@@ -304,7 +304,7 @@ def test_a_new_structure_is_announced() -> None:
 
 def test_a_rank_without_a_part_of_the_last_round_knows_that_the_one_before_was_its_last() -> None:
     batches = numbered([1, 1, 1, 1, 1])
-    got, errors, _ = dispatch(lambda: iter(batches), Division(num_processes=2, even=False))
+    got, errors, _ = dispatch(lambda: iter(batches), RowSplit(num_processes=2, even=False))
     assert errors == [None, None]
     assert ids(got) == [[[0], [2], [4]], [[1], [3]]]
     assert [[last for _, last in rank] for rank in got] == [[False, False, True], [False, True]]
@@ -316,7 +316,7 @@ def test_an_error_of_the_main_process_reaches_all(good: int) -> None:
         yield from numbered([1] * good)
         raise OSError("disk on fire")
 
-    got, errors, _ = dispatch(batches, Division(num_processes=2))
+    got, errors, _ = dispatch(batches, RowSplit(num_processes=2))
     assert [len(rank) for rank in got] == [good // 2] * 2, "what was read before comes first"
     assert isinstance(errors[0], OSError)
     assert isinstance(errors[1], MainProcessReadError)
@@ -324,7 +324,7 @@ def test_an_error_of_the_main_process_reaches_all(good: int) -> None:
 
 
 def test_nothing_to_read_is_no_error() -> None:
-    got, errors, _ = dispatch(lambda: iter(()), Division(num_processes=2))
+    got, errors, _ = dispatch(lambda: iter(()), RowSplit(num_processes=2))
     assert got == [[], []]
     assert errors == [None, None]
 

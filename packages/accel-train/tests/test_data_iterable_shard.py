@@ -1,4 +1,4 @@
-"""An iterable dataset is divided like any other, and what pads it is known as such."""
+"""An iterable dataset is sharded like any other, and what pads it is known as such."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def test_without_even_batches_nothing_is_padded(dataset: Any) -> None:
 
 
 @pytest.mark.parametrize("dataset", [list(range(11)), Numbers(11)])
-def test_split_batches_divides_each_batch(dataset: Any) -> None:
+def test_split_batches_splits_each_batch(dataset: Any) -> None:
     loaders = ranks(DataLoader(dataset, batch_size=4), 2, split_batches=True)
     batches = [[batch.tolist() for batch in loader] for loader in loaders]
     assert batches == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10, 0]]]
@@ -190,7 +190,7 @@ class Squares:
         return 7
 
 
-def test_a_batch_sampler_in_place_of_the_sampler_is_divided() -> None:
+def test_a_batch_sampler_in_place_of_the_sampler_is_sharded() -> None:
     sampler = BatchSampler(range(7), batch_size=2, drop_last=False)
     loaders = ranks(DataLoader(Squares(), batch_size=None, sampler=sampler), 2)  # pyright: ignore[reportArgumentType]
     assert [real_samples(loader) for loader in loaders] == [[0, 1, 16, 25], [4, 9, 36]]
@@ -206,7 +206,7 @@ class Lengths:
         return 3
 
 
-def test_a_batch_sampler_of_any_kind_is_divided() -> None:
+def test_a_batch_sampler_of_any_kind_is_sharded() -> None:
     loader = DataLoader(list(range(6)), batch_sampler=Lengths())  # pyright: ignore[reportArgumentType]
     loaders = ranks(loader, 2, even_batches=False)
     assert [[batch.tolist() for batch in loader] for loader in loaders] == [[[0], [4, 5]], [[1, 2, 3]]]
@@ -335,7 +335,7 @@ def test_the_size_of_a_padded_batch_does_not_depend_on_the_tensors_in_it(dataset
 def test_sequences_are_checked_and_sharded_before_batches_are_copied_to_the_device():
     rows = [{"input_ids": torch.arange(4), "attention_mask": torch.ones(4)} for _ in range(3)]
     loader = DataLoaderShard(rows, batch_size=2, device=torch.device("meta"))
-    loader.divide = SequenceShard(size=2, rank=1)  # reads values, which the device meta does not have
+    loader.shard_sequences = SequenceShard(size=2, rank=1)  # reads values, which a meta tensor does not have
     batches = [*loader]
     assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 2), (1, 2)]
     assert all(value.is_meta for batch in batches for value in batch.values())

@@ -17,7 +17,7 @@ SIZE = 6
 
 
 class Files(IterableDataset[int]):
-    """Some files of numbers, divided as `datasets` does it; notes which were read."""
+    """Some files of numbers, sharded as `datasets` does it; notes which were read."""
 
     def __init__(self, files: list[int]) -> None:
         self.files = files

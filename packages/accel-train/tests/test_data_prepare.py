@@ -117,7 +117,7 @@ def test_batches_of_the_dataset_cannot_be_split(dataset: Any) -> None:
         )
 
 
-def test_data_that_is_divided_already_is_not_divided_again() -> None:
+def test_data_that_is_sharded_already_is_not_sharded_again() -> None:
     shards = [IterableDatasetShard(Numbers(), 2, num_processes=2, process_index=rank) for rank in (0, 1)]
     loaders = [
         prepare_data_loader(
@@ -131,7 +131,7 @@ def test_data_that_is_divided_already_is_not_divided_again() -> None:
     ]
 
 
-def test_a_dataset_that_datasets_has_split_by_node_is_not_divided_again() -> None:
+def test_a_dataset_that_datasets_has_split_by_node_is_not_sharded_again() -> None:
     dataset = Numbers()
     dataset._distributed = object()  # pyright: ignore[reportAttributeAccessIssue]
     loader = prepare_data_loader(

@@ -122,15 +122,15 @@ def test_the_position_in_a_stream_holds_for_any_number_of_ranks() -> None:
     assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
     seen: list[int] = []
     for rank in (0, 1):
-        divided = prepare_data_loader(
+        sharded = prepare_data_loader(
             DataLoader(Counting(13), batch_size=2),
             num_processes=2,
             process_index=rank,
             use_stateful_dataloader=True,
         )
-        divided.load_state_dict(loader.state_dict())
-        for batch in divided:
-            seen += batch.tolist()[: divided.real_in_batch]
+        sharded.load_state_dict(loader.state_dict())
+        for batch in sharded:
+            seen += batch.tolist()[: sharded.real_in_batch]
     assert sorted(seen) == list(range(4, 13))
 
 

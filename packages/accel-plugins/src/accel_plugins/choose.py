@@ -42,7 +42,7 @@ def choose(
     sequences = settings.parallelism and settings.parallelism.sp_size
     if selected is None and settings.deepspeed is None and (sequences or 1) > 1:
         raise SettingsError(
-            f"ParallelismConfig(sp_size={sequences}): DeepSpeed's Ulysses divides sequences, and it is "
+            f"ParallelismConfig(sp_size={sequences}): DeepSpeed's Ulysses shards sequences, and it is "
             "not in use: pass a deepspeed_plugin to Accelerator, or start the script with `accel launch "
             "--use_deepspeed`. Context parallelism (cp_size) does without."
         )

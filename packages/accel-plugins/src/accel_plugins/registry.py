@@ -55,7 +55,7 @@ def _shards_models(settings: Settings, topology: Topology, device: torch.device)
     if sizes is None:
         return False
     tensor = sizes.tp_size or 1
-    copies = tensor > 1 and topology.world_size > tensor  # gradients of divided layers are averaged by FSDP
+    copies = tensor > 1 and topology.world_size > tensor  # FSDP averages gradients of tensor-parallel layers
     return (sizes.dp_shard_size or 1) > 1 or (sizes.cp_size or 1) > 1 or copies
 
 

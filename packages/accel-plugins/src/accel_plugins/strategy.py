@@ -86,10 +86,10 @@ class Strategy:
         persister: Saves and loads.
         sharding: Who gets which batches.
         features: What is offered; ask with `require`.
-        mesh: The ranks by the axes along which they divide the work, where there are several.
+        mesh: The device mesh, where it has several axes.
         split_sequences: Makes a context in which every rank has a part of each sequence: called as
             `split_sequences(buffers, buffer_seq_dims, no_restore_buffers)`.
-        divide: Gives this rank's part of the sequences of a batch, where loaders divide them.
+        shard_sequences: Shards the sequences of a batch, where loaders do that.
         precision: The policy to use instead of the one that the strategy was made with, where an engine has
             its own.
         release: Gives up what the strategy keeps of prepared objects.
@@ -117,7 +117,7 @@ class Strategy:
     features: frozenset[Feature]
     mesh: DeviceMesh | None = None
     split_sequences: Callable[..., AbstractContextManager[None]] | None = None
-    divide: Callable[[Any], Any] | None = None
+    shard_sequences: Callable[[Any], Any] | None = None
     precision: PrecisionPolicy | None = None
     release: Callable[[], None] | None = None
     shards: ShardedStates | None = None

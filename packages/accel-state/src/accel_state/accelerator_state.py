@@ -39,7 +39,7 @@ class AcceleratorState:
         deepspeed_plugin: How DeepSpeed trains; several by name, of which the first is active. As with all
             that follow, what was said before holds if `None`.
         fsdp_plugin: How models are sharded.
-        torch_tp_plugin: How layers are divided.
+        torch_tp_plugin: The tensor-parallel plugin.
         megatron_lm_plugin: How Megatron-LM trains.
         parallelism_config: The sizes of the axes of parallelism.
         _from_accelerator: Whether an `Accelerator` asks, which may choose a precision of its own.

@@ -1,4 +1,4 @@
-"""Compute a metric over all processes: every held-out sample counts once, however batches are divided."""
+"""Compute a metric over all processes: every held-out sample counts once, however batches are sharded."""
 
 import torch
 from sklearn.datasets import load_digits

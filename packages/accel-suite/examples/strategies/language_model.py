@@ -52,7 +52,7 @@ class LanguageModel(nn.Module):
     """Predicts every next byte."""
 
     _no_split_modules = ("Block",)  # what sharding treats as one piece
-    _tp_plan = {  # noqa: RUF012 - as transformers has it: how tensor parallelism divides the layers
+    _tp_plan = {  # noqa: RUF012 - as transformers has it: how tensor parallelism shards the layers
         "blocks.*.query": "colwise",
         "blocks.*.key": "colwise",
         "blocks.*.value": "colwise",

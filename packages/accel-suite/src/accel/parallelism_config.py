@@ -1,4 +1,4 @@
-"""How the axes of a device mesh are divided.
+"""The sizes of the axes of a device mesh.
 
 Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """

@@ -24,7 +24,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
         "mpi": {"enabled": True, "processes_per_host": 8},
     },
 }
-"""By value of `distributed_type`, how SageMaker divides the work."""
+"""By value of `distributed_type`, which parallelism of SageMaker trains."""
 
 
 def job(plan: LaunchPlan) -> Job:

@@ -244,7 +244,7 @@ def _resize(ulysses: Any, rows: int) -> None:
 def _sees_full_sequences(module: nn.Module) -> bool:
     """Return whether the active loader is a prepared one that does not shard sequences."""
     loader = GradientState().active_dataloader
-    if loader is None or getattr(loader, "divide", None) is not None:
+    if loader is None or getattr(loader, "shard_sequences", None) is not None:
         return False
     if module.training:
         raise SettingsError(

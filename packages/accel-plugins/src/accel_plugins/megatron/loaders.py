@@ -14,7 +14,7 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
     """Return a loader whose batches have `num_micro_batches` times as many samples, without a short last one.
 
     A loader's batch size is the micro-batch size of a rank, as documented. A loader without one is returned
-    as it is: its batches are divided.
+    as it is: its batches are sharded.
 
     Args:
         loader: A loader of PyTorch.

@@ -1,1 +1,1 @@
-"""N-d parallelism: the axes along which ranks divide the work, and what tensor and context parallelism do."""
+"""N-d parallelism: the axes of the device mesh, and what tensor and context parallelism do."""

@@ -209,7 +209,7 @@ def build(
             num_shards=topology.world_size // sharers, shard_index=topology.rank // sharers
         ),
         mesh=None if sequences is None else sequences.full_mesh,
-        divide=None if sequences is None else sequences.shard,
+        shard_sequences=None if sequences is None else sequences.shard,
         features=_features(first),
         precision=EnginePrecision(name=first.mixed_precision, device_type=runtime.device.type),
         release=partial(_release, stepper, sequences),

@@ -88,7 +88,7 @@ class Fsdp1Wrapper:
             check_params_belong_to(optimizer, lambda one: id(one) in owned or self.book.has_successor(one))
             if optimizer.state and not self.book.knows(optimizer):
                 raise SettingsError(
-                    f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot divide "
+                    f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot shard "
                     "its "
                     "state; prepare it first, or load the state afterwards. fsdp_version=2 can."
                 )

@@ -39,7 +39,7 @@ class PrecisionSubject:
     tolerance: float = 0.05
 
     def problem(self) -> Problem:
-        """The training problem, undivided, in float32."""
+        """The training problem, on one process, in float32."""
         return Problem(dtype=torch.float32, device=self.device, num_shards=1, shard_index=0)
 
 

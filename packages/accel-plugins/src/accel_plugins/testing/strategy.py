@@ -59,7 +59,7 @@ class StrategySubject:
     norm_types: tuple[float, ...] = (2.0, 1.0, float("inf"))
 
     def problem(self) -> Problem:
-        """The training problem, divided as the strategy says."""
+        """The training problem, sharded as the strategy says."""
         sharding = self.make().sharding
         return Problem(
             dtype=self.dtype,

@@ -140,8 +140,8 @@ class ParallelFacet(Facet):
             SettingsError: The model is not prepared.
         """
         parts = self._parts
-        divide = parts.strategy.divide
-        if divide is None:
+        shard_sequences = parts.strategy.shard_sequences
+        if shard_sequences is None:
             return dl
         if model not in parts.prepared:
             raise SettingsError(
@@ -149,7 +149,7 @@ class ParallelFacet(Facet):
                 "prepare() has returned."
             )
         if isinstance(dl, PreparedLoader):
-            dl.divide = divide
+            dl.shard_sequences = shard_sequences
             return dl
         return adapted(dl, self.torch_device_mesh, parts.process.device)
 

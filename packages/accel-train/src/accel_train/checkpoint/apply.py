@@ -208,7 +208,7 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
     """
     names: dict[object, list[str]] = {}
     for name, value in like.items():
-        same: object = id(value)  # where it is divided, this rank may have nothing of its memory
+        same: object = id(value)  # where it is sharded, this rank may have nothing of its memory
         if not is_dtensor(value) and value.numel() and not value.is_meta:
             begin = (id_tensor_storage(value), value.storage_offset())
             same = (begin, value.dtype, tuple(value.shape), value.stride())

@@ -291,7 +291,7 @@ class DataLoaderAdapter(MaybeStateful):
         return dataset.plan.stride if isinstance(dataset, IterableDatasetShard) else self.batch_size or 1
 
     @property
-    def divider(self) -> Any | None:
+    def sharder(self) -> Any | None:
         """The object of this loader that shards the data and has `even_batches`; `None` if none does."""
         if self._indices is not None:
             return self._indices.shard

@@ -35,7 +35,7 @@ class ShardPlan:
     Args:
         num_processes: The number of ranks.
         process_index: This rank.
-        batch_size: Size of the batches that are divided: a rank's own, or with `split` the global one. None
+        batch_size: Size of the batches that are sharded: a rank's own, or with `split` the global one. None
             where it is not known.
         drop_last: Leave out the last round if it is not complete.
         split: A round is one batch, of which every rank gets a part; else as many batches as ranks.
@@ -75,7 +75,7 @@ class ShardPlan:
 
     @property
     def batches_per_step_all_ranks(self) -> int:
-        """Number of batches of the divided batch sampler in a complete round."""
+        """Number of batches of the sharded batch sampler in a complete round."""
         return 1 if self.split else self.num_processes
 
     @property
@@ -179,7 +179,7 @@ class BatchSamplerShard(BatchSampler):
     """Yield this rank's part of the batches of a batch sampler.
 
     Args:
-        batch_sampler: The batch sampler to divide; any iterable of lists of indices will do.
+        batch_sampler: The batch sampler to shard; any iterable of lists of indices will do.
         num_processes: The number of ranks.
         process_index: This rank.
         split_batches: Shard every batch across ranks; otherwise the ranks get full batches, one after the
@@ -224,7 +224,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def plan(self) -> ShardPlan:
-        """How an epoch is divided; `even_batches` may be changed between epochs."""
+        """How an epoch is sharded; `even_batches` may be changed between epochs."""
         return ShardPlan(
             num_processes=self.num_processes,
             process_index=self.process_index,
@@ -241,7 +241,7 @@ class BatchSamplerShard(BatchSampler):
 
     @property
     def total_length(self) -> int:
-        """Number of batches of the divided batch sampler."""
+        """Number of batches of the sharded batch sampler."""
         return len(self.batch_sampler)
 
     @property
@@ -324,7 +324,7 @@ class BatchSamplerShard(BatchSampler):
     def _rest(
         self, position: int, known: Sequence[int] | None
     ) -> tuple[Iterator[list[int]], list[list[int]]]:
-        """The undivided batches after a position, and the batches before it that padding may need."""
+        """The batches of all ranks after a position, and the batches before it that padding may need."""
         plan = self.plan
         head: list[list[int]] = []
         if not self.counts_samples:

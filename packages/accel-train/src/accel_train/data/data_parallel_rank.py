@@ -1,4 +1,4 @@
-"""Who has batches of his own, where ranks divide the work along several axes."""
+"""Which ranks read different batches: one per data-parallel coordinate of the device mesh."""
 
 from __future__ import annotations
 

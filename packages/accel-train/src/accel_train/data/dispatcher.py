@@ -13,7 +13,7 @@ from accel_train.data.device_transfer import placing
 from accel_train.data.iterable_shard import Delivery
 from accel_train.data.prepared import PreparedLoader
 from accel_train.data.reading import Position, StartCopy, launched, prefetch_batches
-from accel_train.data.row_split import Division, SliceFn
+from accel_train.data.row_split import RowSplit, SliceFn
 from accel_train.data.scatter import Receiver, Sender
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class MainReading:
 
     Args:
         open_inner: Opens the pass over the data.
-        division: How it is divided.
+        row_split: How it is split.
         collectives: Of all ranks.
         shard_of: Which part every rank gets.
     """
@@ -38,7 +38,7 @@ class MainReading:
     def __init__(
         self,
         open_inner: Callable[[], Reading],
-        division: Division,
+        row_split: RowSplit,
         collectives: Collectives,
         shard_of: Sequence[int],
     ) -> None:
@@ -46,7 +46,7 @@ class MainReading:
         self.taken = 0
         self._open_inner = open_inner
         self._inner: Reading | None = None
-        self._division = division
+        self._row_split = row_split
         self._collectives = collectives
         self._shard_of = shard_of
         self._read: deque[list[Any]] = deque()
@@ -59,11 +59,11 @@ class MainReading:
 
     def _parts(self) -> Iterator[list[Delivery | None]]:
         inner = self._inner = self._open_inner()  # here, where a failure reaches the other ranks
-        for step_batches in self._division.rounds(inner.batches):
+        for step_batches in self._row_split.rounds(inner.batches):
             if not self._read and not self.taken:
                 inner.opened()
             self._read.append(step_batches)
-            parts = self._division.parts(
+            parts = self._row_split.parts(
                 [item.batch if type(item) is Delivery else item for item in step_batches]
             )
             yield [parts[shard] for shard in self._shard_of]
@@ -133,8 +133,8 @@ class DataLoaderDispatcher(PreparedLoader):
         slice_fn: Called on the main process as `slice_fn(batch, rows, process_index=..., num_processes=...)`
             with the batches of a round joined into one, and the rows that are due to a process. If `None`,
             the rows are cut out of every tensor, and of every list with one object per sample.
-        torch_device_mesh: The ranks by the axes along which they divide the work, of which some have the same
-            batches.
+        torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
+            same batches.
         iteration: The epoch that comes first.
         device: Where batches are moved to; the device of this process if `None`.
         even_batches: Whether the last round is completed with its first samples, so that all processes get
@@ -180,16 +180,16 @@ class DataLoaderDispatcher(PreparedLoader):
         self._reads = self._collectives.rank == 0
         all_ranks = [*range(self._collectives.world_size)]
         self._shard_of = all_ranks if torch_device_mesh is None else shard_of_ranks(torch_device_mesh)
-        self._batches_per_step = self._division.batches_per_step_all_ranks
+        self._batches_per_step = self._row_split.batches_per_step_all_ranks
 
     @property
-    def divider(self) -> Any:
-        """The loader itself divides, on the main process."""
+    def sharder(self) -> Any:
+        """Return the loader itself: its main process splits the batches."""
         return self
 
     @property
-    def _division(self) -> Division:
-        return Division(
+    def _row_split(self) -> RowSplit:
+        return RowSplit(
             num_processes=len(set(self._shard_of)),
             split=self.split_batches,
             even=self.even_batches,
@@ -203,7 +203,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _open(self) -> Reading:
         if self._reads:
-            reading: Reading = MainReading(super()._open, self._division, self._collectives, self._shard_of)
+            reading: Reading = MainReading(super()._open, self._row_split, self._collectives, self._shard_of)
         else:
             if self._resume is None:
                 # The main process's torch loader draws a seed here; all go on with the same random numbers.

@@ -17,26 +17,26 @@ def evenness(loaders: Iterable[Any], even_batches: bool | None) -> Generator[Non
     """Give loaders another `even_batches` until the context ends.
 
     Args:
-        loaders: Prepared loaders. For one whose data is divided elsewhere a warning says that this has no
+        loaders: Prepared loaders. For one whose data is sharded elsewhere a warning says that this has no
             effect.
         even_batches: The value; `None` leaves all as they are.
     """
-    dividers: list[Any] = []
+    sharders: list[Any] = []
     if even_batches is not None:
         for loader in loaders:
-            if (divider := loader.divider) is None:
+            if (sharder := loader.sharder) is None:
                 logger.warning(
                     "even_batches=%r has no effect on %s: nothing shards its data across the processes.",
                     even_batches,
                     type(loader).__name__,
                 )
             else:
-                dividers.append(divider)
-    before = [divider.even_batches for divider in dividers]
+                sharders.append(sharder)
+    before = [sharder.even_batches for sharder in sharders]
     try:
-        for divider in dividers:
-            divider.even_batches = bool(even_batches)
+        for sharder in sharders:
+            sharder.even_batches = bool(even_batches)
         yield
     finally:
-        for divider, value in zip(dividers, before, strict=True):
-            divider.even_batches = value
+        for sharder, value in zip(sharders, before, strict=True):
+            sharder.even_batches = value

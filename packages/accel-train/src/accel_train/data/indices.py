@@ -56,11 +56,11 @@ def index_source(
     split_batches: bool = False,
     even_batches: bool = True,
 ) -> IndexSource:
-    """Find the indices behind the arguments of a torch loader, and divide them.
+    """Find the indices behind the arguments of a torch loader, and shard them.
 
     Args:
         dataset: A map-style dataset.
-        options: Arguments of `torch.utils.data.DataLoader`. Indices that are divided already stay so.
+        options: Arguments of `torch.utils.data.DataLoader`. Indices that are sharded already stay so.
         num_processes: The number of ranks.
         process_index: This rank.
         split_batches: As for `BatchSamplerShard`.
@@ -85,8 +85,8 @@ def index_source(
     elif single:
         if split_batches and num_processes > 1:
             raise ValueError(
-                "split_batches=True cannot divide the batches that a dataset makes itself (batch_size=None). "
-                "Let the main process read and divide them, with dispatch_batches=True."
+                "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). "
+                "Let the main process read and split them, with dispatch_batches=True."
             )
         batches = BatchSampler(cast("Any", batches), 1, drop_last=False)
     shard = BatchSamplerShard(batches, num_processes, process_index, split_batches, even_batches)

@@ -106,7 +106,7 @@ class IterableDatasetShard(IterableDataset[Any]):
     The samples are taken in rounds of one batch for every rank; see `ShardPlan`.
 
     Args:
-        dataset: The dataset to divide. It has to give the same samples in the same order on every rank. One
+        dataset: The dataset to shard. It has to give the same samples in the same order on every rank. One
             that shuffles has a `set_epoch` method, or draws from a `torch.Generator` in its attribute
             `generator`, which is seeded with the epoch.
         batch_size: Size of a batch of one rank, or with `split_batches` of all ranks together.
@@ -155,7 +155,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     @property
     def plan(self) -> ShardPlan:
-        """How the samples are divided."""
+        """How the samples are sharded."""
         return ShardPlan(
             num_processes=self.num_processes,
             process_index=self.process_index,

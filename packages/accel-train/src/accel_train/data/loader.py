@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class DataLoaderShard(PreparedLoader):
     """A torch loader that yields this rank's batches on its device, and knows which batch is the last.
 
-    `prepare_data_loader` makes it out of a torch loader and divides the data; this class only reads.
+    `prepare_data_loader` makes it out of a torch loader and shards the data; this class only reads.
 
     Args:
         dataset: The dataset to load.
@@ -30,8 +30,8 @@ class DataLoaderShard(PreparedLoader):
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
         _drop_last: Whether a last batch that is not complete is left out.
         _non_blocking: Whether batches are copied to the device while the one before is computed with.
-        torch_device_mesh: The ranks by the axes along which they divide the work, of which some have the same
-            batches.
+        torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
+            same batches.
         iteration: The epoch that comes first.
         **kwargs: As for `torch.utils.data.DataLoader`.
 

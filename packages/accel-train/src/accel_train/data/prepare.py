@@ -73,7 +73,7 @@ def prepare_data_loader(
         data_seed: The seed of that; the one of torch on the main process if `None`.
         non_blocking: Whether batches are copied to the device while the one before is computed with.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: The ranks by the axes along which they divide the work. If `num_processes` and
+        torch_device_mesh: The device mesh. If `num_processes` and
             `process_index` are `None` it says who has the same batches; and all its ranks share the order of
             samples.
 
@@ -166,8 +166,8 @@ def _sharded(
     size = dataloader.batch_size
     if shards["split_batches"] and size is None:
         raise ValueError(
-            "split_batches=True cannot divide the batches that a dataset makes itself (batch_size=None). Let "
-            "the main process read and divide them, with dispatch_batches=True."
+            "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). Let "
+            "the main process read and split them, with dispatch_batches=True."
         )
     shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
     return shard, {**options, "batch_size": None if size is None else shard.plan.rows}

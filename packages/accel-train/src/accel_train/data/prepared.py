@@ -76,19 +76,19 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         dataset: The dataset to load.
         skip_batches: How many batches the first pass leaves out; later ones are complete.
         use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: The ranks by the axes along which they divide the work, of which some have the same
-            batches.
+        torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
+            same batches.
         iteration: The epoch that comes first.
         _drop_last: Whether a last batch that is not complete is left out.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
     Attributes:
-        divide (Callable | None): Gives this rank's part of the sequences of a batch; all of it if `None`.
+        shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
         meter (StepMeter | None): Measures how long each batch is waited for.
         resume_mid_epoch (bool): Whether `load_state` lets it go on with the next batch, stateful or not.
     """
 
-    divide: Callable[[Any], Any] | None = None
+    shard_sequences: Callable[[Any], Any] | None = None
     meter: StepMeter | None = None
     resume_mid_epoch: bool = False
 
@@ -198,8 +198,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             advance, padded = reading.advance, None
             facts = vars(self)  # torch's loaders have a slow `__setattr__`
             start_copy, land = (None, None) if placing is None else (placing.start_copy, placing.land)
-            if self.divide is not None:
-                start_copy = _sharding_first(self.divide, start_copy)
+            if self.shard_sequences is not None:
+                start_copy = _sharding_first(self.shard_sequences, start_copy)
             for item, is_last in reading.pairs(start_copy):
                 if padded is None:  # by now the order is drawn
                     padded, self.remainder = reading.opened(), reading.remainder

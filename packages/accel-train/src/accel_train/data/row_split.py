@@ -1,4 +1,4 @@
-"""How the main process divides what it has read among all: rounds of batches into one part for every rank."""
+"""Split what the main process has read: rounds of batches into one shard for every rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ SliceFn = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Division:
-    """How batches that were read in one place are divided.
+class RowSplit:
+    """How batches that the main process has read are split across ranks.
 
     Args:
         num_processes: The number of ranks.
-        split: Every batch is divided; otherwise every rank gets a whole one.
+        split: Every batch is split; otherwise every rank gets a whole one.
         even: Complete the last round with rows from its beginning, so that all ranks get equally many.
         drop_last: Leave the last round out if it is not complete.
         slice_fn: Called as `slice_fn(batch, rows, process_index=..., num_processes=...)` with the whole round
@@ -70,7 +70,7 @@ class Division:
                 raise ValueError("nothing in a batch has one row per sample")
         except ValueError as error:
             if self.split or self.slice_fn is not None:
-                raise ValueError(f"The main process cannot divide what it has read: {error}.") from error
+                raise ValueError(f"The main process cannot split what it has read: {error}.") from error
             return self._full_batches(batches, rows)
         return self._slices(joined, rows)
 

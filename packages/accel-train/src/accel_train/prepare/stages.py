@@ -178,7 +178,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
     for loader in loaders if parts.meter is not None else ():
         loader.meter = parts.meter
     for loader in loaders if bundle.models else ():
-        loader.divide = parts.strategy.divide
+        loader.shard_sequences = parts.strategy.shard_sequences
     return replace(bundle, dataloaders=loaders)
 
 

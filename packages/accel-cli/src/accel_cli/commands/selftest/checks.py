@@ -215,7 +215,7 @@ def _net(accelerator: Accelerator) -> _Net:
 
 
 def _needs_transformers(session: Session) -> bool:
-    """Whether the config divides sequences in a way that only models of transformers can be trained."""
+    """Whether the config shards sequences in a way that only models of transformers can be trained."""
     config = session.accelerator.parallelism_config
     return config is not None and config.sp_enabled
 
