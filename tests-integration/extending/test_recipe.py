@@ -1,4 +1,4 @@
-"""A third party's precision recipe: it converts models before they are wrapped, or sharded."""
+"""A third party's precision recipe: it converts models before they are wrapped or sharded."""
 
 from __future__ import annotations
 
