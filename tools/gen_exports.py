@@ -50,7 +50,7 @@ ABOUT = {
     "accel.local_sgd": "Training in which processes agree only now and then.",
     "accel.logging": "Loggers that speak once per run rather than once per process.",
     "accel.optimizer": "The optimizer that `prepare` returns.",
-    "accel.parallelism_config": "How the axes of a device mesh are divided.",
+    "accel.parallelism_config": "The sizes of the axes of a device mesh.",
     "accel.scheduler": "The scheduler that `prepare` returns.",
     "accel.settings": "What can be set from outside a script, typed.",
     "accel.state": "What this process is: rank, device, precision, accumulation.",
