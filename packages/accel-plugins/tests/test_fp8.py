@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
+from accel_plugins.fp8.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
 from accel_plugins.fp8.build import build
 from accel_plugins.fp8.te import has_transformer_engine_layers, recipe_options
 from accel_plugins.fp8.weights import plain_tensor, tied_layers
@@ -94,3 +97,24 @@ def test_tied_layers_and_plain_tensors_are_found():
     assert tied_layers(model) == {"0", "2"}
     assert plain_tensor(model[1].weight) is model[1].weight
     assert not has_transformer_engine_layers(model)
+
+
+@pytest.mark.parametrize("sizes", [[16], [16, 16], [16, 32, 16], [16, 8, 32, 16, 16]])
+def test_the_public_filter_chooses_what_is_converted_without_one(sizes):
+    pytest.importorskip("torchao")
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.GELU()) for a, b in pairwise([16, *sizes]))
+    )
+    names = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    expected = {name for name in names if filter_first_and_last_linear_layers(model, name)}
+    kind = type(model[0][0])
+    convert_model_to_fp8_ao(model)
+    assert {name for name in names if type(model.get_submodule(name)) is not kind} == expected
+
+
+def test_a_model_that_is_one_layer_is_its_first_and_last():
+    pytest.importorskip("torchao")
+    layer = torch.nn.Linear(16, 16)
+    assert not filter_first_and_last_linear_layers(layer, "")
+    convert_model_to_fp8_ao(layer)
+    assert type(layer) is torch.nn.Linear

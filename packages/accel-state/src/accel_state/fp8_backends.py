@@ -66,7 +66,7 @@ BACKENDS = (
         name="TE",
         title="TransformerEngine",
         library="transformer_engine",
-        install="transformer-engine[pytorch]",
+        install="accel-plugins[transformer-engine]",
         devices=("cuda",),
         otherwise="use the FP8 backend 'AO' (torchao, also on a CPU), or mixed_precision='bf16'",
     ),

@@ -63,11 +63,16 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
         >>> filter_first_and_last_linear_layers(nn.Linear(16, 10), "head")
         False
     """
-    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and name]
-    if fqn in {*names[:1], *names[-1:]}:
+    if fqn in _first_and_last(module):
         return False
-    layer = module.get_submodule(fqn) if fqn in names else module
+    layer = dict(module.named_modules()).get(fqn, module)
     return not isinstance(layer, nn.Linear) or is_divisible(layer)
+
+
+def _first_and_last(model: nn.Module) -> set[str]:
+    """Return the names of the first and the last linear layer of a model, converted or not."""
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return {*names[:1], *names[-1:]}
 
 
 @torchao_required
@@ -250,8 +255,7 @@ def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None) -
     }
     if wanted is not None:
         return {name for name, layer in layers.items() if wanted(layer, name)}
-    every = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    ends = {*every[:1], *every[-1:]}
+    ends = _first_and_last(model)
     return {
         name
         for name, layer in layers.items()

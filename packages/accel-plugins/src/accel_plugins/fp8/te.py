@@ -36,7 +36,7 @@ RECIPE_CLASSES: Mapping[str, str] = {
 }
 """Classes of `transformer_engine.common.recipe`, by the names of `TERecipeKwargs(recipe=…)`."""
 
-_INSTALL = "transformer-engine[pytorch]"
+_INSTALL = "accel-plugins[transformer-engine]"
 _BLOCKS = frozenset({"mxfp8", "nvfp4"})
 
 
