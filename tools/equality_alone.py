@@ -8,8 +8,9 @@ in float32 under autocast or with weights in bfloat16, and adds them up in the f
 from __future__ import annotations
 
 import copy
+import importlib
 import importlib.util
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,7 @@ class Arithmetic:
         small_start: Whether the weights that are updated begin with the values of these copies.
         small_sums: Whether gradients are added up in bfloat16, those of processes and those of micro-batches.
         processes_first: Whether processes add up their gradients in every micro-batch, not once in a step.
+        recipe: The name of torchao's recipe by which matrices of the blocks are multiplied in 8 bits, if any.
     """
 
     shards: int = 1
@@ -63,6 +65,7 @@ class Arithmetic:
     small_start: bool = False
     small_sums: bool = False
     processes_first: bool = False
+    recipe: str | None = None
 
 
 def fresh(fault: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -76,6 +79,15 @@ def fresh(fault: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     model: nn.Module = example.LanguageModel()
     rate = RATE * 1.1 if fault == "rate" else RATE
     return model, torch.optim.AdamW(model.parameters(), lr=rate, eps=EPSILON, weight_decay=DECAY)
+
+
+def _convert(model: nn.Module, recipe: str) -> None:
+    """Let torchao multiply the matrices of a model, but for the first and the last one, in emulated FP8."""
+    float8 = importlib.import_module("torchao.float8")
+    config = replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True, pad_inner_dim=True)
+    linear = [name for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)]
+    inner = {*linear[1:-1]}
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in inner)
 
 
 def batches_of(number: int) -> Tensor:
@@ -109,6 +121,8 @@ def train_alone(
         model.bfloat16().float()
     begin = {name: value.clone() for name, value in model.state_dict().items()}
     small = copy.deepcopy(model).bfloat16() if how.small_weights else model
+    if how.recipe is not None:
+        _convert(small, how.recipe)
     for window in rows.split(ROWS * accumulation):
         losses = _losses(small, window.split(ROWS), how, factor(fault, accumulation) / accumulation)
         for parameter, gradient in zip(model.parameters(), _summed(small, losses, how), strict=True):

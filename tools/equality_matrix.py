@@ -203,10 +203,9 @@ def _run(cell: Cell, steps: int, known: dict[Any, Any]) -> float | None:
     row = STRATEGIES[cell.strategy]
     accelerator = Accelerator(
         cpu=True,
-        mixed_precision=cell.precision,
         gradient_accumulation_steps=cell.accumulation,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        **row.arguments(cell),
+        **{"mixed_precision": cell.precision, **row.arguments(cell)},
     )
     rows = batches_of(steps * cell.accumulation)
     state = trained(accelerator, cell, rows)

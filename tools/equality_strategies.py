@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from accel.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from accel.utils import (
+    AORecipeKwargs,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+)
 from equality_alone import CLIP, Arithmetic
 
 if TYPE_CHECKING:
@@ -43,6 +48,7 @@ class Row:
         sharing: How many processes have the same rows; all of them for `None`.
         smallest: The smallest number of processes.
         bound: The largest distance in bfloat16.
+        recipe: The recipe of torchao in which it computes instead of bfloat16, if any.
     """
 
     arguments: Callable[[Cell], dict[str, Any]]
@@ -50,18 +56,22 @@ class Row:
     sharing: int | None = 1
     smallest: int = 2
     bound: float
+    recipe: str | None = None
 
     def impossible(self, cell: Cell) -> str | None:
         """Why a cell cannot exist; `None` if it can."""
         if cell.world_size < self.smallest:
             return f"two axes of two processes each need {self.smallest}"
+        if cell.precision == "no" and self.recipe is not None:
+            return "FP8 is beside bfloat16"
         return None
 
     def arithmetic(self, cell: Cell) -> Arithmetic:
         """Where a cell rounds."""
         if cell.precision == "no":
             return Arithmetic()
-        return replace(self.bf16, shards=cell.world_size // (self.sharing or cell.world_size))
+        shards = cell.world_size // (self.sharing or cell.world_size)
+        return replace(self.bf16, shards=shards, recipe=self.recipe)
 
     def limit(self, cell: Cell) -> float:
         """The largest difference of a weight in float32; the largest distance in bfloat16."""
@@ -77,6 +87,11 @@ def fsdp(version: int, **options: Any) -> dict[str, Any]:
         **options,
     )
     return {"fsdp_plugin": plugin}
+
+
+def fp8(recipe: str) -> dict[str, Any]:
+    """Matrices of the blocks in 8 bits, by torchao; emulated, on the CPU."""
+    return {"mixed_precision": "fp8", "kwargs_handlers": [AORecipeKwargs(config=recipe)]}
 
 
 def axes(**sizes: Any) -> dict[str, Any]:
@@ -133,6 +148,10 @@ STRATEGIES: Mapping[str, Row] = {
         bf16=SMALL_WEIGHTS,
         sharing=2,
         bound=0.01,
+    ),
+    "ddp+fp8": Row(arguments=lambda _: fp8("rowwise"), bf16=AUTOCAST, bound=0.01, recipe="rowwise"),
+    "fsdp2+fp8": Row(
+        arguments=lambda _: fsdp(2) | fp8("rowwise"), bf16=SMALL_WEIGHTS, bound=0.05, recipe="rowwise"
     ),
     "zero0": Row(arguments=zero(0), bf16=ENGINE, bound=0.01),
     "zero1": Row(arguments=zero(1), bf16=ENGINE, bound=0.01),
