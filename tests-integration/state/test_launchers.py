@@ -33,6 +33,16 @@ state = PartialState(cpu=True)
 PartialState._reset_state()
 print(dist.is_initialized())
 """
+AGAIN = f"""{BEGIN}
+if os.environ["RANK"] == "0":  # in place of torchrun's agent, whose store outlives groups
+    port = int(os.environ["MASTER_PORT"])
+    agent = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+state = PartialState(cpu=True)
+{REPORT}
+state.destroy_process_group()
+PartialState._reset_state()
+state = PartialState(cpu=True)
+{REPORT}"""
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "{rank}",
     "OMPI_COMM_WORLD_SIZE": "{world_size}",
@@ -54,6 +64,7 @@ PROGRAMS = {
     "torchrun": Program(PLAIN, variables=TORCHRUN),
     "Open MPI": Program(THREADS, variables=OPEN_MPI),
     "Slurm": Program(THREADS, variables=SLURM),
+    "again": Program(AGAIN, variables={**TORCHRUN, "TORCHELASTIC_USE_AGENT_STORE": "True"}),
     "by hand": Program(BY_HAND, variables=HAND),
     "before": Program(BEFORE, variables=HAND),
 }
@@ -65,7 +76,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
     return run_programs(PROGRAMS, tmp_path_factory.mktemp("programs"))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if name != "again"])
 def test_processes_of_every_launcher_find_each_other(ends, name) -> None:
     launcher = name if name in {"torchrun", "Open MPI", "Slurm"} else "torch.distributed"
     for rank, end in enumerate(ends[name]):
@@ -73,3 +84,10 @@ def test_processes_of_every_launcher_find_each_other(ends, name) -> None:
         place, *rest = end.output.splitlines()
         assert place == f"{launcher} {rank} 2 {rank} 11 gloo"
         assert set(rest) <= {"True"}  # threads are limited under MPI and Slurm; a group stays with its maker
+
+
+def test_a_group_begins_again_after_its_end(ends: dict[str, list[Ended]]) -> None:
+    assert [(end.code, end.errors) for end in ends["again"]] == [(0, "")] * 2
+    assert [end.output for end in ends["again"]] == [
+        f"torchrun {rank} 2 {rank} 11 gloo\n" * 2 for rank in (0, 1)
+    ]

@@ -25,12 +25,19 @@ FAILED_LIMIT_S = 1.0
 logger = logging.getLogger(__name__)
 
 _joined: tuple[int, weakref.ref[Any]] | None = None
+_number = 0
 
 
 def joined() -> None:
     """Record that this process has initialised the default process group, which `leave` destroys."""
-    global _joined  # noqa: PLW0603 - a process has one default group
+    global _joined, _number  # noqa: PLW0603 - a process has one default group at a time
+    _number = groups_joined() + 1
     _joined = os.getpid(), weakref.ref(dist.group.WORLD)
+
+
+def groups_joined() -> int:
+    """Return how many default process groups this process has initialised, itself and not its parent."""
+    return _number if _joined is not None and _joined[0] == os.getpid() else 0
 
 
 def destroy(group: Any = None) -> None:

@@ -255,8 +255,8 @@ def _group_options(
     topology, kind = runtime.topology, runtime.kind
     chosen = {name: value for name, value in options.items() if value is not None}
     chosen["backend"] = _check_backend(kind, options.get("backend"))
-    if "store" not in chosen and "init_method" not in chosen and (restart_count := _restart_count(variables)):
-        chosen["store"] = _restart_store(restart_count, variables, topology, chosen.get("timeout"))
+    if "store" not in chosen and "init_method" not in chosen and (life := _life(variables)):
+        chosen["store"] = _restart_store(life, variables, topology, chosen.get("timeout"))
     if kind.own_runtime is not None:
         return {"init_method": kind.own_runtime.INIT_METHOD, **chosen}
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
@@ -269,16 +269,27 @@ def _group_options(
     return chosen
 
 
+def _life(variables: Mapping[str, str]) -> str:
+    """Tell this group from earlier ones that have left keys in the agent's store; empty for the first."""
+    restarts = _restart_count(variables)
+    earlier = group_end.groups_joined() if _uses_agent_store(variables) else 0
+    return f"{restarts}.{earlier}" if earlier else str(restarts or "")
+
+
+def _uses_agent_store(variables: Mapping[str, str]) -> bool:
+    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def _restart_count(variables: Mapping[str, str]) -> int:
     """Return the number of restarts by torch's elastic agent, if the agent provides the store."""
-    lent = variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0) if lent else 0
+    restarts = variables.get("TORCHELASTIC_RESTART_COUNT") or 0
+    return int(restarts) if _uses_agent_store(variables) else 0
 
 
 def _restart_store(
-    restart_count: int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
+    life: str | int, variables: Mapping[str, str], topology: Topology, timeout: timedelta | None
 ) -> dist.Store:  # pyright: ignore[reportPrivateImportUsage]
-    """Return a store without the stale keys of dead processes in the agent's store.
+    """Return a store without the stale keys of dead processes, and of groups that ended, in the agent's.
 
     With a static rendezvous these outlive the processes; torch 2.15 would connect to their addresses.
     """
@@ -287,7 +298,7 @@ def _restart_store(
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         endpoint.address, endpoint.port, world_size=topology.world_size, is_master=False, timeout=wait
     )
-    return dist.PrefixStore(f"accel/life_{restart_count}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return dist.PrefixStore(f"accel/life_{life}", store)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _check_backend(kind: DeviceKind, asked: str | None) -> str:
