@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 MODEL_KEY = "model"
 OPTIMIZER_KEY = "optimizer"
+EXTRA_STATE = "_extra_state"
+"""The end of the names of what `Module.get_extra_state` gives, in state dicts."""
 
 
 def form_of(run: Run) -> StateForm:
@@ -198,7 +200,11 @@ def restore_model_shards(
         return
     tensors = run.shards.model_tensors(model)
     wrapped: dict[str, Any] = {MODEL_KEY: tensors}
-    paths = [entry.path for entry in dcp.entries(dcp.read_index(folder))]
+    entries = [*dcp.entries(dcp.read_index(folder))]
+    paths = [entry.path for entry in entries]
+    # The extra state of a module has the shape that it had when it was saved.
+    extra = {str(entry.path[-1]): entry for entry in entries if str(entry.path[-1]).endswith(EXTRA_STATE)}
+    tensors.update({name: _full(entry) for name, entry in extra.items() if entry.shape and name in tensors})
     if strict:
         unknown = sorted({".".join(map(str, path[1:])) for path in paths} - tensors.keys())
         if unknown:
