@@ -39,6 +39,7 @@ THOROUGH = (
     "trainer:bf16",
     "trainer:iterable",
     "trainer:evaluated",
+    "trainer:compiled",
     "big_models:eight_bits",
     "big_models:four_bits",
     "adapters:qlora",
@@ -55,6 +56,10 @@ TWO_RANKS = (
     "trainer:iterable",
     "trainer:fsdp2",
     "adapters:lora",
+    "preferences:sft",
+    "preferences:dpo",
+    "preferences:reward",
+    "diffusion:training",
 )
 ON_ONE_SIDE = {"trainer:fsdp2": ("files",)}
 """What is not compared: on the CPU the reference shards nothing, and has no files of FSDP."""

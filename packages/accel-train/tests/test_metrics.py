@@ -56,3 +56,17 @@ def test_whatever_rows_a_tensor_has_the_last_batch_gives_as_many_as_it_has_sampl
         for batch in loader
     ]
     assert found == [[0, 1, 0, 1], [2, 3, 2, 3], [4]]
+
+
+@pytest.mark.parametrize("as_objects", [False, True])
+def test_rows_of_a_batch_with_two_for_each_sample_are_cut_to_its_samples(as_objects):
+    """As in Accelerate: `transformers.Trainer` weighs the losses of such batches, of preferences, by it."""
+    loader = torch.utils.data.DataLoader(
+        range(7), batch_size=4, collate_fn=lambda rows: torch.tensor(rows * 2)
+    )
+    accelerator = Accelerator(cpu=True)
+    found = [
+        len(accelerator.gather_for_metrics(batch.clone(), use_gather_object=as_objects))
+        for batch in accelerator.prepare(loader)
+    ]
+    assert found == [8, 3]

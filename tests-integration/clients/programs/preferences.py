@@ -90,7 +90,7 @@ def sft(folder: Path) -> dict[str, Any]:
 
 
 def dpo(folder: Path) -> dict[str, Any]:
-    """Learn from preferences, with a reference model."""
+    """Learn from preferences, with a reference model; the last batch of the evaluation is not full."""
     set_seed(0)
     trainer = DPOTrainer(
         model=language_model(),
@@ -98,7 +98,7 @@ def dpo(folder: Path) -> dict[str, Any]:
         args=DPOConfig(output_dir=str(folder), max_length=24, **USUAL),
         processing_class=tokenizer(),
         train_dataset=pairs(16),
-        eval_dataset=pairs(8),
+        eval_dataset=pairs(7),
     )
     return trained(trainer, folder)
 
@@ -121,7 +121,7 @@ def grpo(folder: Path) -> dict[str, Any]:
 
 
 def reward(folder: Path) -> dict[str, Any]:
-    """Train a model that tells the better answer."""
+    """Train a model that tells the better answer; the last batch of the evaluation is not full."""
     set_seed(0)
     config = language_model().config
     config.num_labels = 1
@@ -131,7 +131,7 @@ def reward(folder: Path) -> dict[str, Any]:
         args=RewardConfig(output_dir=str(folder), max_length=24, **USUAL),
         processing_class=tokenizer(),
         train_dataset=pairs(16).remove_columns(["prompt"]),
-        eval_dataset=pairs(8).remove_columns(["prompt"]),
+        eval_dataset=pairs(7).remove_columns(["prompt"]),
     )
     return trained(trainer, folder)
 

@@ -52,7 +52,11 @@ def found(trainer: Any, folder: Path) -> dict[str, Any]:
     state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     return {
         "log": log,
-        "weights": {name: value.detach().float().cpu().clone() for name, value in state.items()},
+        "weights": {
+            # The reference leaves the prefix of compiled models to the Trainer, which removes it.
+            name.removeprefix("_orig_mod."): value.detach().float().cpu().clone()
+            for name, value in state.items()
+        },
         "files": sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()),
     }
 
@@ -98,6 +102,11 @@ def iterable(folder: Path) -> dict[str, Any]:
 def accumulated(folder: Path) -> dict[str, Any]:
     """Accumulate gradients over batches."""
     return trained(folder, gradient_accumulation_steps=2, eval_strategy="epoch", save_strategy="epoch")
+
+
+def compiled(folder: Path) -> dict[str, Any]:
+    """Compile the model."""
+    return trained(folder, torch_compile=True, torch_compile_backend="aot_eager", eval_strategy="epoch")
 
 
 def fsdp2(folder: Path) -> dict[str, Any]:

@@ -47,8 +47,11 @@ def _real_samples(loader: Any) -> tuple[int | None, bool]:
         return None, False
     if loader.real_in_batch is not None:
         return loader.real_in_batch, True
-    is_incomplete = loader.end_of_dataloader and loader.remainder > 0
-    return (loader.batch_size_seen if is_incomplete else None), False
+    if not (loader.end_of_dataloader and loader.remainder > 0):
+        return None, False
+    rows = loader.batch_size_seen
+    # A batch may have more rows than samples, such as the two answers of a preference.
+    return (None if rows is None else min(rows, loader.remainder)), False
 
 
 def _gather_objects(data: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
