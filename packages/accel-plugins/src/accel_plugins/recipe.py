@@ -36,6 +36,7 @@ class Recipe:
         initialize: Called before that with a bundle; returns it with the models and optimizers by which a
             library replaces them.
         after_step: Called after every optimizer step with the prepared models, wrapped as they are.
+        after_load: Called with them after a checkpoint was loaded, to compute what follows from weights.
         state_dict: Gives what else must be saved to resume; the same on all ranks.
         load_state_dict: Takes it back.
         backend: The library that computes, as `Accelerator.fp8_backend` says it; `None` if it is no FP8.
@@ -46,6 +47,7 @@ class Recipe:
     precision: Literal["no", "bf16", "fp16"] = "bf16"
     initialize: Callable[[Bundle], Bundle] | None = None
     after_step: Callable[[Sequence[nn.Module]], None] | None = None
+    after_load: Callable[[Sequence[nn.Module]], None] | None = None
     state_dict: Callable[[], dict[str, Any]] | None = None
     load_state_dict: Callable[[Mapping[str, Any]], None] | None = None
     backend: str | None = None

@@ -147,7 +147,7 @@ class TorchAo:
             replaced |= {old: now[name] for name, old in before.items() if now[name] is not old}
         return replaced
 
-    def after_step(self, models: Sequence[nn.Module]) -> None:
+    def compute_scales(self, models: Sequence[nn.Module]) -> None:
         """Compute the scales of all weights with one all-reduce instead of one in each all-gather."""
         for model in models:
             _float8().precompute_float8_dynamic_scale_for_fsdp(model)
@@ -166,11 +166,13 @@ def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool) -> Recipe
     """
     library = TorchAo(handler=handler, device=runtime.device, sharded=sharded)
     gathers = getattr(library.config, "enable_fsdp_float8_all_gather", False)
+    scales = library.compute_scales if gathers else None
     return Recipe(
         name="fp8",
         convert=library.convert,
         precision="bf16",
-        after_step=library.after_step if gathers else None,
+        after_step=scales,
+        after_load=scales,
         backend="AO",
     )
 

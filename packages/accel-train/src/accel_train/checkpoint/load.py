@@ -212,6 +212,8 @@ def _restore_recipe(run: Run, source: Source) -> None:
             source.folder,
             *(("without", "has") if load is not None else ("with", "has not")),
         )
+    if run.recipe is not None and run.recipe.after_load is not None:
+        run.recipe.after_load(run.prepared.models)
 
 
 def _restore_optimizers(run: Run, source: Source) -> None:
