@@ -201,11 +201,12 @@ def _run(cell: Cell, steps: int, known: dict[Any, Any]) -> float | None:
     AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
     GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
     row = STRATEGIES[cell.strategy]
+    options: dict[str, Any] = {"mixed_precision": cell.precision, **row.arguments(cell)}
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=cell.accumulation,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
-        **{"mixed_precision": cell.precision, **row.arguments(cell)},
+        **options,
     )
     rows = batches_of(steps * cell.accumulation)
     state = trained(accelerator, cell, rows)
