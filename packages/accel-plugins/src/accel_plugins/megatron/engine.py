@@ -127,7 +127,7 @@ class MegatronEngine(nn.Module):
         config.grad_scale_func = None if self.optimizer is None else self.optimizer.scale_loss
         schedule = core("pipeline_parallel").get_forward_backward_func()
         iterators = [iter(parts) for _ in self.chunks]
-        first = next(one for one in parts[0].values() if isinstance(one, torch.Tensor))
+        first = next(one for one in parts[0].values() if isinstance(one, torch.Tensor) and one.ndim > 1)
         with ExitStack() as stack, torch.set_grad_enabled(not forward_only):
             stack.enter_context(without_core_warnings())
             stack.enter_context(hang_monitor.collective_scope("forward and backward"))
@@ -177,10 +177,9 @@ class MegatronEngine(nn.Module):
                 f"A batch of {rows} samples cannot be divided into num_micro_batches={number}: make the "
                 "batch size a multiple of it, or leave out the last batch (drop_last=True)."
             )
-        length = next(
-            one.shape[1] for one in batch.values() if isinstance(one, torch.Tensor) and one.ndim > 1
-        )
-        if self.transformer_config.sequence_parallel and length % self.groups.tensor:
+        lengths = [one.shape[1] for one in batch.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
+        length = next((one for one in lengths if one % self.groups.tensor), None)
+        if self.transformer_config.sequence_parallel and length is not None:
             raise SettingsError(
                 f"Sequences of {length} tokens cannot be divided by tp_degree={self.groups.tensor}, as "
                 "sequence_parallelism does: pad them (pad_to_multiple_of), or leave it out."
@@ -209,14 +208,10 @@ class MegatronEngine(nn.Module):
             dist.broadcast(loss, group_src=source, group=group)
         if not getattr(self.train_step_handler, "return_logits", False):
             return loss, None
-        logits = _from_last(gather_vocabulary(torch.cat(parts)) if parts else None, source, group, device)
+        logits = _from_last(torch.cat(parts) if parts else None, source, group, device)
+        if logits.ndim < 3:
+            return loss, logits
         return loss, logits[..., : getattr(self.config, "vocab_size", None)]
-
-
-def gather_vocabulary(logits: Tensor) -> Tensor:
-    """Return logits of the full vocabulary from those of this tensor-parallel rank."""
-    mappings = core("tensor_parallel.mappings")
-    return mappings.gather_from_tensor_model_parallel_region(logits)
 
 
 def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor:
@@ -246,8 +241,12 @@ def _scaled_step(
     return output, scaled
 
 
+_OUTPUTS = {"bert": "MaskedLMOutput", "gpt": "CausalLMOutput", "t5": "Seq2SeqLMOutput"}
+
+
 def output_of(family: ModelFamily | None, loss: Tensor, logits: Tensor | None) -> Any:
     """Return a loss and logits as models of transformers do; of other models, without names."""
     if family is None:
         return loss if logits is None else (loss, logits)
-    return import_module("transformers.modeling_outputs").CausalLMOutput(loss=loss, logits=logits)
+    outputs = import_module("transformers.modeling_outputs")
+    return getattr(outputs, _OUTPUTS[family.kind])(loss=loss, logits=logits)

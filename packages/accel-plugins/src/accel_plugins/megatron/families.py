@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from accel_plugins.megatron.bert import BERT
 from accel_plugins.megatron.gpt2 import GPT2
 from accel_plugins.megatron.llama import LLAMA
 from accel_plugins.megatron.model_family import ModelFamily
+from accel_plugins.megatron.t5 import T5
 from accel_state.errors import SettingsError
 from accel_state.registry import Registry
 
@@ -17,7 +19,7 @@ FAMILIES = Registry(
     group=ENTRY_POINT_GROUP,
     kind=ModelFamily,
     noun="model family for Megatron",
-    built_in={family.name: family for family in (GPT2, LLAMA)},
+    built_in={family.name: family for family in (BERT, GPT2, LLAMA, T5)},
 )
 
 

@@ -11,11 +11,13 @@ from accel_plugins.megatron.model_family import ModelFamily, Weight
 from accel_plugins.megatron.packing import attention_in_one, same, transposed, vocabulary
 from accel_state.errors import UnsupportedError
 
-_ACTIVATIONS: dict[str, Any] = {
+ACTIVATIONS: dict[str, Any] = {
     "gelu_new": partial(gelu, approximate="tanh"),
     "gelu_pytorch_tanh": partial(gelu, approximate="tanh"),
     "gelu": gelu,
 }
+"""Activations of transformers by name, as megatron-core's layers call them."""
+
 _LAYER = "decoder.layers.{layer}."
 _OURS = "transformer.h.{layer}."
 
@@ -26,7 +28,7 @@ def _transformer_config(config: Any) -> dict[str, Any]:
         "hidden_size": config.n_embd,
         "ffn_hidden_size": config.n_inner or 4 * config.n_embd,
         "num_attention_heads": config.n_head,
-        "activation_func": _ACTIVATIONS[config.activation_function],
+        "activation_func": ACTIVATIONS[config.activation_function],
         "layernorm_epsilon": config.layer_norm_epsilon,
         "normalization": "LayerNorm",
         "attention_dropout": config.attn_pdrop,
@@ -34,7 +36,8 @@ def _transformer_config(config: Any) -> dict[str, Any]:
     }
 
 
-def _model_arguments(config: Any) -> dict[str, Any]:
+def _model_arguments(model: Any) -> dict[str, Any]:
+    config = model.config
     return {
         "max_sequence_length": config.n_positions,
         "position_embedding_type": "learned_absolute",
@@ -88,8 +91,8 @@ def _check(config: Any) -> None:
         )
         if getattr(config, name, needed) != needed
     ]
-    if config.activation_function not in _ACTIVATIONS:
-        wrong.append(f"activation_function={config.activation_function!r} (it has {', '.join(_ACTIVATIONS)})")
+    if config.activation_function not in ACTIVATIONS:
+        wrong.append(f"activation_function={config.activation_function!r} (it has {', '.join(ACTIVATIONS)})")
     if config.embd_pdrop != config.resid_pdrop:
         wrong.append(
             f"embd_pdrop={config.embd_pdrop!r} beside resid_pdrop={config.resid_pdrop!r} (one serves both)"

@@ -32,7 +32,8 @@ def _transformer_config(config: Any) -> dict[str, Any]:
     }
 
 
-def _model_arguments(config: Any) -> dict[str, Any]:
+def _model_arguments(model: Any) -> dict[str, Any]:
+    config = model.config
     return {
         "max_sequence_length": config.max_position_embeddings,
         "position_embedding_type": "rope",

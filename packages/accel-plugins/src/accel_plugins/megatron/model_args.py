@@ -188,6 +188,7 @@ def _encoder(plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str
         "pretraining_flag": "pretraining" in name or "maskedlm" in name,
         "bert_binary_head": "pretraining" in name,
         "num_labels": int(getattr(model.config, "num_labels", 2)),
+        "return_logits": plugin.return_logits,
         "seq_length": plugin.seq_length,
     }
 
@@ -202,6 +203,9 @@ def _encoder_decoder(
     plugin.decoder_seq_length = plugin.decoder_seq_length or _length(batch_data, "labels") or longest
     plugin.megatron_lm_default_args |= {
         "pretraining_flag": True,
+        "return_logits": plugin.return_logits,
+        "decoder_start_token_id": getattr(model.config, "decoder_start_token_id", None) or 0,
+        "pad_token_id": getattr(model.config, "pad_token_id", None) or 0,
         "encoder_seq_length": plugin.encoder_seq_length,
         "decoder_seq_length": plugin.decoder_seq_length,
     }

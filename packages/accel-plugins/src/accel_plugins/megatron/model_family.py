@@ -39,8 +39,9 @@ class ModelFamily:
         kind: `"gpt"`, `"bert"` or `"t5"`: the train step that is used.
         architectures: Class names of the models.
         transformer_config: Returns fields of megatron-core's `TransformerConfig`.
-        model_arguments: Returns arguments of megatron-core's model, such as `position_embedding_type`.
-        weights: Returns all parameters.
+        model_arguments: Returns arguments of megatron-core's model, such as `position_embedding_type`, from
+            the model of transformers.
+        weights: Returns all parameters; those that a model does not have do no harm.
         build: `"module:function"` of what makes the module of one pipeline stage, called as
             `build(transformer_config, arguments, vocabulary, pre_process, post_process, vp_stage)`.
         check: Raises if the configuration asks for what megatron-core does not compute.

@@ -138,6 +138,27 @@ def attention(heads: int, groups: int, size: int) -> Packing:
     return Packing(pack=pack, unpack=unpack, dim=0, leading=(-1, queries + 2, size))
 
 
+def keys_values(heads: int, size: int) -> Packing:
+    """Return the packing of key and value projections of cross-attention: by heads, keys before values.
+
+    Args:
+        heads: Heads.
+        size: Features of a head.
+
+    Example:
+        >>> keys_values(2, 1).pack([torch.tensor([1, 2]), torch.tensor([3, 4])]).tolist()
+        [[[1], [3]], [[2], [4]]]
+    """
+
+    def pack(tensors: Sequence[Tensor]) -> Tensor:
+        return torch.stack([one.reshape(heads, size, *one.shape[1:]) for one in tensors], dim=1)
+
+    def unpack(packed: Tensor) -> list[Tensor]:
+        return [part.flatten(0, 1) for part in packed.unbind(1)]
+
+    return Packing(pack=pack, unpack=unpack, dim=0, leading=(-1, 2, size))
+
+
 def attention_in_one(heads: int, size: int, *, transpose: bool) -> Packing:
     """Return the packing of projections that are one weight in transformers: queries, then keys, then values.
 

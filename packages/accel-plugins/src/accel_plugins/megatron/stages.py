@@ -74,7 +74,7 @@ def build_gpt(
         post_process: Whether the stage has the output layer.
         vp_stage: The virtual stage, if the rank has several.
     """
-    padded = vocabulary + -vocabulary % config.tensor_model_parallel_size
+    padded = padded_vocabulary(vocabulary, config)
     made = core("models.gpt.gpt_model").GPTModel(
         config=config,
         transformer_layer_spec=layer_specs(config, vp_stage),
@@ -85,12 +85,31 @@ def build_gpt(
         **arguments,
     )
     if post_process and padded > vocabulary:
-        made.output_layer.register_forward_hook(partial(_mask_padding, vocabulary))
+        mask_padding(made.output_layer, vocabulary)
     return made
 
 
-def _mask_padding(vocabulary: int, layer: nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
-    """Give tokens that only pad the vocabulary no probability."""
+def padded_vocabulary(vocabulary: int, config: Any) -> int:
+    """Return the rows of an embedding that all tensor-parallel ranks split evenly.
+
+    Args:
+        vocabulary: Rows without padding.
+        config: The `TransformerConfig`.
+    """
+    return vocabulary + -vocabulary % config.tensor_model_parallel_size
+
+
+def mask_padding(layer: nn.Module, vocabulary: int) -> None:
+    """Give tokens that only pad the vocabulary no probability.
+
+    Args:
+        layer: The output layer.
+        vocabulary: Rows without padding.
+    """
+    layer.register_forward_hook(partial(_masked, vocabulary))
+
+
+def _masked(vocabulary: int, layer: nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
     del layer, inputs
     logits, bias = output
     own = logits.shape[-1]
@@ -137,8 +156,9 @@ def build_stages(
             module = provide(first, last, True, True)  # noqa: FBT003 - as documented
         else:
             build = FAMILIES.resolve(family.name, family.build)
-            arguments = dict(family.model_arguments(model.config))
+            arguments = dict(family.model_arguments(model))
             module = build(config, arguments, model.config.vocab_size, first, last, stage)
+        module = module.to(torch.cuda.current_device())  # megatron-core makes some embeddings on the CPU
         if plugin.custom_prepare_model_function is not None:
             module = plugin.custom_prepare_model_function(module)
         made.append(module)

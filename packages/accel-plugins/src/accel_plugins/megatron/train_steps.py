@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
+from accel_plugins.megatron.library import core
 from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
-from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_IGNORED = -100
+IGNORED = -100
+"""The label of tokens that the loss leaves out."""
 
 
 class AbstractTrainStep(ABC):
@@ -94,24 +95,51 @@ class GPTTrainStep(AbstractTrainStep):
             if not self.return_logits:
                 output = model(tokens, position_ids, attention_mask, labels=labels)
             else:
-                output = _with_losses(model, model(tokens, position_ids, attention_mask), labels)
+                output = with_losses(model, model(tokens, position_ids, attention_mask), labels)
             return output, partial(self.loss_func, loss_mask)
 
         return forward_step
 
     def _loss(self, loss_mask: Tensor, output_tensor: Any) -> tuple[Any, ...]:
-        losses, logits = output_tensor if isinstance(output_tensor, tuple) else (output_tensor, None)
-        mask = loss_mask.view(-1).float()
-        total, count = (losses.float().view(-1) * mask).sum(), mask.sum()
-        mean = total / count
-        reduced = {"lm loss": avg_losses_across_data_parallel_group([mean])[0]}
-        if logits is not None:
-            reduced["logits"] = logits
-        return (total, count.int(), reduced) if self.per_token else (mean, reduced)
+        return token_loss(loss_mask, output_tensor, per_token=self.per_token)
 
 
-def _with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
-    """Return losses beside the logits, on the last stage; hidden states as they are on the others."""
+def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tuple[Any, ...]:
+    """Return the mean loss of the tokens of a micro-batch, as a schedule takes it.
+
+    Args:
+        loss_mask: 0 for tokens that are left out.
+        output_tensor: Their losses, or a pair of these and of logits split by the vocabulary.
+        per_token: Return the sum and the number of the tokens in place of the mean.
+    """
+    losses, logits = output_tensor if isinstance(output_tensor, tuple) else (output_tensor, None)
+    mask = loss_mask.view(-1).float()
+    total, count = (losses.float().view(-1) * mask).sum(), mask.sum()
+    mean = total / count
+    reduced = {"lm loss": avg_losses_across_data_parallel_group([mean])[0]}
+    if logits is not None:
+        reduced["logits"] = gather_vocabulary(logits.detach())
+    return (total, count.int(), reduced) if per_token else (mean, reduced)
+
+
+def gather_vocabulary(logits: Tensor) -> Tensor:
+    """Return logits of the full vocabulary from those of this tensor-parallel rank.
+
+    Args:
+        logits: Their last dim is split.
+    """
+    mappings = core("tensor_parallel.mappings")
+    return mappings.gather_from_tensor_model_parallel_region(logits)
+
+
+def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
+    """Return losses beside the logits, on the last stage; hidden states as they are on the others.
+
+    Args:
+        model: The stage, with its wrappers.
+        output: Logits of shape `[batch, sequence, vocabulary]`, or hidden states.
+        labels: Tokens of shape `[batch, sequence]`.
+    """
     inner = model
     while not hasattr(inner, "post_process"):
         inner = inner.module
@@ -125,12 +153,12 @@ def _decoder_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
     batch = next(data_iterator)
     tokens = batch["input_ids"]
     targets = batch.get("labels")
-    shifted = functional.pad((tokens if targets is None else targets)[:, 1:], (0, 1), value=_IGNORED)
+    shifted = functional.pad((tokens if targets is None else targets)[:, 1:], (0, 1), value=IGNORED)
     position_ids = batch.get("position_ids")
     if position_ids is None:
         position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     mask = causal_mask(batch.get("attention_mask"))
-    return tokens, shifted.clamp(min=0), shifted != _IGNORED, mask, position_ids
+    return tokens, shifted.clamp(min=0), shifted != IGNORED, mask, position_ids
 
 
 def causal_mask(attention_mask: Tensor | None) -> Tensor | None:
@@ -158,24 +186,3 @@ def _indexed_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
     batch = next(data_iterator)
     mask = batch.get("attention_mask")
     return batch["tokens"], batch["labels"], batch["loss_mask"], mask, batch["position_ids"]
-
-
-def train_step_of(plugin: Any, context: Any) -> AbstractTrainStep:
-    """Make the train step of a run.
-
-    Args:
-        plugin: May have a class of its own; `megatron_lm_default_args` says which one else.
-        context: Has `state` and `device`; train steps get it as `accelerator`.
-    """
-    own, args = plugin.custom_train_step_class, plugin.namespace()
-    if own is not None:
-        return own(context, args, **(plugin.custom_train_step_kwargs or {}))
-    if args.model_type_name not in _TRAIN_STEPS:
-        raise UnsupportedError(
-            f"There is no train step for a model of the type {args.model_type_name!r}: give MegatronLMPlugin "
-            "a custom_train_step_class."
-        )
-    return _TRAIN_STEPS[args.model_type_name](context, args)
-
-
-_TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {"gpt": GPTTrainStep}

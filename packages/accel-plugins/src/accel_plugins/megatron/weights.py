@@ -75,6 +75,26 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
     return found
 
 
+def check_covered(model: nn.Module, weights: Sequence[Weight]) -> None:
+    """Refuse a model with weights that no row carries over.
+
+    Args:
+        model: The model of transformers.
+        weights: The rows of its family.
+
+    Raises:
+        SettingsError: Weights have no row.
+    """
+    patterns = {re.escape(name).replace(r"\{layer\}", r"\d+") for row in weights for name in row.names}
+    known = re.compile("|".join(patterns))
+    missing = [name for name, _ in model.named_parameters() if not known.fullmatch(name)]
+    if missing:
+        raise SettingsError(
+            f"{type(model).__name__} has weights without a row in its family, which Megatron would not train "
+            f"or save: {', '.join(missing)}. Add rows for them, or leave out what makes them."
+        )
+
+
 def _full_name(stage: nn.Module, name: str) -> tuple[str, int | None]:
     """Return the name of a parameter in the full model, and its layer; a stage counts layers from 0."""
     for fused, plain in _FUSED.items():

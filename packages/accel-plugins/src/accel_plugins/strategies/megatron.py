@@ -25,8 +25,8 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.quiet import without_core_warnings
 from accel_plugins.megatron.schedule import MegatronSchedule
 from accel_plugins.megatron.stages import build_stages, virtual_stages
-from accel_plugins.megatron.train_steps import train_step_of
-from accel_plugins.megatron.weights import drop_values, find_rows, load
+from accel_plugins.megatron.step_table import train_step_of
+from accel_plugins.megatron.weights import check_covered, drop_values, find_rows, load
 from accel_plugins.parallelism.mesh import mesh_of
 from accel_plugins.precision.engine import EnginePrecision
 from accel_plugins.strategies.megatron_save import MegatronPersister
@@ -103,6 +103,7 @@ class MegatronWrapper:
             if self.plugin.custom_model_provider_function is None:
                 family = find_family(model)
                 family.check(model.config)
+                check_covered(model, family.weights(model.config))
                 check_model(self.plugin, model_sizes(model.config, type(model).__name__))
 
     def _check_optimizer(self, optimizer: object) -> None:

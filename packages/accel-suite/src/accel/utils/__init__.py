@@ -106,10 +106,12 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
     from accel_plugins.kwargs.profile import ProfileKwargs
     from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.megatron.bert_step import BertTrainStep
     from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
     from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
     from accel_plugins.megatron.model_args import add_model_config_to_megatron_parser
     from accel_plugins.megatron.plugin import MegatronLMPlugin
+    from accel_plugins.megatron.t5_step import T5TrainStep
     from accel_plugins.megatron.train_steps import AbstractTrainStep, GPTTrainStep
     from accel_plugins.parallelism.config import ParallelismConfig
     from accel_plugins.parallelism.handlers import (
@@ -180,7 +182,7 @@ if TYPE_CHECKING:
     from accel_train.profiling import PROFILE_PATTERN_NAME
 
 __all__ = [
-    "AORecipeKwargs", "AbstractTrainStep", "AutocastKwargs", "BnbQuantizationConfig",
+    "AORecipeKwargs", "AbstractTrainStep", "AutocastKwargs", "BertTrainStep", "BnbQuantizationConfig",
     "CannotPadNestedTensorWarning", "ComputeEnvironment", "CustomDtype", "DDPCommunicationHookType",
     "DataLoaderConfiguration", "DeepSpeedEngineWrapper", "DeepSpeedOptimizerWrapper", "DeepSpeedPlugin",
     "DeepSpeedSchedulerWrapper", "DeepSpeedSequenceParallelConfig", "DistributedDataParallelKwargs",
@@ -193,7 +195,7 @@ __all__ = [
     "PrefixedDataset", "PrepareForLaunch", "ProfileKwargs", "ProjectConfiguration", "RNGType",
     "RNG_STATE_NAME", "SAFE_MODEL_NAME", "SAFE_WEIGHTS_INDEX_NAME", "SAFE_WEIGHTS_NAME",
     "SAFE_WEIGHTS_PATTERN_NAME", "SAMPLER_NAME", "SCALER_NAME", "SCHEDULER_NAME",
-    "SageMakerDistributedType", "TERecipeKwargs", "TORCH_DISTRIBUTED_OPERATION_TYPES",
+    "SageMakerDistributedType", "T5TrainStep", "TERecipeKwargs", "TORCH_DISTRIBUTED_OPERATION_TYPES",
     "TORCH_LAUNCH_PARAMS", "TensorInformation", "TorchContextParallelConfig", "TorchDynamoPlugin",
     "TorchTensorParallelConfig", "TorchTensorParallelPlugin", "WEIGHTS_INDEX_NAME", "WEIGHTS_NAME",
     "WEIGHTS_PATTERN_NAME", "XPU_PROFILING_AVAILABLE_PYTORCH_VERSION",
@@ -358,12 +360,14 @@ _EXPORTS = {
     **dict.fromkeys(("InitProcessGroupKwargs",), "accel_plugins.kwargs.process_group"),
     **dict.fromkeys(("ProfileKwargs",), "accel_plugins.kwargs.profile"),
     **dict.fromkeys(("ProjectConfiguration",), "accel_plugins.kwargs.project"),
+    **dict.fromkeys(("BertTrainStep",), "accel_plugins.megatron.bert_step"),
     **dict.fromkeys((
         "MegatronLMDummyDataLoader", "MegatronLMDummyScheduler",
     ), "accel_plugins.megatron.dummy"),
     **dict.fromkeys(("avg_losses_across_data_parallel_group",), "accel_plugins.megatron.losses"),
     **dict.fromkeys(("add_model_config_to_megatron_parser",), "accel_plugins.megatron.model_args"),
     **dict.fromkeys(("MegatronLMPlugin",), "accel_plugins.megatron.plugin"),
+    **dict.fromkeys(("T5TrainStep",), "accel_plugins.megatron.t5_step"),
     **dict.fromkeys(("AbstractTrainStep", "GPTTrainStep"), "accel_plugins.megatron.train_steps"),
     **dict.fromkeys(("ParallelismConfig",), "accel_plugins.parallelism.config"),
     **dict.fromkeys((
