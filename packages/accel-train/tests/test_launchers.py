@@ -45,6 +45,17 @@ def test_debug_launcher_runs_processes_that_find_each_other():
     assert environ.read() == before
 
 
+def test_processes_compute_after_the_notebook_has_computed_with_several_threads():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        images = torch.ones(512, 4096) @ torch.ones(4096, 64)
+        sums = debug_launcher(lambda: (images @ torch.ones(64, 512)).sum().item(), num_processes=2)
+    finally:
+        torch.set_num_threads(threads)
+    assert sums == dict.fromkeys(range(2), 512 * 4096 * 64 * 512.0)
+
+
 def test_notebook_launcher_does_so_with_a_precision_and_shows_lines_with_a_prefix(capfd):
     def work(plus):
         print("here")

@@ -275,10 +275,14 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a process that has inherited the memory of another, with its states.
 
+    It computes with one thread, as data workers do: OpenMP's threads were not copied, and if the other process
+    has had any, the first operation with several would wait for them forever.
+
     Args:
         function: What to run.
         *args: What it is called with.
     """
+    torch.set_num_threads(1)
     gc.freeze()  # to collect a process group of the parent is a crash: its threads were not copied
     AcceleratorState._reset_state(reset_partial_state=True)  # pyright: ignore[reportPrivateUsage] - the documented way
     GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
