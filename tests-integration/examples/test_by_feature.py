@@ -21,6 +21,7 @@ from harness import distributed
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/by_feature"
 INFERENCE = EXAMPLES.with_name("inference")
+GALLERY = EXAMPLES.parents[1] / "docs/examples"
 
 # What the first process prints.
 SAYS = {
@@ -44,6 +45,16 @@ SAYS = {
 }
 
 
+def last_line(output):
+    """The last line, with 0 for every number: what one process prints as well as two."""
+    return re.sub(r"[\d.]+[mu]?", "0", output.strip().splitlines()[-1])
+
+
+def on_the_page(name):
+    """What the page of an example says that it prints."""
+    return re.search(r" prints\n\n```text\n(.*?)```", (GALLERY / f"{name}.md").read_text(), re.DOTALL)[1]
+
+
 def run(name, folder=EXAMPLES):
     """Run an example as a script; return what it printed."""
     said = io.StringIO()
@@ -59,6 +70,7 @@ def test_an_example_says_what_it_should(name, tmp_path):
         said = run(name)
     if dist.get_rank() == 0:
         assert re.search(SAYS[name], said, re.DOTALL), said
+        assert last_line(said) == last_line(on_the_page(name))
     if name == "profiler":
         for rank in range(2):
             assert json.loads((tmp_path / f"traces/profile_{rank}.json").read_text())["traceEvents"]

@@ -1,0 +1,36 @@
+"""Each example has a page with its source and what it prints."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+SUITE = Path(__file__).resolve().parents[2] / "packages/accel-suite"
+EXAMPLES = sorted((SUITE / "examples").rglob("*.py"))
+INCLUDED = re.compile(r"```\{literalinclude\} (\S+)\n")
+PAGES = {
+    (page.parent / path).resolve(): page.read_text()
+    for page in (SUITE / "docs/examples").glob("*.md")
+    for path in INCLUDED.findall(page.read_text())
+}
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_an_example_has_a_page_with_its_output(example: Path) -> None:
+    page = PAGES[example]
+    summary = (ast.get_docstring(ast.parse(example.read_text())) or "").partition("\n\n")[0]
+    assert " ".join(summary.split()) in " ".join(page.split())
+    assert re.search(r" prints\n\n```text\n\S.*\n```\n", page, re.DOTALL), page
+
+
+def test_no_page_shows_an_example_that_is_gone() -> None:
+    assert sorted(PAGES) == EXAMPLES
+
+
+def test_notebooks_are_on_a_page() -> None:
+    page = (SUITE / "docs/examples/notebook.md").read_text()
+    for notebook in (SUITE / "examples").rglob("*.ipynb"):
+        assert f"../../{notebook.relative_to(SUITE)}" in page
