@@ -275,8 +275,8 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 def run_forked(function: Callable[..., Any], *args: Any) -> Any:
     """Run a function in a process that has inherited the memory of another, with its states.
 
-    It computes with one thread, as data workers do: OpenMP's threads were not copied, and if the other process
-    has had any, the first operation with several would wait for them forever.
+    It computes with one thread, as data workers do: OpenMP's threads were not copied, and if the other
+    process has had any, the first operation with several would wait for them forever.
 
     Args:
         function: What to run.
