@@ -6,6 +6,8 @@ Of imports that follow from others (a imports b and c, b imports c) only the lon
 uv run python packages/accel-suite/docs/src/package_graphs.py
 """
 
+from __future__ import annotations
+
 from pathlib import Path
 
 import grimp
@@ -28,9 +30,9 @@ FILL, FOLDER, EDGE = "#dbe7f5", "#f6dfc4", "#9aa5b1"
 IN_A_ROW = 6
 
 
-def parts_of(imports: grimp.ImportGraph, package: str) -> nx.DiGraph:
+def parts_of(imports: grimp.ImportGraph, package: str) -> nx.DiGraph[str]:
     """The modules and folders right below a package; an edge leads to what is imported."""
-    graph = nx.DiGraph()
+    graph: nx.DiGraph[str] = nx.DiGraph()
 
     def part(module: str) -> str | None:
         names = module.split(".")
@@ -50,18 +52,17 @@ def parts_of(imports: grimp.ImportGraph, package: str) -> nx.DiGraph:
     return graph
 
 
-def positions_of(graph: nx.DiGraph) -> dict[str, tuple[float, float]]:
+def positions_of(graph: nx.DiGraph[str]) -> dict[str, tuple[float, float]]:
     """What imports nothing of the package is at the bottom, at most `IN_A_ROW` side by side.
 
     A row is sorted by where the imported are, so that fewer arrows cross.
     """
-    levels = nx.condensation(graph)  # folders may import each other
     positions: dict[str, tuple[float, float]] = {}
     height = 0
-    for generation in nx.topological_generations(levels.reverse()):
+    for generation in nx.topological_generations(graph.reverse()):
         names = sorted(
-            (name for group in generation for name in levels.nodes[group]["members"]),
-            key=lambda name: _center([positions[other][0] for other in graph[name] if other in positions]),
+            generation,
+            key=lambda name: (_center([positions[other][0] for other in sorted(graph[name])]), name),
         )
         for start in range(0, len(names), IN_A_ROW):
             row = names[start : start + IN_A_ROW]
@@ -75,10 +76,10 @@ def _center(places: list[float]) -> float:
     return sum(places) / max(1, len(places))
 
 
-def draw(graph: nx.DiGraph, path: Path) -> None:
+def draw(graph: nx.DiGraph[str], path: Path) -> None:
     """Write the picture of a package."""
     positions = positions_of(graph)
-    shown = nx.transitive_reduction(graph) if nx.is_directed_acyclic_graph(graph) else graph
+    shown = nx.transitive_reduction(graph)
     rows = 1 + max(height for _, height in positions.values())
     figure = Figure(figsize=(8, 0.72 * rows + 0.2), layout="constrained", facecolor="white")
     axes = figure.subplots()
