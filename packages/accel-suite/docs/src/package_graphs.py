@@ -47,7 +47,7 @@ def parts_of(imports: grimp.ImportGraph, package: str) -> nx.DiGraph[str]:
         graph.nodes[name]["is_folder"] = graph.nodes[name].get("is_folder", False) or module.count(".") > 1
         for imported in imports.find_modules_directly_imported_by(module):
             other = part(imported)
-            if other not in {None, name}:
+            if other is not None and other != name:
                 graph.add_edge(name, other)
     return graph
 
