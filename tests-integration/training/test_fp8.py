@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fp8.ao import has_ao_layers
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
@@ -19,6 +21,7 @@ from accel_plugins.parallelism.config import ParallelismConfig
 from accel_state.accelerator_state import AcceleratorState
 from accel_train import Accelerator
 from harness import distributed
+from harness.engines import deepspeed_process
 
 pytest.importorskip("torchao")
 
@@ -147,12 +150,19 @@ def fsdp(version, **more):
     return FullyShardedDataParallelPlugin(fsdp_version=version, **wrap, **more)
 
 
+def zero(stage):
+    config = {"train_micro_batch_size_per_gpu": ROWS // 2, "zero_optimization": {"stage": stage}}
+    return DeepSpeedPlugin(hf_ds_config=config)
+
+
 PLUGINS = {
     "ddp": dict,
     "fsdp2": lambda: {"fsdp_plugin": fsdp(2)},
     "fsdp2-recomputed": lambda: {"fsdp_plugin": fsdp(2, activation_checkpointing=True)},
     "tp": lambda: {"parallelism_config": ParallelismConfig(tp_size=2)},
     "fsdp1": lambda: {"fsdp_plugin": fsdp(1)},
+    "zero2": lambda: {"deepspeed_plugin": zero(2)},
+    "zero3": lambda: {"deepspeed_plugin": zero(3)},
     "hsdp": lambda: {
         "fsdp_plugin": fsdp(2),
         "parallelism_config": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2),
@@ -240,6 +250,8 @@ CASES = {
     "fsdp2-recomputed": "rowwise_with_gw_hp",
     "tp": "tensorwise",
     "fsdp1": "tensorwise",
+    "zero2": "tensorwise",
+    "zero3": "rowwise_with_gw_hp",
 }
 CASES_OF_FOUR = {"hsdp": "tensorwise", "fsdp2+tp": "tensorwise"}
 
@@ -259,7 +271,8 @@ def gathers_in_8_bits(model):
 @pytest.mark.parametrize("strategy", CASES)
 @distributed(world_size=2)
 def test_several_processes_train_as_one_does_and_resume(strategy, tmp_path):
-    check_strategy(strategy, CASES[strategy], tmp_path)
+    with deepspeed_process() if strategy.startswith("zero") else nullcontext():
+        check_strategy(strategy, CASES[strategy], tmp_path)
 
 
 @pytest.mark.parametrize("strategy", CASES_OF_FOUR)

@@ -103,7 +103,6 @@ def test_the_sizes_of_megatron_make_groups_into_which_the_processes_are_divided(
         ),
         (["--cpu", "--fp8_backend", "te"], {}, ["TransformerEngine trains on", "not 'cpu'", "'AO'"]),
         (["--fp8_backend", "msamp"], {"fp8_backends": ("AO",)}, ["no longer developed", "AORecipeKwargs()"]),
-        (["--use_deepspeed"], {}, ["not supported with DeepSpeed", "--use_fsdp"]),
         (["--use_megatron_lm"], {}, ["not supported with Megatron", "--use_fsdp"]),
         ([], {"capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
     ],
@@ -120,6 +119,7 @@ def test_fp8_that_the_machine_cannot_compute_is_refused_before_anything_starts(l
     [
         (["--cpu"], {}),
         ([], {"capability": lambda: (9, 0)}),
+        (["--use_deepspeed"], {}),
         (["--fp8_backend", "te"], {"capability": lambda: (8, 9)}),
     ],
 )

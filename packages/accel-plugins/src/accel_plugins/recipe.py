@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_state.errors import SettingsError
 from accel_state.registry import Registry
+from accel_state.settings.model import BASE_PRECISIONS
 from accel_state.settings.parsing import RECIPE_GROUP
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def build_recipe(
     Raises:
         SettingsError: There is no such recipe, or a handler is for another one.
     """
-    spec = None if name in {"no", "fp16", "bf16"} else RECIPES.find(name)
+    spec = None if name in BASE_PRECISIONS else RECIPES.find(name)
     # Installed recipes are imported only where a handler may be one of theirs.
     is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
     for other in (RECIPES.available() if is_foreign else RECIPES.built_in).values():

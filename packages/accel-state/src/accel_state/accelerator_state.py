@@ -11,7 +11,7 @@ from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState
 from accel_state.settings.environ import from_environ
-from accel_state.settings.model import Precision
+from accel_state.settings.model import BASE_PRECISIONS, Precision
 from accel_state.settings.parsing import precision
 
 if TYPE_CHECKING:
@@ -116,7 +116,8 @@ class AcceleratorState:
         )
         if previous["deepspeed_plugins"] is not active:
             self.select_deepspeed_plugin()
-        for plugin in (previous["deepspeed_plugins"] or {}).values():
+        engines = (previous["deepspeed_plugins"] or {}).values() if wanted in BASE_PRECISIONS else ()
+        for plugin in engines:
             plugin.set_mixed_precision(wanted)
         engine = next((label for name, label in _ENGINE_LABELS.items() if previous[name] is not None), None)
         if engine is not None:
@@ -153,9 +154,9 @@ class AcceleratorState:
 
     @property
     def mixed_precision(self) -> str:
-        """`"no"`, `"fp16"` or `"bf16"`."""
-        plugin = self.deepspeed_plugin
-        return self._mixed_precision if plugin is None else plugin.mixed_precision
+        """`"no"`, `"fp16"` or `"bf16"`, or the name of a recipe."""
+        plugin, named = self.deepspeed_plugin, self._mixed_precision
+        return named if plugin is None or named not in BASE_PRECISIONS else plugin.mixed_precision
 
     @property
     def fork_launched(self) -> bool:

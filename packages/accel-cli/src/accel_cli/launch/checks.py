@@ -263,10 +263,8 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
     origin = facts.merged.source_of("precision.mixed_precision").origin
-    for engine in ("deepspeed", "megatron"):
-        if value_at(facts.settings, engine):
-            name = TITLES[engine]
-            yield f"{origin} asks for FP8, which is not supported with {name}: use --use_fsdp, or bf16."
+    if facts.settings.megatron is not None:
+        yield f"{origin} asks for FP8, which is not supported with Megatron: use --use_fsdp, or bf16."
     machine, fp8 = facts.machine, facts.settings.fp8
     on_cpu = uses_cpu(facts.merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())

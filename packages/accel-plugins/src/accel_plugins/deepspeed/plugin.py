@@ -18,6 +18,7 @@ from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
 from accel_state.settings import combine, parse_environ
 from accel_state.settings.engines import DeepSpeedSettings
+from accel_state.settings.model import BASE_PRECISIONS
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -92,8 +93,9 @@ class DeepSpeedPlugin:
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise UnsupportedError(
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp!r}, "
-                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed and supports no "
-                "current version of PyTorch; use mixed_precision='bf16', or 'fp8' without DeepSpeed."
+                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed and its engine "
+                "needs DeepSpeed 0.9.2; use mixed_precision='fp8' with AORecipeKwargs() (torchao) or "
+                "TERecipeKwargs() (TransformerEngine), under any ZeRO stage."
             )
         keywords = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
         self.hf_ds_config = _configuration(self.hf_ds_config, keywords)
@@ -246,9 +248,10 @@ class DeepSpeedPlugin:
             SettingsError: The configuration enables the other 16-bit precision.
             UnsupportedError: The engine does not support the precision.
         """
-        if mixed_precision not in {"no", "bf16", "fp16"}:
+        if mixed_precision not in BASE_PRECISIONS:
             raise UnsupportedError(
-                f"mixed_precision={mixed_precision!r} is not supported with DeepSpeed; use 'bf16'."
+                f"set_mixed_precision({mixed_precision!r}): DeepSpeed's engine computes in 'bf16', 'fp16' or "
+                "'no'; Accelerator(mixed_precision=…) applies a recipe on top of that."
             )
         config, chosen = self.deepspeed_config, mixed_precision
         autocast = self.get_value("torch_autocast.enabled") is True  # the configuration uses torch's autocast

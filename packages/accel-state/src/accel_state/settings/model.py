@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16", "fp8"]
 
+BASE_PRECISIONS = frozenset({"no", "fp16", "bf16"})
+"""Those that need no recipe."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSettings:
