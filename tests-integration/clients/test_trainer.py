@@ -45,12 +45,20 @@ def plain_loop(train_bert, processes: int, eval_size: int):
     return evals, model.state_dict()
 
 
-@pytest.mark.parametrize(("processes", "eval_size"), [(1, 21), (2, 32)], ids=["ragged, alone", "two ranks"])
+@pytest.mark.parametrize(
+    ("processes", "eval_size", "stage"),
+    [
+        pytest.param(1, 21, 0, id="ragged, alone"),
+        pytest.param(2, 32, 0, id="two ranks"),
+        pytest.param(2, 32, 2, id="ZeRO-2", marks=pytest.mark.thorough),
+        pytest.param(2, 32, 3, id="ZeRO-3", marks=pytest.mark.thorough),
+    ],
+)
 def test_trainer_equals_a_plain_loop(
-    processes: int, eval_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    processes: int, eval_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_client(
-        *(sys.executable, PROGRAM, str(tmp_path), str(TRAIN_SIZE), str(eval_size)),
+        *(sys.executable, PROGRAM, str(tmp_path), str(TRAIN_SIZE), str(eval_size), str(stage)),
         ranks=processes,
         on_accel=True,
         environ={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, SequentialSampler
@@ -45,7 +46,15 @@ def model() -> BertForSequenceClassification:
     return BertForSequenceClassification(BertConfig(**CONFIG))
 
 
-def main(folder: str, train_size: int, eval_size: int) -> None:
+def zero(stage: int) -> dict[str, Any] | None:
+    """Make a configuration of DeepSpeed; `None` for stage 0, which here is to do without it."""
+    if stage == 0:
+        return None
+    automatic = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    return {**dict.fromkeys(automatic, "auto"), "zero_optimization": {"stage": stage}}
+
+
+def main(folder: str, train_size: int, eval_size: int, stage: int) -> None:
     """Train two epochs, evaluate after each."""
     arguments = TrainingArguments(
         output_dir=folder,
@@ -59,16 +68,17 @@ def main(folder: str, train_size: int, eval_size: int) -> None:
         report_to=[],
         disable_tqdm=True,
         use_cpu=True,
+        deepspeed=zero(stage),
     )
     data = {"train_dataset": Sums(train_size), "eval_dataset": Sums(eval_size)}
     trainer = InOrder(model=model(), args=arguments, **data)
     trainer.train()
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if trainer.is_world_process_zero():
         evals = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
-        weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
         home = type(trainer.accelerator).__module__
         torch.save({"eval": evals, "weights": weights, "home": home}, f"{folder}/out.pt")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
