@@ -21,7 +21,7 @@ from handle_signals import handle_signals
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "xla"
 TESTS = "tests-integration/xla"
-DEVICES = {"test_one_device.py": "1", "test_sharded.py": "4"}
+DEVICES = {"test_one_device.py": "1", "test_launch.py": "1", "test_sharded.py": "4"}
 """Each file of tests, and the number of devices of its process."""
 SYNC = ("sync", "--frozen", "--quiet", "--no-default-groups", "--group", "xla")
 INSTALL_SECONDS = 300

@@ -59,8 +59,8 @@ class Problem:
         self.loader = DataLoader(TensorDataset(torch.randint(24, (self.rows, 6))), batch_size=self.batch_size)
 
 
-def plain_losses(*, epochs: int = 2, accumulation: int = 1, max_norm: float | None = None, **options) -> list:
-    """Train with PyTorch alone, on the CPU."""
+def plain_training(*, epochs: int = 2, accumulation: int = 1, max_norm: float | None = None, **options):
+    """Train with PyTorch alone, on the CPU; return the losses and the weights."""
     problem, losses = Problem(**options), []
     for _ in range(epochs):
         for number, (tokens,) in enumerate(problem.loader, start=1):
@@ -72,7 +72,21 @@ def plain_losses(*, epochs: int = 2, accumulation: int = 1, max_norm: float | No
                     nn.utils.clip_grad_norm_(problem.model.parameters(), max_norm)
                 problem.optimizer.step()
                 problem.optimizer.zero_grad()
-    return losses
+    return losses, problem.model.state_dict()
+
+
+def plain_losses(**options) -> list:
+    """Return the losses of `plain_training`."""
+    return plain_training(**options)[0]
+
+
+def assert_as_plain(accelerator, model, losses: list, **options) -> None:
+    """Compare losses and weights with those of PyTorch alone."""
+    expected, weights = plain_training(**options)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=0, atol=1e-5)
+    state = accelerator.get_state_dict(model)
+    found = {name: tensor.cpu() for name, tensor in state.items()}
+    torch.testing.assert_close(found, dict(weights), rtol=0, atol=1e-4)
 
 
 def train(accelerator, model, optimizer, loader, *, epochs: int = 2, max_norm=None, each=None):

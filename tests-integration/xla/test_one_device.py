@@ -36,7 +36,7 @@ from accel_state.devices import xla
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
 from accel_train.data.device_transfer import warn_of_shapes
-from xla.problems import Problem, Tied, plain_losses, train
+from xla.problems import Problem, Tied, assert_as_plain, loss_of, plain_losses, train
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 XLA = torch.device("xla", 0)
@@ -46,6 +46,12 @@ def counts() -> tuple[int, int]:
     """Compilations and executions so far."""
     torch_xla.core.xla_model.wait_device_ops()  # an execution is counted when it ends
     return tuple((metrics.metric_data(name) or [0])[0] for name in ("CompileTime", "ExecuteTime"))
+
+
+def fallbacks() -> int:
+    """Operations so far that ran on the CPU, since they have no form for the device, or ask for a number."""
+    names = [name for name in metrics.counter_names() if name.startswith("aten::")]
+    return sum(metrics.counter_value(name) for name in names)
 
 
 def prepared(accelerator: Accelerator, **options):
@@ -102,11 +108,11 @@ def test_seeds_reach_the_device_also_those_set_before():
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("max_norm", [None, 0.5])
-def test_losses_are_those_of_plain_pytorch(accumulation, max_norm):
+def test_losses_and_weights_are_those_of_plain_pytorch(accumulation, max_norm):
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
-    losses = train(accelerator, *prepared(accelerator), max_norm=max_norm)
-    expected = plain_losses(accumulation=accumulation, max_norm=max_norm)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), **NEAR)
+    model, optimizer, loader = prepared(accelerator)
+    losses = train(accelerator, model, optimizer, loader, max_norm=max_norm)
+    assert_as_plain(accelerator, model, losses, accumulation=accumulation, max_norm=max_norm)
     assert losses[-1] < losses[0]
 
 
@@ -120,6 +126,31 @@ def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution()
     assert set(compiled[1:]) == {compiled[1]}, f"compilations after each step: {compiled}"
     steps = [after - before for before, after in pairwise(executed[1:])]
     assert steps == [1] * 6, f"executions of the third and later steps: {steps}"
+
+
+@pytest.mark.parametrize("looks", [False, True], ids=["a plain step", "a step with item()"])
+def test_a_step_waits_for_the_device_only_if_the_loop_does(looks):
+    """Nothing is read back in a step; the second case shows what would be counted."""
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, rows=64)
+    seen, losses = [], []
+    for (tokens,) in loader:
+        seen.append((*counts(), (metrics.metric_data("TransferFromDeviceTime") or [0])[0], fallbacks()))
+        loss = loss_of(model, tokens)
+        accelerator.backward(loss)
+        if looks:
+            loss.item()
+        losses.append(loss.detach())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    steps = [tuple(b - a for a, b in zip(before, after, strict=True)) for before, after in pairwise(seen[3:])]
+    assert {compiled for compiled, *_ in steps} == {0}
+    assert {read for _, _, read, _ in steps} == {int(looks)}
+    assert {fallen for *_, fallen in steps} == {int(looks)}
+    assert ({executed for _, executed, *_ in steps} == {1}) is not looks
+    expected = plain_losses(epochs=1, rows=64, max_norm=1.0)
+    torch.testing.assert_close(torch.stack(losses).cpu(), torch.tensor(expected), **NEAR)
 
 
 def test_a_micro_batch_is_one_execution_and_an_evaluated_batch_too():

@@ -18,7 +18,7 @@ from accel.errors import UnsupportedError
 from accel.state import AcceleratorState
 from accel_state.devices import xla
 from accel_state.errors import SettingsError
-from xla.problems import Problem, plain_losses, train
+from xla.problems import Problem, assert_as_plain, plain_losses, train
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 
@@ -52,13 +52,14 @@ def prepared(accelerator: Accelerator, **options):
 @pytest.mark.parametrize(
     "fields", [{}, {"xla_fsdp_grad_ckpt": True}, {"auto_wrap_policy": "no_wrap"}], ids=str
 )
-def test_losses_are_those_of_one_device(fields):
+def test_losses_and_weights_are_those_of_one_device(fields):
     if "auto_wrap_policy" in fields:
         fields = {**fields, "transformer_cls_names_to_wrap": None}
     accelerator = sharded(**fields)
     assert accelerator.distributed_type == DistributedType.XLA
-    losses = train(accelerator, *prepared(accelerator), max_norm=0.5)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses(max_norm=0.5)), **NEAR)
+    model, optimizer, loader = prepared(accelerator)
+    losses = train(accelerator, model, optimizer, loader, max_norm=0.5)
+    assert_as_plain(accelerator, model, losses, max_norm=0.5)
 
 
 def test_parameters_states_and_batches_are_sharded_over_all_devices():
@@ -125,6 +126,9 @@ def test_saved_weights_are_whole_and_under_the_names_of_the_model(tmp_path):
     expected = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}
     model, *_ = accelerator.prepare(problem.model, problem.optimizer, problem.loader)
     accelerator.save_model(model, str(tmp_path))
+    state = accelerator.get_state_dict(model)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert {tensor.device.type for tensor in state.values()} == {"cpu"}
     for name, tensor in load_file(tmp_path / "model.safetensors").items():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=0)
 
@@ -155,6 +159,7 @@ def test_the_documented_variables_choose_it(monkeypatch):
         ({"xla": False}, "xla=False"),
         ({"cpu_offload": True}, "cpu_offload"),
         ({"ignored_modules": "blocks"}, "ignored_modules"),
+        ({"state_dict_type": "SHARDED_STATE_DICT"}, "state_dict_type='SHARDED_STATE_DICT'"),
     ],
 )
 def test_what_the_compiler_does_not_do_is_refused_at_construction(fields, named):

@@ -27,6 +27,7 @@ from accel_cli.launch import (
     run_mpi,
     run_pod,
     run_sagemaker,
+    run_xla,
     sagemaker_job,
     xla_workers,
 )
@@ -320,12 +321,21 @@ def test_one_tpu_machine_runs_a_function_of_the_script(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "train", raising=False)
     started = SimpleNamespace(launch=lambda function: function(0))
-    xla_workers.main(["main", made.script, "--lr", "1"], {"torch_xla": started}.__getitem__)
+    xla_workers.main(["each", "main", made.script, "--lr", "1"], {"torch_xla": started}.__getitem__)
     assert sys.modules.pop("train").calls == ["train"]
     assert sys.argv[1:] == ["--lr", "1"]
     with pytest.raises(SettingsError, match="no function 'train'"):
-        xla_workers.main(["train", made.script], {"torch_xla": started}.__getitem__)
+        xla_workers.main(["one", "train", made.script], {"torch_xla": started}.__getitem__)
     del sys.modules["train"]
+
+
+def test_one_process_drives_a_tpu_machine_where_the_compiler_shards(tmp_path):
+    (tmp_path / "train.py").touch()
+    file = {"distributed_type": "XLA", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
+    made = plan(file=file, script=str(tmp_path / "train.py"))
+    assert made.runner == "xla_spmd"
+    assert made.launcher.explain.startswith("one process drives all chips")
+    assert run_xla.job_of_one(made).command[1:5] == ("-m", "accel_cli.launch.xla_workers", "one", "main")
 
 
 CLOUD = {

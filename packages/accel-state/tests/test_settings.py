@@ -217,6 +217,15 @@ def test_what_is_written_as_a_file_is_read_back(settings):
     assert read in (expected, replace(expected, parallelism=sizes))
 
 
+def test_a_file_for_tpus_shards_where_its_fsdp_section_asks_for_xla():
+    content = {"distributed_type": "XLA", "fsdp_config": {"xla": True, "xla_fsdp_v2": True}}
+    settings = combine(parse_file(content, "run.yaml")).settings
+    assert (settings.launch.on_tpu, settings.fsdp) == (True, FsdpSettings(xla=True, xla_fsdp_v2=True))
+    assert combine(parse_file(yaml_like(to_content(settings)), "run.yaml")).settings == settings
+    content["fsdp_config"]["xla"] = False
+    assert combine(parse_file(content, "run.yaml")).settings.fsdp is None
+
+
 def yaml_like(content):
     """As YAML brings it back: lists, numbers, truth values and texts only."""
     return json.loads(json.dumps(content))

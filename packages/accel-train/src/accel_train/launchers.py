@@ -51,7 +51,9 @@ def notebook_launcher(
     Args:
         function: What to run. Its result has to be picklable.
         args: What it is called with.
-        num_processes: How many processes on this machine; one for every accelerator, or one, if `None`.
+        num_processes: How many processes on this machine; one for every accelerator, or one, if `None`. On
+            TPUs one process drives all chips if 1, as sharding by the compiler (SPMD) needs it, else there is
+            one for every chip, and the arguments of the rendezvous are not used.
         mixed_precision: For `Accelerator`s that do not say themselves: `"fp16"` or `"bf16"`; `"no"` leaves it
             to the environment.
         use_port: Where rank 0 listens; 0 for any free port. If the usual one is taken on a single machine,
@@ -89,6 +91,10 @@ def notebook_launcher(
     count = _device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
     variables = {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
+    if kind.own_runtime is not None and num_processes != 1:
+        refuse_initialised_devices()
+        with environ.patch_environment(**variables):
+            return kind.own_runtime.run_on_each_device(function, args, num_processes)
     listener = nullcontext(0) if rdzv_endpoint else _rendezvous(use_port, num_nodes, node_rank)
     plain = rdzv_backend == "static" and not (rdzv_endpoint or max_restarts or log_line_prefix_template)
     if plain and count == num_nodes == 1:

@@ -35,6 +35,10 @@ def _on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
     return launch.on_tpu
 
 
+def _sharded_on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
+    return launch.on_tpu and facts.settings.fsdp is not None and bool(facts.settings.fsdp.xla)
+
+
 def _by_deepspeed(facts: Facts, launch: LaunchSettings) -> bool:
     del launch
     return facts.reaches_hosts and facts.machines > 1 and not facts.is_worker
@@ -88,6 +92,13 @@ BUILT_IN: Mapping[str, Launcher] = {
             applies=_on_a_pod,
             job=f"{_PACKAGE}.run_pod:job",
             explain="gcloud starts this command on the machines of the pod",
+        ),
+        Launcher(
+            name="xla_spmd",
+            applies=_sharded_on_tpu,
+            job=f"{_PACKAGE}.run_xla:job_of_one",
+            explain="one process drives all chips of this machine, over which the compiler shards",
+            environ=_xla_formats,
         ),
         Launcher(
             name="xla",

@@ -1,4 +1,4 @@
-"""The chips of one TPU machine: the command that starts a process for each."""
+"""The chips of one TPU machine: the command that starts a process for each, or one for all."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from accel_cli.launch.job import Job
 from accel_cli.launch.run_simple import require_script
+from accel_cli.launch.xla_workers import EACH, ONE
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become.
+    """The program to become: a process for every chip.
 
     Args:
         plan: What to run.
@@ -22,10 +23,26 @@ def job(plan: LaunchPlan) -> Job:
     Raises:
         SettingsError: There is no such script, or it is no Python.
     """
+    return _job(plan, EACH)
+
+
+def job_of_one(plan: LaunchPlan) -> Job:
+    """The program to become: one process, for all chips.
+
+    Args:
+        plan: What to run.
+
+    Raises:
+        SettingsError: There is no such script, or it is no Python.
+    """
+    return _job(plan, ONE)
+
+
+def _job(plan: LaunchPlan, processes: str) -> Job:
     if plan.launch.no_python:
         raise SettingsError("--no_python: processes on a TPU run a function of a Python script.")
     require_script(plan)
     module = ["-m"] if plan.launch.module else []
     function = plan.merged.settings.tpu.main_training_function
-    line = (sys.executable, "-m", "accel_cli.launch.xla_workers", function, *module, plan.script)
+    line = (sys.executable, "-m", "accel_cli.launch.xla_workers", processes, function, *module, plan.script)
     return Job(command=(*line, *plan.script_arguments), environ=plan.environ)

@@ -1,4 +1,4 @@
-"""Run a function of a script in a process for every chip of a TPU. This is where torch_xla is imported."""
+"""Run a function of a script on the chips of a TPU. This is where torch_xla is imported."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 
+EACH, ONE = "each", "one"
+"""A process for every chip, or one for all of them."""
+
+
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Import the script, and let torch_xla start its function.
+    """Import the script, and run its function: in processes that torch_xla starts, or in this one.
 
     Args:
-        arguments: The function, `-m` or nothing, the script or module, and what it is given.
+        arguments: `EACH` or `ONE`, the function, `-m` or nothing, the script or module, and what it is given.
         load: Imports a module.
 
     Raises:
         MissingDependencyError: torch_xla is not installed.
         SettingsError: The script does not have the function.
     """
-    function, *rest = arguments
+    processes, function, *rest = arguments
     is_module = rest[:1] == ["-m"] and bool(rest.pop(0))
     try:
         xla = load("torch_xla")
@@ -41,7 +45,11 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
             f"{rest[0]} has no function {function!r} for the processes to run: name another with "
             "--main_training_function."
         )
-    xla.launch(_Start(getattr(module, function)))
+    start = _Start(getattr(module, function))
+    if processes == ONE:
+        start(0)
+    else:
+        xla.launch(start)
 
 
 class _Start:

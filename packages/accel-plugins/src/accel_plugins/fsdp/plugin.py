@@ -281,7 +281,7 @@ class FullyShardedDataParallelPlugin:
         """
         chosen = self.state_dict_type if state_dict_type is None else state_dict_type
         if chosen is None:
-            chosen = _STATE_DICTS[self.version]
+            chosen = _STATE_DICTS[1 if self.xla else self.version]
         changed = chosen is not self.state_dict_type and isinstance(self.state_dict_type, StateDictType)
         self.state_dict_type = member_of(StateDictType, chosen, "state_dict_type")
         if self.version == 2:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.fsdp.forms import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategies.xla_move import move_to_xla
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
+from accel_plugins.xla.persist import CompilerShardedPersister
 from accel_plugins.xla.spmd import (
     BatchSharder,
     checkpoint_blocks,
@@ -119,7 +122,7 @@ def build(
         name="xla_fsdp",
         wrapper=ShardedXlaWrapper(device=runtime.device, plugin=plugin, mesh=mesh),
         stepper=TorchStepper(precision=precision, around_backward=quiet_backward),
-        persister=ReplicatedPersister(is_main=topology.is_main),
+        persister=CompilerShardedPersister(full=ReplicatedPersister(is_main=topology.is_main)),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
         divide=BatchSharder(mesh, runtime.device, topology.world_size),
@@ -141,6 +144,8 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         )
     asked = [name for name in _UNSUPPORTED if getattr(plugin, name) is not None]
     asked += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
+    if (form := form_of(plugin)) is not StateForm.FULL:
+        asked.append(f"state_dict_type='{form.name}_STATE_DICT'")
     if asked:
         raise UnsupportedError(
             f"{_WANTED} does not go with {', '.join(asked)}: leave it out. mixed_precision='bf16' of "

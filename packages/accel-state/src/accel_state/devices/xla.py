@@ -15,6 +15,8 @@ from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch import Tensor
 
 INIT_METHOD = "xla://"
@@ -102,6 +104,45 @@ def topology(launched: Topology) -> Topology:
             "torch_xla starts, as `accel launch --tpu` does; pass cpu=True to compute on the CPU."
         )
     return found
+
+
+def run_on_each_device(
+    function: Callable[..., Any], args: Sequence[Any], count: int | None
+) -> dict[int, Any]:
+    """Run a function in a process for every device of this machine, forked from this one.
+
+    Args:
+        function: Any function, also one of a notebook or of a local scope. Its result is pickled.
+        args: What it is called with.
+        count: The number of devices that the caller expects, if it says so.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        SettingsError: There is another number of devices.
+    """
+    library()
+    _inherited[:] = [(function, args, count)]
+    try:
+        return import_module("torch_xla._internal.pjrt").run_multiprocess(_run_inherited, start_method="fork")
+    finally:
+        _inherited.clear()
+
+
+_inherited: list[tuple[Callable[..., Any], Sequence[Any], int | None]] = []
+"""What forked processes run; they inherit it, since functions of a local scope cannot be pickled."""
+
+
+def _run_inherited() -> Any:
+    ((function, args, count),) = _inherited
+    found = import_module("torch_xla.runtime").world_size()
+    if count not in {None, found}:
+        raise SettingsError(
+            f"notebook_launcher(num_processes={count!r}): PJRT runs {found}, one for each device; leave "
+            "num_processes out, or pass 1 for one process that drives all devices."
+        )
+    return function(*args)
 
 
 def flush() -> None:

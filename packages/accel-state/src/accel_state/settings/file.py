@@ -11,7 +11,7 @@ from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.settings.error_collector import ErrorCollector
 from accel_state.settings.legacy import translate
-from accel_state.settings.merge import Layer, SourcedValue, parse
+from accel_state.settings.merge import DEFAULT, Layer, SourcedValue, parse
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.options import BY_KEY, OPTIONS
 from accel_state.settings.rows.launch import ENGINE_TYPES
@@ -104,6 +104,8 @@ def parse_file(content: Mapping[str, Any], source: str) -> dict[str, SourcedValu
     if any(path.startswith("parallelism.") for path in found):
         origin = f"key parallelism_config of {source}"
         found["parallelism"] = SourcedValue(value=True, layer=Layer.FILE, origin=origin)
+    if "fsdp.xla" in found and found.get("launch.distributed_type", DEFAULT).value == "XLA":
+        found["fsdp"] = found["fsdp.xla"]
     return found
 
 
@@ -123,7 +125,7 @@ def to_content(settings: Settings) -> dict[str, Any]:
     engines = [kind for kind, section in ENGINE_TYPES.items() if value_at(settings, section)]
     for option in OPTIONS:
         value = value_at(settings, option.path)
-        if option.path == "launch.distributed_type" and engines:
+        if option.path == "launch.distributed_type" and engines and not _is_sharded_on_xla(settings):
             value = engines[0]
         if option.path == "launch.num_processes" and value is None:
             value = -1
@@ -136,6 +138,10 @@ def to_content(settings: Settings) -> dict[str, Any]:
     if settings.parallelism is not None:
         content.setdefault("parallelism_config", {"parallelism_config_dp_replicate_size": 1})
     return content
+
+
+def _is_sharded_on_xla(settings: Settings) -> bool:
+    return settings.launch.on_tpu and settings.fsdp is not None and bool(settings.fsdp.xla)
 
 
 def concat(before: SourcedValue | None, after: SourcedValue) -> SourcedValue:
