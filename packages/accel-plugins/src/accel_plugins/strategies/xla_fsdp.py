@@ -125,7 +125,7 @@ def build(
         persister=CompilerShardedPersister(full=ReplicatedPersister(is_main=topology.is_main)),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
-        divide=BatchSharder(mesh, runtime.device, topology.world_size),
+        shard_sequences=BatchSharder(mesh, runtime.device, topology.world_size),
         after_micro_batch=own.flush,
         after_step=own.flush,
     )
