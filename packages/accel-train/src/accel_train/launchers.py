@@ -83,14 +83,10 @@ def notebook_launcher(
         >>> notebook_launcher(lambda text: text.upper(), ("trained",), num_processes=1)
         {0: 'TRAINED'}
     """
-    if mixed_precision.lower() not in get_args(Precision):
-        raise SettingsError(
-            f"notebook_launcher: mixed_precision={mixed_precision!r} not in {get_args(Precision)}."
-        )
+    variables = _precision_variables(mixed_precision)
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
     count = _device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
-    variables = {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
     if kind.own_runtime is not None and num_processes != 1:
         refuse_initialised_devices()
         with environ.patch_environment(**variables):
@@ -215,6 +211,14 @@ def _meet_in_file(index: int, variables: Mapping[str, str]) -> None:
     )
     torch.distributed.init_process_group("gloo", rank=index, store=store, world_size=world_size)
     environ.publish({"LOCAL_RANK": str(index), "RANK": str(index), "ACCELERATE_USE_CPU": "yes"})
+
+
+def _precision_variables(mixed_precision: str) -> dict[str, str]:
+    if mixed_precision.lower() not in get_args(Precision):
+        raise SettingsError(
+            f"notebook_launcher: mixed_precision={mixed_precision!r} not in {get_args(Precision)}."
+        )
+    return {} if mixed_precision.lower() == "no" else {"accelerate_mixed_precision": mixed_precision}
 
 
 def _check_numbers(num_processes: int, num_nodes: int, node_rank: int, max_restarts: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +34,12 @@ class TorchStepper:
     no_sync_of: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     join_of: Callable[[Sequence[Any], bool], AbstractContextManager[None]] | None = None
     around_backward: Callable[[], AbstractContextManager[None]] | None = None
+    step: Callable[..., bool | Tensor] = field(init=False, repr=False, compare=False)
+    """Steps an optimizer, as the precision does; no call of ours in between."""
+
+    def __post_init__(self) -> None:
+        """Take the step of the precision."""
+        object.__setattr__(self, "step", self.precision.step)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Add the gradients of `loss / accumulation` to the parameters."""
@@ -81,11 +87,6 @@ class TorchStepper:
     ) -> None:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
         torch.nn.utils.clip_grad_value_(unscaled(self.precision, parameters, optimizers), clip_value)
-
-    @property
-    def step(self) -> Callable[..., bool | Tensor]:
-        """Step the optimizer; return False if it was skipped because gradients were not finite."""
-        return self.precision.step
 
 
 def unscaled(
