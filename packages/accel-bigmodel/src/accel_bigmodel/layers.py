@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     ByteCount = Callable[[str, str, Tensor], int]
     """Bytes of a tensor by the prefix of its module (with a trailing dot), its own name there, and itself."""
-    _Sums = tuple[int, int, int]
-    """Bytes of a layer so far: counted once, with tied ones, of buffers."""
+    _Table = tuple[str, Mapping[str, Tensor | None], int]
+    """Tensors of one module: the prefix of their names, themselves, and 1 for buffers."""
 
 
 def class_names(classes: str | Iterable[str] | None) -> frozenset[str]:
@@ -76,65 +76,55 @@ class _Reader:
 
     def visit(self, module: nn.Module, name: str, prefix: str) -> None:
         layers, children = self.layers, child_table(module)
-        if not children:
-            self._close(name, self._tensors(module, prefix, (0, 0, 0)))
-            return
-        if type(module).__name__ in self._unsplit:
-            self._close(name, self._below(module, prefix, (0, 0, 0)))
+        if not children or type(module).__name__ in self._unsplit:
+            self._add_layer(name, self._tables_below(module, prefix))
             return
         index, first = len(layers.modules), len(layers.names)
         layers.modules.append((name, 0, 0, 0))
         for is_buffer, table in enumerate((parameter_table(module), buffer_table(module))):
             for leaf, tensor in table.items():
                 if tensor is not None:
-                    found = self._tensors_of({leaf: tensor}, prefix, (0, 0, 0), is_buffer)
-                    self._close(prefix + leaf, found)
+                    self._add_layer(prefix + leaf, [(prefix, {leaf: tensor}, is_buffer)])
         for leaf, child in children.items():
             if child is not None:
                 path = prefix + leaf
                 self.visit(child, path, path + ".")
         layers.modules[index] = (name, first, len(layers.names), len(layers.modules))
 
-    def _below(self, module: nn.Module, prefix: str, sums: _Sums) -> _Sums:
-        sums = self._tensors(module, prefix, sums)
-        for leaf, child in child_table(module).items():
-            if child is not None:
-                sums = self._below(child, f"{prefix}{leaf}.", sums)
-        return sums
+    def _tables_below(self, module: nn.Module, prefix: str) -> list[_Table]:
+        """List the tables of tensors of a module and of all below it."""
+        tables: list[_Table] = []
+        if parameters := parameter_table(module):
+            tables.append((prefix, parameters, 0))
+        if buffers := buffer_table(module):
+            tables.append((prefix, buffers, 1))
+        if children := child_table(module):
+            for leaf, child in children.items():
+                if child is not None:
+                    tables += self._tables_below(child, f"{prefix}{leaf}.")
+        return tables
 
-    def _tensors(self, module: nn.Module, prefix: str, sums: _Sums) -> _Sums:
-        table = parameter_table(module)
-        if table:
-            sums = self._tensors_of(table, prefix, sums, 0)
-        buffers = buffer_table(module)
-        return self._tensors_of(buffers, prefix, sums, 1) if buffers else sums
-
-    def _tensors_of(
-        self, table: Mapping[str, Tensor | None], prefix: str, sums: _Sums, is_buffer: int
-    ) -> _Sums:
-        size, total, buffers = sums
-        owners, count, layer = self._owner, self._count, len(self.layers.names)
-        for leaf, tensor in table.items():
-            if tensor is None:
-                continue
-            owner = owners.get(id(tensor), -1)
-            if owner == layer:
-                continue
-            taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
-            total += taken
-            if owner < 0:
-                owners[id(tensor)] = layer
-                size += taken
-                buffers += taken * is_buffer
-            else:
-                self.layers.ties.append((owner, layer))
-        return size, total, buffers
-
-    def _close(self, name: str, sums: _Sums) -> None:
-        layers = self.layers
-        index = len(layers.names)
-        layers.modules.append((name, index, index + 1, len(layers.modules) + 1))
+    def _add_layer(self, name: str, tables: Iterable[_Table]) -> None:
+        layers, owners, count = self.layers, self._owner, self._count
+        layer = len(layers.names)
+        size = total = buffers = 0
+        for prefix, table, is_buffer in tables:
+            for leaf, tensor in table.items():
+                if tensor is None:
+                    continue
+                owner = owners.get(id(tensor), -1)
+                if owner == layer:
+                    continue
+                taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
+                total += taken
+                if owner < 0:
+                    owners[id(tensor)] = layer
+                    size += taken
+                    buffers += taken * is_buffer
+                else:
+                    layers.ties.append((owner, layer))
+        layers.modules.append((name, layer, layer + 1, len(layers.modules) + 1))
         layers.names.append(name)
-        layers.sizes.append(sums[0])
-        layers.totals.append(sums[1])
-        layers.buffers.append(sums[2])
+        layers.sizes.append(size)
+        layers.totals.append(total)
+        layers.buffers.append(buffers)
