@@ -35,3 +35,16 @@ def test_this_machine_has_cores_and_no_hidden_gpus():
     found = machine.this_machine({"CUDA_VISIBLE_DEVICES": ""})
     assert found.cores >= 1
     assert found.gpus == 0
+
+
+def test_each_label_of_several_devices_restricts_them_by_its_own_variable():
+    assert machine.VISIBLE_DEVICES == {
+        "MULTI_GPU": "CUDA_VISIBLE_DEVICES",
+        "MULTI_XPU": "ZE_AFFINITY_MASK",
+        "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
+        "MULTI_MLU": "MLU_VISIBLE_DEVICES",
+        "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
+        "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
+        "MULTI_HPU": "HABANA_VISIBLE_MODULES",
+        "MULTI_NEURON": "NEURON_RT_VISIBLE_CORES",
+    }

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
+import sys
 import types
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.devices import affinity, info, kinds, probes, select
+from accel_state.devices import affinity, detect, info, kinds, probes, select
 from accel_state.devices.kinds import BY_NAME, CPU, KINDS, available_kind, kind_of
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.labels import DistributedType, RNGType
+from accel_state.settings.rows.launch import DEVICE_TYPES
 
 
 class FakeNamespace:
@@ -60,6 +62,17 @@ def test_every_label_of_several_devices_belongs_to_a_family():
     assert {label for label in DistributedType if label.value.startswith("MULTI_")} <= labels
 
 
+def test_the_table_is_read_without_torch():
+    code = "import sys, accel_state.devices.kinds as k; print(len(k.KINDS), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [str(len(KINDS)), "False"]
+
+
+def test_the_settings_offer_every_family():
+    families = ["CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON"]  # as the page lists them
+    assert ("NO", *(f"MULTI_{family}" for family in families)) == DEVICE_TYPES
+
+
 def test_a_family_on_this_machine_is_found_with_its_own_device():
     kind = available_kind()
     assert kind.probe()
@@ -72,7 +85,7 @@ def test_the_first_family_that_answers_is_taken(monkeypatch):
 
 
 def test_a_plugin_that_is_not_installed_is_no_device():
-    assert not kinds.has_device.__wrapped__("npu", "surely_not_installed")
+    assert not detect.has_device.__wrapped__("npu", "surely_not_installed")
 
 
 def test_a_device_of_an_unknown_type_is_named():

@@ -28,6 +28,7 @@ from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_ops.weights.read import device_of
 from accel_ops.weights.tensors import child_table
 from accel_ops.weights.tied import find_tied_parameters, retie_parameters
+from accel_state.devices.kinds import CPU, KINDS
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -360,9 +361,9 @@ def _guard_moves(model: nn.Module, *, offloaded: bool) -> None:
     """Refuse to move a model with offloaded weights; its hooks would move them to the old devices again."""
     if not offloaded:
         return
-    for name in ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa", "hpu"):
-        move: Callable[..., Any] | None = getattr(model, name, None)
-        if move is not None:
+    for name in ("to", *{kind.type for kind in KINDS if kind is not CPU}):
+        if hasattr(type(model), name):
+            move: Callable[..., Any] = getattr(model, name)
             vars(model)[name] = functools.wraps(move)(functools.partial(_refuse_or_move, model, move))
 
 

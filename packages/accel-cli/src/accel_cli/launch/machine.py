@@ -11,20 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_state.available import is_installed
+from accel_state.devices.kinds import KINDS
 from accel_state.fp8_backends import BACKENDS, BY_NAME
+from accel_state.labels import DistributedType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 VISIBLE_DEVICES: Mapping[str, str] = {
-    "MULTI_GPU": "CUDA_VISIBLE_DEVICES",
-    "MULTI_XPU": "ZE_AFFINITY_MASK",
-    "MULTI_NPU": "ASCEND_RT_VISIBLE_DEVICES",
-    "MULTI_MLU": "MLU_VISIBLE_DEVICES",
-    "MULTI_SDAA": "SDAA_VISIBLE_DEVICES",
-    "MULTI_MUSA": "MUSA_VISIBLE_DEVICES",
-    "MULTI_HPU": "HABANA_VISIBLE_MODULES",
-    "MULTI_NEURON": "NEURON_RT_VISIBLE_CORES",
+    kind.distributed_type.value: kind.visible_devices_env
+    for kind in reversed(KINDS)  # of two families with one label, the first of the table counts
+    if kind.visible_devices_env is not None and kind.distributed_type is not DistributedType.XLA
 }
 """By label of a device family, the variable that restricts which of its devices a process sees."""
 

@@ -1,20 +1,21 @@
-"""The table of device families: one row each, in the order in which they are looked for."""
+"""The table of device families: one row each, in the order in which they are looked for.
+
+Without torch, so that settings and the command derive their lists from it; `probe` and `module` import it.
+"""
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from accel_state.environ import patch_environment
 from accel_state.labels import DistributedType
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +49,7 @@ class DeviceKind:
     @property
     def module(self) -> Any:
         """The namespace of torch for the device type, such as `torch.cuda`; `None` if it has none."""
-        return self.own_runtime or getattr(torch, self.type, None)
+        return self.own_runtime or getattr(import_module("torch"), self.type, None)
 
     @property
     def own_runtime(self) -> Any:
@@ -63,51 +64,13 @@ class DeviceKind:
         return f"cpu:gloo,{self.type}:{self.backend}"
 
 
-@functools.cache
-def has_cuda() -> bool:
-    """Whether torch can use an NVIDIA or AMD GPU; creates no CUDA context, so that one may still fork."""
-    with patch_environment(pytorch_nvml_based_cuda_check="1"):
-        return torch.cuda.is_available()
+def _asking(function: str, *args: Any) -> Callable[[], bool]:
+    """Return a probe that calls a function of `accel_state.devices.detect`."""
+    return functools.partial(_detect, function, *args)
 
 
-def _is_nvidia() -> bool:
-    return torch.version.hip is None and has_cuda()
-
-
-def _is_amd() -> bool:
-    return torch.version.hip is not None and has_cuda()
-
-
-def _is_mps() -> bool:
-    return torch.backends.mps.is_available()
-
-
-def _is_xla() -> bool:
-    return find_spec("torch_xla") is not None
-
-
-def _always() -> bool:
-    return True
-
-
-@functools.cache
-def has_device(device_type: str, plugin: str | None = None) -> bool:
-    """Whether torch can use a device of a type that answers `torch.<type>.is_available()`.
-
-    Args:
-        device_type: Such as `"xpu"` or `"npu"`.
-        plugin: The package to import first where torch does not know the type by itself.
-    """
-    if plugin is not None and not hasattr(torch, device_type):
-        if find_spec(plugin.partition(".")[0]) is None:
-            return False
-        import_module(plugin)
-    namespace = getattr(torch, device_type, None)
-    return namespace is not None and bool(namespace.is_available())
-
-
-def _asking(device_type: str, plugin: str | None = None) -> Callable[[], bool]:
-    return functools.partial(has_device, device_type, plugin)
+def _detect(function: str, *args: Any) -> bool:
+    return getattr(import_module("accel_state.devices.detect"), function)(*args)
 
 
 def _extra(
@@ -122,7 +85,7 @@ def _extra(
         visible_devices_env=visible_devices_env,
         rng_key=name,
         plugin=plugin,
-        probe=_asking(name, plugin),
+        probe=_asking("has_device", name, plugin),
     )
 
 
@@ -134,7 +97,7 @@ KINDS: tuple[DeviceKind, ...] = (
         distributed_type=DistributedType.MULTI_GPU,
         visible_devices_env="CUDA_VISIBLE_DEVICES",
         rng_key="cuda",
-        probe=_is_nvidia,
+        probe=_asking("is_nvidia"),
     ),
     DeviceKind(
         name="rocm",
@@ -143,7 +106,7 @@ KINDS: tuple[DeviceKind, ...] = (
         distributed_type=DistributedType.MULTI_GPU,
         visible_devices_env="HIP_VISIBLE_DEVICES",
         rng_key="cuda",
-        probe=_is_amd,
+        probe=_asking("is_amd"),
     ),
     _extra("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", None),
     DeviceKind(
@@ -153,7 +116,7 @@ KINDS: tuple[DeviceKind, ...] = (
         distributed_type=DistributedType.NO,
         visible_devices_env=None,
         rng_key=None,
-        probe=_is_mps,
+        probe=_asking("is_mps"),
     ),
     _extra("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
     _extra("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
@@ -170,7 +133,7 @@ KINDS: tuple[DeviceKind, ...] = (
         rng_key="xla",
         plugin="torch_xla",
         runtime="accel_state.devices.xla",
-        probe=_is_xla,
+        probe=_asking("is_xla"),
     ),
     DeviceKind(
         name="cpu",
@@ -179,7 +142,7 @@ KINDS: tuple[DeviceKind, ...] = (
         distributed_type=DistributedType.MULTI_CPU,
         visible_devices_env=None,
         rng_key=None,
-        probe=_always,
+        probe=lambda: True,
     ),
 )
 """In probe order; the CPU, which is always there, comes last."""

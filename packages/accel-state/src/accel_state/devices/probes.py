@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from accel_state.devices.kinds import BY_NAME, available_kind, has_cuda
+from accel_state.devices.detect import has_cuda
+from accel_state.devices.kinds import BY_NAME, available_kind
 from accel_state.errors import SettingsError
 
 _CUDA_FP8 = (8, 9)  # Ada; https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from accel_state.devices.kinds import KINDS
+from accel_state.labels import DistributedType
 from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import boolean, integer, number, one_of, optional
 
-_FAMILIES = ("CPU", "GPU", "NPU", "MLU", "SDAA", "MUSA", "XPU", "HPU", "NEURON")
-DEVICE_TYPES = ("NO", *(f"MULTI_{family}" for family in _FAMILIES))
+_OF_DEVICES = {kind.distributed_type for kind in KINDS} - {DistributedType.XLA}
+DEVICE_TYPES = tuple(one.value for one in DistributedType if one in _OF_DEVICES)
 """The values of `distributed_type` that only say on what processes compute."""
 
 ENGINE_TYPES = {"FSDP": "fsdp", "DEEPSPEED": "deepspeed", "MEGATRON_LM": "megatron"}
