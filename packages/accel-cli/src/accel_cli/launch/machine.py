@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from accel_state.available import is_installed
 from accel_state.devices.kinds import KINDS
 from accel_state.fp8_backends import BACKENDS, BY_NAME
-from accel_state.labels import DistributedType
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 VISIBLE_DEVICES: Mapping[str, str] = {
     kind.distributed_type.value: kind.visible_devices_env
     for kind in reversed(KINDS)  # of two families with one label, the first of the table counts
-    if kind.visible_devices_env is not None and kind.distributed_type is not DistributedType.XLA
+    if kind.visible_devices_env is not None and kind.runtime is None
 }
 """By label of a device family, the variable that restricts which of its devices a process sees."""
 

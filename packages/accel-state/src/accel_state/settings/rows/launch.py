@@ -7,7 +7,7 @@ from accel_state.labels import DistributedType
 from accel_state.settings.option import Answers, Option
 from accel_state.settings.parsing import boolean, integer, number, one_of, optional
 
-_OF_DEVICES = {kind.distributed_type for kind in KINDS} - {DistributedType.XLA}
+_OF_DEVICES = {kind.distributed_type for kind in KINDS if kind.runtime is None}
 DEVICE_TYPES = tuple(one.value for one in DistributedType if one in _OF_DEVICES)
 """The values of `distributed_type` that only say on what processes compute."""
 
