@@ -1,5 +1,5 @@
 # ruff: noqa: INP001 - a script
-"""Draw which part of each package imports which, as pictures of docs/packages.
+"""Draw which packages need which, and which part of each imports which, as pictures of docs/packages.
 
 Of imports that follow from others (a imports b and c, b imports c) only the longest chain is drawn.
 
@@ -8,6 +8,8 @@ uv run python packages/accel-suite/docs/src/package_graphs.py
 
 from __future__ import annotations
 
+import re
+import tomllib
 from pathlib import Path
 
 import grimp
@@ -49,6 +51,18 @@ def parts_of(imports: grimp.ImportGraph, package: str) -> nx.DiGraph[str]:
             other = part(imported)
             if other is not None and other != name:
                 graph.add_edge(name, other)
+    return graph
+
+
+def needs() -> nx.DiGraph[str]:
+    """The packages; an edge leads to what is declared as a dependency."""
+    graph: nx.DiGraph[str] = nx.DiGraph()
+    for path in Path(__file__).resolve().parents[3].glob("*/pyproject.toml"):
+        project = tomllib.loads(path.read_text())["project"]
+        graph.add_node(project["name"], is_folder=False)
+        for dependency in project["dependencies"]:
+            if found := re.match(r"accel-\w+", dependency):
+                graph.add_edge(project["name"], found[0])
     return graph
 
 
@@ -107,6 +121,7 @@ def draw(graph: nx.DiGraph[str], path: Path) -> None:
 
 def main() -> None:
     """Draw all."""
+    draw(needs(), PICTURES / "packages.svg")
     imports = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=True, cache_dir=None)
     for package in PACKAGES:
         draw(parts_of(imports, package), PICTURES / f"{package}.svg")
