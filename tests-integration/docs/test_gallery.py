@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from pathlib import Path
 
@@ -20,10 +19,7 @@ PAGES = {
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_has_a_page_with_its_output(example: Path) -> None:
-    page = PAGES[example]
-    summary = (ast.get_docstring(ast.parse(example.read_text())) or "").partition("\n\n")[0]
-    assert " ".join(summary.split()) in " ".join(page.split())
-    assert re.search(r" prints\n\n```text\n\S.*\n```\n", page, re.DOTALL), page
+    assert re.search(r" prints\n\n```text\n *\S.*\n```\n", PAGES[example], re.DOTALL), PAGES[example]
 
 
 def test_no_page_shows_an_example_that_is_gone() -> None:
