@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-CPU = torch.device("cpu")
+GUIDE = Path(__file__).resolve().parents[2] / "packages/accel-suite/docs/guides/tpu.md"
+
+
+def run_guide(*, sharded: bool) -> list[dict]:
+    """Run the Python examples of the guide, those with FSDP or the others; return what each defines."""
+    found = re.findall(r"^```python\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE)
+    defined = []
+    for code in found:
+        if ("xla_fsdp_v2" in code) is sharded:
+            names = {"__name__": "__main__"}
+            exec(compile(code, GUIDE, "exec"), names)
+            defined.append(names)
+    return defined
 
 
 class Block(nn.Module):

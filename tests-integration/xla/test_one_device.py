@@ -36,7 +36,7 @@ from accel_state.devices import xla
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
 from accel_train.data.device_transfer import warn_of_shapes
-from xla.problems import Problem, Tied, assert_as_plain, loss_of, plain_losses, train
+from xla.problems import Problem, Tied, assert_as_plain, loss_of, plain_losses, run_guide, train
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 XLA = torch.device("xla", 0)
@@ -151,6 +151,29 @@ def test_a_step_waits_for_the_device_only_if_the_loop_does(looks):
     assert ({executed for _, executed, *_ in steps} == {1}) is not looks
     expected = plain_losses(epochs=1, rows=64, max_norm=1.0)
     torch.testing.assert_close(torch.stack(losses).cpu(), torch.tensor(expected), **NEAR)
+
+
+def test_the_example_of_the_guide_trains_on_the_device():
+    (names,) = run_guide(sharded=False)
+    assert names["model"].weight.device == XLA
+
+
+def test_a_compiled_model_trains_as_plain_pytorch():
+    accelerator = Accelerator(dynamo_backend="openxla")
+    model, optimizer, loader = prepared(accelerator, rows=16)
+    losses = train(accelerator, model, optimizer, loader, epochs=1)
+    assert_as_plain(accelerator, model, losses, epochs=1, rows=16)
+
+
+def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator)
+    train(accelerator, model, optimizer, loader, epochs=1)
+    saving = accelerator.save_state(str(tmp_path), blocking=False)
+    later = train(accelerator, model, optimizer, loader, epochs=1)
+    saving.wait()
+    accelerator.load_state(str(tmp_path))
+    assert train(accelerator, model, optimizer, loader, epochs=1) == later
 
 
 def test_a_micro_batch_is_one_execution_and_an_evaluated_batch_too():

@@ -18,7 +18,7 @@ from accel.errors import UnsupportedError
 from accel.state import AcceleratorState
 from accel_state.devices import xla
 from accel_state.errors import SettingsError
-from xla.problems import Problem, assert_as_plain, plain_losses, train
+from xla.problems import Problem, assert_as_plain, plain_losses, run_guide, train
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 
@@ -89,6 +89,11 @@ def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution()
     train(accelerator, model, optimizer, loader, epochs=1, each=count)
     assert {compiled for compiled, _ in seen[1:]} == {seen[1][0]}, seen
     assert {after[1] - before[1] for before, after in pairwise(seen[1:])} == {1}, seen
+
+
+def test_the_example_of_the_guide_is_sharded():
+    (names,) = run_guide(sharded=True)
+    assert "devices=[4,1]" in sharding_of(names["model"].layers[0].linear1.weight)
 
 
 def test_batches_need_not_divide_by_the_devices():

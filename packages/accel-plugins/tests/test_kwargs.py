@@ -233,3 +233,16 @@ def test_the_kwargs_of_the_plugin_are_taken_by_torch():
     plugin = TorchDynamoPlugin(backend="eager", dynamic=True)  # type: ignore[arg-type]
     double = torch.compile(lambda x: 2 * x, **plugin.to_kwargs())
     assert double(torch.tensor(3.0)) == 6.0
+
+
+@pytest.mark.parametrize(
+    ("given", "backend"),
+    [
+        ("openxla", "openxla"),
+        ("AOT_TORCHXLA_TRACE_ONCE", "openxla"),
+        ("torchxla_trace_once", "openxla_eval"),
+        ("openxla_eval", "openxla_eval"),
+    ],
+)
+def test_the_compilers_of_xla_have_the_names_that_torch_knows(given, backend):
+    assert TorchDynamoPlugin(backend=given).to_kwargs() == {"backend": backend}

@@ -23,6 +23,10 @@ _DEFAULTS = {
 }
 
 
+# PyTorch 2.1 has renamed the backends of torch_xla; scripts and files have the names of before.
+_OF_XLA = {"torchxla_trace_once": "openxla_eval", "aot_torchxla_trace_once": "openxla"}
+
+
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
     """Options of `torch.compile`. An argument wins over `ACCELERATE_DYNAMO_*`, and that over the default.
@@ -68,7 +72,8 @@ class TorchDynamoPlugin(KwargsHandler):
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with the backend as `torch.compile` spells it."""
-        return super().to_dict() | {"backend": cast("DynamoBackend", self.backend).value.lower()}
+        name = cast("DynamoBackend", self.backend).value.lower()
+        return super().to_dict() | {"backend": _OF_XLA.get(name, name)}
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the arguments of `torch.compile` that differ from its defaults, whatever their source."""
@@ -78,6 +83,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 def _backend(value: DynamoBackend | str) -> DynamoBackend:
     name = value.value if isinstance(value, DynamoBackend) else str(value).upper()
+    name = next((old.upper() for old, new in _OF_XLA.items() if new.upper() == name), name)
     if name in DynamoBackend:
         return DynamoBackend(name)
     backends = [backend.lower() for backend in DynamoBackend.list()]
