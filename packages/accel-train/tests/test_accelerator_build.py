@@ -29,6 +29,7 @@ from accel_state import registry as tables
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType, RNGType
+from accel_state.settings.environ import from_environ
 from accel_train import Accelerator
 from accel_train.arguments import sort_handlers
 
@@ -45,6 +46,30 @@ def test_alone_it_is_the_main_the_local_main_and_the_last_process():
     assert accelerator.device == torch.device("cpu")
     assert accelerator.distributed_type == DistributedType.NO
     assert accelerator.mixed_precision == "no"
+
+
+@pytest.mark.parametrize("mixed_precision", [None, "bf16"])
+def test_the_environment_is_read_once(monkeypatch, mixed_precision):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    read = []
+
+    def record(frame, event, _):
+        if event == "call" and frame.f_code is from_environ.__code__:
+            read.append(frame.f_back.f_code.co_qualname)
+
+    sys.setprofile(record)
+    try:
+        accelerator = Accelerator(cpu=True, mixed_precision=mixed_precision)
+    finally:
+        sys.setprofile(None)
+    assert accelerator.mixed_precision == "bf16"
+    assert read == ["build_parts"]
+
+
+def test_a_later_accelerator_keeps_the_precision_of_the_first(monkeypatch):
+    Accelerator(cpu=True, mixed_precision="bf16")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert Accelerator().mixed_precision == "bf16"
 
 
 def test_users_may_attach_attributes():

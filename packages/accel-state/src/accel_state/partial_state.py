@@ -20,7 +20,7 @@ from accel_state.process import goes_first, only_if, shard_inputs
 from accel_state.settings.environ import from_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from contextlib import AbstractContextManager
     from typing import ParamSpec
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from accel_state.labels import DistributedType
     from accel_state.runtime import Runtime
+    from accel_state.settings.model import Settings
 
     P = ParamSpec("P")
     R = TypeVar("R")
@@ -86,8 +87,22 @@ class PartialState:
             self._agree(cpu, kwargs)
             return
         variables = environ.read()
-        settings = from_environ(variables)
-        started = runtime.init(settings, variables, cpu=cpu, **kwargs)
+        self._start(from_environ(variables), variables, cpu, kwargs)
+
+    @classmethod
+    def _from_settings(
+        cls, settings: Settings, variables: Mapping[str, str], cpu: bool, options: dict[str, Any]
+    ) -> None:
+        """Initialise the state, unless it is, from settings that were read already."""
+        if not cls._shared_state:
+            state = cls.__new__(cls)
+            state.__dict__ = cls._shared_state
+            state._start(settings, variables, cpu, options)
+
+    def _start(
+        self, settings: Settings, variables: Mapping[str, str], cpu: bool, options: dict[str, Any]
+    ) -> None:
+        started = runtime.init(settings, variables, cpu=cpu, **options)
         topology = started.topology
         if settings.process.cpu_affinity:
             set_numa_affinity(topology.local_rank)
@@ -96,7 +111,7 @@ class PartialState:
             import_module("rich.traceback").install(show_locals=False)
         self.__dict__.update(
             _cpu=started.device.type == "cpu",
-            _options=dict(kwargs),
+            _options=dict(options),
             runtime=started,
             backend=started.backend,
             device=started.device,

@@ -15,7 +15,7 @@ from accel_plugins.precision import build_precision
 from accel_plugins.recipe import build_recipe
 from accel_plugins.registry import available, load
 from accel_state import environ
-from accel_state.accelerator_state import AcceleratorState
+from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.gradient_state import GradientState
 from accel_state.logging import get_logger
 from accel_state.partial_state import PartialState
@@ -158,7 +158,8 @@ def build_parts(arguments: Arguments) -> Parts:
         SettingsError: An argument, or an environment variable that stands for it, cannot be used.
         UnsupportedError: What was asked for is not there on this device.
     """
-    settings = _settings()
+    variables = environ.read()
+    settings = from_environ(variables)
     selected = selected_strategy(arguments.strategy, settings)
     handlers = sort_handlers(arguments.kwargs_handlers or ())
     dataloading, rng_types = dataloader_configuration(arguments), checked_rng_types(arguments.rng_types)
@@ -168,7 +169,8 @@ def build_parts(arguments: Arguments) -> Parts:
     settings = described(settings, plugins)
     accumulation = accumulation_plugin(arguments, settings, plugins)
     with unchanged_by_failure():
-        state = _state(arguments, handlers, compiler, plugins)
+        PartialState._from_settings(settings, variables, arguments.cpu, _process_group(handlers))  # pyright: ignore[reportPrivateUsage] - ours
+        state = _state(arguments, settings, handlers, compiler, plugins)
         runtime = PartialState().runtime
         handlers |= as_handlers(plugins)
         every = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
@@ -255,10 +257,6 @@ def _project_and_trackers(arguments: Arguments) -> tuple[ProjectConfiguration, T
     return project, TrackerSession(arguments.log_with, where, on_error=on_error)
 
 
-def _settings() -> Settings:
-    return from_environ(environ.read())
-
-
 def _strategy(
     settings: Settings,
     selected: StrategySpec | None,
@@ -287,12 +285,16 @@ def _strategy(
 
 def _state(
     arguments: Arguments,
+    settings: Settings,
     handlers: Mapping[type, Any],
     compiler: TorchDynamoPlugin,
     plugins: Mapping[str, Any],
 ) -> AcceleratorState:
+    precision = arguments.mixed_precision
+    if precision is None and not is_initialized():  # else that of the state stays
+        precision = settings.precision.mixed_precision
     return AcceleratorState(
-        mixed_precision=arguments.mixed_precision,
+        mixed_precision=precision,
         cpu=arguments.cpu,
         dynamo_plugin=compiler,
         _from_accelerator=True,
