@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import BrokenBarrierError
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 
 from accel_state.backends.single import SingleCollectives
 from accel_state.backends.torch_dist import TorchCollectives
+from accel_state.runtime import current
+from accel_state.testing import ThreadRanks
 from harness import distributed
 
 if TYPE_CHECKING:
@@ -61,7 +64,7 @@ def check_scatter(collectives: Collectives, dtype: torch.dtype) -> None:
     for src in range(collectives.world_size):
         out = values(dtype, collectives.rank)
         parts = [values(dtype, rank + 1) for rank in range(collectives.world_size)]
-        collectives.scatter(out, parts if collectives.rank == src else None, src)
+        collectives.start_scatter(out, parts if collectives.rank == src else None, src)()
         assert same(out, values(dtype, collectives.rank + 1))
 
 
@@ -107,6 +110,20 @@ def check_all(collectives: Collectives) -> None:
 
 def test_one_process_keeps_the_promises() -> None:
     check_all(SingleCollectives())
+
+
+def test_threads_that_stand_for_ranks_keep_the_promises() -> None:
+    assert ThreadRanks(size=3).run(lambda rank: check_all(current().collectives)) == [None] * 3
+
+
+def test_threads_in_different_collectives_are_told_so() -> None:
+    def body(rank: int) -> None:
+        collectives = current().collectives
+        collectives.barrier() if rank else collectives.all_gather_object(rank)
+
+    errors = ThreadRanks(size=2).run(body)
+    assert all(isinstance(error, AssertionError | BrokenBarrierError) for error in errors)
+    assert any("different collectives: ['all_gather_object', 'barrier']" in str(error) for error in errors)
 
 
 @distributed(world_size=2)

@@ -70,19 +70,16 @@ class Collectives(Protocol):
         """Overwrite `tensor` with that of rank `src`, which has the same size and type."""
         ...
 
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
-        """Fill `out` with this rank's tensor of those of rank `src`.
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Begin to fill `out` with this rank's tensor of those of rank `src`.
+
+        The tensors are left alone until what is returned has been called.
 
         Args:
             out: Of the same size and type on all ranks.
             parts: On rank `src` one such tensor for every rank, elsewhere None. The one of `src` itself may
                 be `out`.
             src: The sending rank.
-        """
-        ...
-
-    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Begin a `scatter`; the tensors are left alone until what is returned has been called.
 
         Returns:
             What waits until `out` is filled.

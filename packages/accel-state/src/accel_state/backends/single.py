@@ -49,15 +49,11 @@ class SingleCollectives:
         del tensor
         self._check(src)
 
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
-        """Copy the only part, if `src` is this process."""
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Copy the only part at once, if `src` is this process."""
         self._check(src)
         if parts is not None and parts[0] is not out:
             out.copy_(parts[0])
-
-    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Copy the only part at once."""
-        self.scatter(out, parts, src)
         return _done
 
     def all_reduce(

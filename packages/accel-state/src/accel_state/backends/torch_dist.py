@@ -125,17 +125,13 @@ class TorchCollectives:
         with collective_scope("broadcast"), self._transferable(tensor) as buffer:
             dist.broadcast(_as_moved(buffer), src=src)
 
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
-        """Fill `out` with this rank's tensor of those of rank `src`."""
-        if out.numel() == 0:
-            return
-        with collective_scope("scatter"), self._transferable(out) as target:
-            dist.scatter(_as_moved(target), _sources(out, target, parts), src=src)
-
     def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Begin a `scatter`, and return what waits for its end."""
-        if out.numel() == 0 or out.device.type not in self._device_types:
-            self.scatter(out, parts, src)
+        """Begin to fill `out` with this rank's tensor of those of rank `src`; return what waits."""
+        if out.numel() == 0:
+            return _done
+        if out.device.type not in self._device_types:
+            with collective_scope("scatter"), self._staged(out) as target:
+                dist.scatter(_as_moved(target), _sources(out, target, parts), src=src)
             return _done
         work: Any = dist.scatter(_as_moved(out), _sources(out, out, parts), src=src, async_op=True)
 

@@ -1,4 +1,4 @@
-"""A device that copies late, for tests of asynchronous code that runs on a CPU.
+"""Fakes for tests: a device that copies late on a CPU, and several ranks in one process.
 
     from accel_state.testing import late_device
 
@@ -21,6 +21,11 @@ The device follows the rules of streams and no others:
 pinned tensor uploads it, on the current stream.
 
 All host threads count as one: what one of them has waited for, the others know.
+
+`ThreadRanks` runs several ranks in one process, with collectives between them:
+
+    def test_my_collective():
+        assert ThreadRanks(size=2).run(lambda rank: my_sum(rank)) == [1, 1]
 """
 
 from __future__ import annotations
@@ -34,8 +39,10 @@ if TYPE_CHECKING:
     from accel_state.testing.late import LateDevice as LateDevice
     from accel_state.testing.late import RaceError as RaceError
     from accel_state.testing.late import late_device as late_device
+    from accel_state.testing.thread_ranks import ThreadCollectives as ThreadCollectives
+    from accel_state.testing.thread_ranks import ThreadRanks as ThreadRanks
 
-__all__ = ["LateDevice", "Race", "RaceError", "late_device"]
+__all__ = ["LateDevice", "Race", "RaceError", "ThreadCollectives", "ThreadRanks", "late_device"]
 
 __getattr__, __dir__ = attach(
     __name__,
@@ -43,6 +50,8 @@ __getattr__, __dir__ = attach(
         "LateDevice": "accel_state.testing.late",
         "Race": "accel_state.testing.clocks",
         "RaceError": "accel_state.testing.late",
+        "ThreadCollectives": "accel_state.testing.thread_ranks",
+        "ThreadRanks": "accel_state.testing.thread_ranks",
         "late_device": "accel_state.testing.late",
     },
 )

@@ -53,14 +53,10 @@ class AloneCollectives:
         del tensor, src
         self._do("broadcast")
 
-    def scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> None:
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
         """Leave `out` unchanged."""
         del out, parts, src
         self._do("scatter")
-
-    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Leave `out` unchanged."""
-        self.scatter(out, parts, src)
         return _nothing
 
     def all_reduce(

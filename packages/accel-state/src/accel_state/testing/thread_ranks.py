@@ -1,0 +1,215 @@
+"""Several ranks inside one process, for tests: threads of which one runs at a time."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_state import runtime
+from accel_state.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+    from accel_state.backends.base import ReduceOp
+
+_RAISED_TOGETHER = (TypeError, ValueError, RuntimeError)
+
+
+@dataclass(kw_only=True)
+class ThreadRanks:
+    """Ranks as threads, with `ThreadCollectives` between them.
+
+    The state of the run is switched with the threads: in each, `runtime.current()` is that of its rank.
+
+    Args:
+        size: Number of ranks.
+        debug: Whether calls are checked, as by `ACCELERATE_DEBUG_MODE`.
+        chunk_bytes: As of `Collectives`.
+        device: The device of all ranks.
+        timeout: Seconds until a collective that some ranks have not reached fails.
+
+    Attributes:
+        messages (list[str]): Names of the collectives so far, in order.
+
+    Example:
+        >>> from accel_state.runtime import current
+        >>> ranks = ThreadRanks(size=2)
+        >>> ranks.run(lambda rank: current().collectives.all_gather_object(rank * 10))
+        [[0, 10], [0, 10]]
+        >>> ranks.messages
+        ['all_gather_object']
+    """
+
+    size: int
+    debug: bool = False
+    chunk_bytes: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    timeout: float = 60.0
+    messages: list[str] = field(default_factory=list[str], init=False)
+
+    def __post_init__(self) -> None:
+        self._turn = threading.Lock()
+        self._posted: dict[int, Any] = {}
+        self._barrier = threading.Barrier(self.size, timeout=self.timeout)
+
+    def run(self, body: Callable[[int], Any]) -> list[Any]:
+        """Run a function on every rank.
+
+        Args:
+            body: Called with the rank.
+
+        Returns:
+            What each rank returned, or the exception that it raised.
+        """
+        results: list[Any] = [None] * self.size
+        threads = [
+            threading.Thread(target=self._run_rank, args=(rank, body, results)) for rank in range(self.size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        runtime._current = None  # pyright: ignore[reportPrivateUsage] - stands for `init`
+        return results
+
+    def exchange(self, rank: int, name: str, value: Any) -> list[Any]:
+        """Return the values of all ranks, each a copy, once all are in the same collective.
+
+        Args:
+            rank: The calling rank.
+            name: Of the collective.
+            value: Of this rank.
+
+        Raises:
+            AssertionError: Ranks are in different collectives.
+            threading.BrokenBarrierError: Some ranks have not come in time.
+        """
+        mine = runtime._current  # pyright: ignore[reportPrivateUsage]
+        if rank == 0:
+            self.messages.append(name)
+        self._posted[rank] = (name, copy.deepcopy(value))
+        self._turn.release()
+        try:
+            self._barrier.wait()
+            found = [self._posted[other] for other in range(self.size)]
+            self._barrier.wait()
+        finally:
+            self._turn.acquire()
+            runtime._current = mine  # pyright: ignore[reportPrivateUsage]
+        if any(other != name for other, _ in found):
+            raise AssertionError(f"The ranks are in different collectives: {[other for other, _ in found]}.")
+        return [copy.deepcopy(value) for _, value in found]
+
+    def _run_rank(self, rank: int, body: Callable[[int], Any], results: list[Any]) -> None:
+        mine = runtime.Runtime(
+            topology=Topology(rank=rank, world_size=self.size, local_rank=rank, local_world_size=self.size),
+            collectives=ThreadCollectives(rank, self),
+            debug=self.debug,
+            device=self.device,
+        )
+        with self._turn:
+            runtime._current = mine  # pyright: ignore[reportPrivateUsage]
+            try:
+                results[rank] = body(rank)
+            except Exception as error:  # noqa: BLE001 - the test looks at it, whatever it is
+                results[rank] = error
+                if not isinstance(error, _RAISED_TOGETHER):  # what ranks may raise together
+                    self._barrier.abort()
+
+
+class ThreadCollectives:
+    """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks.
+
+    Args:
+        rank: Of this thread.
+        ranks: All of them.
+    """
+
+    def __init__(self, rank: int, ranks: ThreadRanks) -> None:
+        self.rank = rank
+        self.world_size = ranks.size
+        self.chunk_bytes = ranks.chunk_bytes
+        self._ranks = ranks
+
+    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
+        """Send some bytes to every rank; what is behind them in the rows is 255."""
+        found = self._exchange("exchange_chunks", chunk.detach())
+        rows = torch.full((self.world_size, self.chunk_bytes), 255, dtype=torch.uint8)
+        for row, received in zip(rows, found, strict=True):
+            row[: len(received)] = received
+        _do(meanwhile)
+        return rows
+
+    def all_gather_into(
+        self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
+    ) -> None:
+        """Fill `out` with the tensors of all ranks, in rank order."""
+        found = self._alike("all_gather_into", tensor)
+        for part, received in zip(out.view(self.world_size, -1), found, strict=True):
+            part.copy_(received.view(-1))
+        _do(meanwhile)
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrite `tensor` with that of rank `src`."""
+        tensor.copy_(self._alike("broadcast", tensor)[src])
+
+    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
+        """Fill `out` at once with this rank's tensor of those of rank `src`."""
+        out.copy_(self._exchange("scatter", parts)[src][self.rank])
+        return _done
+
+    def all_reduce(
+        self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
+    ) -> None:
+        """Overwrite `tensor` with the values of all ranks combined."""
+        combined = torch.stack([one.to(_wide(one.dtype)) for one in self._alike("all_reduce", tensor)])
+        by_op = {"sum": combined.sum, "max": combined.amax, "min": combined.amin, "prod": combined.prod}
+        tensor.copy_(by_op[op](0))
+        _do(meanwhile)
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Gather the objects of all ranks, in rank order."""
+        return self._exchange("all_gather_object", obj)
+
+    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
+        """Replace the items of `objects` by those of rank `src`."""
+        objects[:] = self._exchange("broadcast_object_list", objects)[src]
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        self._exchange("barrier", None)
+
+    def _alike(self, name: str, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, which have one shape and dtype."""
+        if not tensor.is_contiguous():
+            raise AssertionError(f"{name}: the tensor of rank {self.rank} is not contiguous.")
+        found = self._exchange(name, tensor.detach())
+        if any((one.shape, one.dtype) != (tensor.shape, tensor.dtype) for one in found):
+            raise AssertionError(f"{name}: the ranks have {[(one.dtype, [*one.shape]) for one in found]}.")
+        return found
+
+    def _exchange(self, name: str, value: Any) -> list[Any]:
+        return self._ranks.exchange(self.rank, name, value)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return a dtype in which combining values of a dtype is exact enough, and implemented."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else torch.int64
+
+
+def _do(work: Callable[[], None] | None) -> None:
+    if work is not None:
+        work()
+
+
+def _done() -> None:
+    """Do nothing: there is nothing to wait for."""
