@@ -116,7 +116,7 @@ def test_threads_that_stand_for_ranks_keep_the_promises() -> None:
     assert ThreadRanks(size=3).run(lambda rank: check_all(current().collectives)) == [None] * 3
 
 
-def test_threads_in_different_collectives_are_told_so() -> None:
+def test_threads_in_different_collectives_raise() -> None:
     def body(rank: int) -> None:
         collectives = current().collectives
         collectives.barrier() if rank else collectives.all_gather_object(rank)

@@ -158,8 +158,7 @@ def build_parts(arguments: Arguments) -> Parts:
         SettingsError: An argument, or an environment variable that stands for it, cannot be used.
         UnsupportedError: What was asked for is not there on this device.
     """
-    variables = environ.read()
-    settings = from_environ(variables)
+    settings = from_environ(variables := environ.read())
     selected = selected_strategy(arguments.strategy, settings)
     handlers = sort_handlers(arguments.kwargs_handlers or ())
     dataloading, rng_types = dataloader_configuration(arguments), checked_rng_types(arguments.rng_types)
@@ -169,8 +168,7 @@ def build_parts(arguments: Arguments) -> Parts:
     settings = described(settings, plugins)
     accumulation = accumulation_plugin(arguments, settings, plugins)
     with unchanged_by_failure():
-        PartialState._from_settings(settings, variables, arguments.cpu, _process_group(handlers))  # pyright: ignore[reportPrivateUsage] - ours
-        state = _state(arguments, settings, handlers, compiler, plugins)
+        state = _state(arguments, settings, variables, handlers, compiler, plugins)
         runtime = PartialState().runtime
         handlers |= as_handlers(plugins)
         every = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
@@ -286,10 +284,13 @@ def _strategy(
 def _state(
     arguments: Arguments,
     settings: Settings,
+    variables: Mapping[str, str],
     handlers: Mapping[type, Any],
     compiler: TorchDynamoPlugin,
     plugins: Mapping[str, Any],
 ) -> AcceleratorState:
+    options = _process_group(handlers)
+    PartialState._from_settings(settings, variables, arguments.cpu, options)  # pyright: ignore[reportPrivateUsage] - ours
     precision = arguments.mixed_precision
     if precision is None and not is_initialized():  # else that of the state stays
         precision = settings.precision.mixed_precision
@@ -299,7 +300,7 @@ def _state(
         dynamo_plugin=compiler,
         _from_accelerator=True,
         **plugins,
-        **_process_group(handlers),
+        **options,
     )
 
 
