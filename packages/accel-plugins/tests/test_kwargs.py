@@ -94,6 +94,7 @@ def test_the_copy_of_a_handler_does_not_share_its_containers():
                 "with_flops": False,
                 "with_modules": False,
                 "output_trace_dir": None,
+                "flame_graph": False,
             },
         ),
         (InitProcessGroupKwargs, {"backend": "nccl", "init_method": None, "timeout": timedelta(minutes=10)}),
