@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
-from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.train_steps import GPTTrainStep
 from accel_state.accelerator_state import AcceleratorState
@@ -274,6 +275,55 @@ def test_a_train_step_of_the_user_changes_the_loss():
     weighted, changed = train_a_little(plugin, rate=0.1)
     torch.testing.assert_close(weighted, 2 * losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(changed, state, rtol=1e-5, atol=1e-5)
+
+
+def write_documents(path):
+    """Write a data set in Megatron's format, of documents of 4 to 9 tokens."""
+    builder = core("datasets.indexed_dataset").IndexedDatasetBuilder(f"{path}.bin")
+    generator = torch.Generator().manual_seed(2)
+    for number in range(60):
+        length = 4 + number % 6
+        builder.add_document(torch.randint(0, TOKENS, (length,), generator=generator).numpy(), [length])
+    builder.finalize(f"{path}.idx")
+
+
+@distributed(world_size=2)
+def test_indexed_data_sets_are_read_by_every_replica_in_shares(tmp_path):
+    accelerator = None
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(train_iters=4, eval_iters=1, gradient_clipping=0.0)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        if accelerator.is_main_process:
+            write_documents(tmp_path / "corpus")
+        accelerator.wait_for_everyone()
+        options = {"splits_string": "8,1,1", "seq_length": LENGTH, "micro_batch_size": 2}
+        data = MegatronLMDummyDataLoader(data_path=[str(tmp_path / "corpus")], **options)
+        model = make_gpt2()
+        optimizer = make_optimizer(model)
+        model, optimizer, training, validation = accelerator.prepare(model, optimizer, data, data)
+        assert plugin.global_batch_size == 4
+        assert len(validation) >= 1
+        losses, batches = [], []
+        for batch, _ in zip(training, range(4), strict=False):
+            batches.append(accelerator.gather({name: batch[name] for name in ("tokens", "labels")}))
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    plain = make_gpt2()
+    optimizer = make_optimizer(plain)
+    expected = []
+    for batch in batches:
+        logits = plain(input_ids=batch["tokens"]).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert [len(batch["tokens"]) for batch in batches] == [4, 4, 4, 4]
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    accelerator.free_memory()
 
 
 @distributed(world_size=2)

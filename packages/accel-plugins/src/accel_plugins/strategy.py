@@ -31,6 +31,8 @@ class Feature(Enum):
     """The caller may keep a model from being moved to the device."""
     ITEM_COUNTS = auto()
     """Gradients, the mean over the ranks, can be divided once a backward pass has brought them together."""
+    LOADERS_FROM_CONFIGURATION = auto()
+    """What stands for data loaders is replaced by loaders of the data sets that it describes."""
     MODEL_WITHOUT_OPTIMIZER = auto()
     """A model can be prepared in a call of its own, without its optimizer."""
     MULTIPLE_MODELS = auto()
@@ -43,7 +45,10 @@ class Feature(Enum):
     """Ranks can run out of batches at different times, within `join`."""
 
 
-PLAIN_FEATURES = frozenset(Feature) - {Feature.OPTIMIZER_FROM_CONFIGURATION}
+PLAIN_FEATURES = frozenset(Feature) - {
+    Feature.LOADERS_FROM_CONFIGURATION,
+    Feature.OPTIMIZER_FROM_CONFIGURATION,
+}
 """What strategies offer that train with PyTorch's own optimizers on whole, ordinary tensors."""
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader
 
 from accel_plugins.megatron.library import core, load_library
+from accel_plugins.megatron.quiet import without_core_warnings
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
@@ -93,7 +94,8 @@ def indexed_datasets(
     datasets = core("datasets.gpt_dataset")
     builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
     config = datasets.GPTDatasetConfig(**dataset_options(plugin, options, datasets.GPTDatasetConfig))
-    return tuple(builder(datasets.GPTDataset, [*samples], lambda: True, config).build())
+    with without_core_warnings():
+        return tuple(builder(datasets.GPTDataset, [*samples], lambda: True, config).build())
 
 
 def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config: type) -> dict[str, Any]:

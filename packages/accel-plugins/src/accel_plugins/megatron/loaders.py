@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
+from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader
+from accel_state.errors import SettingsError
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
     from accel_plugins.megatron.plugin import MegatronLMPlugin
 
 
@@ -37,3 +42,52 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
     if type(loader.batch_sampler) is BatchSampler:
         options["sampler"] = loader.sampler
     return DataLoader(loader.dataset, batch_size=loader.batch_size * number, drop_last=True, **options)
+
+
+def micro_batch_sizes(loaders: Sequence[Any]) -> list[int]:
+    """Return the batch sizes that loaders, or what stands for them, have.
+
+    Args:
+        loaders: As they were prepared.
+
+    Example:
+        >>> micro_batch_sizes([MegatronLMDummyDataLoader(micro_batch_size=4), DataLoader([1], batch_size=2)])
+        [4, 2]
+    """
+    sizes = [
+        one.dataset_args.get("micro_batch_size")
+        if isinstance(one, MegatronLMDummyDataLoader)
+        else getattr(one, "batch_size", None)
+        for one in loaders
+    ]
+    return [size for size in sizes if size]
+
+
+def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
+    """Replace placeholders: the first occurrence of one by the loader that trains, then those that evaluate.
+
+    Called on every rank, once the sizes of batches are known.
+
+    Args:
+        loaders: As they were prepared.
+        context: Has `state`.
+
+    Raises:
+        SettingsError: A placeholder comes more than three times, or its split has no samples.
+    """
+    made: dict[int, Iterator[Any]] = {}
+    found: list[Any] = []
+    for one in loaders:
+        if not isinstance(one, MegatronLMDummyDataLoader):
+            found.append(one)
+            continue
+        if id(one) not in made:
+            made[id(one)] = iter(one.build_train_valid_test_data_iterators(context))
+        loader = next(made[id(one)], None)
+        if loader is None:
+            raise SettingsError(
+                "A MegatronLMDummyDataLoader is prepared for training, validation and test, in this order, "
+                "each with a share of splits_string: one of them has no samples; leave it out."
+            )
+        found.append(loader)
+    return found

@@ -12,12 +12,12 @@ from torch.optim import Optimizer
 from accel_ops.modules import unwrap_once
 from accel_plugins.megatron.check import check_model
 from accel_plugins.megatron.configs import ddp_config, transformer_config
-from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.groups import start, stop
 from accel_plugins.megatron.library import core, load_library
-from accel_plugins.megatron.loaders import with_all_micro_batches
+from accel_plugins.megatron.loaders import micro_batch_sizes, with_all_micro_batches, with_real_loaders
 from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_plugins.megatron.model_args import model_sizes
 from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_of, make_optimizer, names_of
@@ -116,16 +116,21 @@ class MegatronWrapper:
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build the stages of a model, and its optimizer, from those of transformers and PyTorch."""
         models: list[nn.Module] = []
-        sizes = [loader.batch_size for loader in bundle.dataloaders if getattr(loader, "batch_size", None)]
+        sizes = micro_batch_sizes(bundle.dataloaders)
         if sizes:
             smallest = self.plugin.is_train_batch_min
             self.plugin.set_training_args(min(sizes) if smallest else max(sizes), self.groups.data)
+        if any(isinstance(one, MegatronLMDummyDataLoader) for one in bundle.dataloaders):
+            self.plugin.megatron_lm_default_args["megatron_dataset_flag"] = True
         for model in bundle.models:
             trains = bool(bundle.optimizers) and not evaluation
             own = bundle.optimizers[0] if trains else None
             with without_core_warnings():
                 models.append(model if isinstance(model, MegatronEngine) else self._engine(model, own))
-        loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
+        context = TrainStepContext(state=AcceleratorState(), device=self.runtime.device)
+        loaders = [
+            with_all_micro_batches(one, self.plugin) for one in with_real_loaders(bundle.dataloaders, context)
+        ]
         schedulers = [
             MegatronSchedule(self.plugin, one, bundle.optimizers[0])
             if isinstance(one, MegatronLMDummyScheduler)
@@ -372,7 +377,9 @@ def build(
         stepper=stepper,
         persister=MegatronPersister(is_main=runtime.topology.is_main),
         sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
-        features=frozenset({Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}),
+        features=frozenset(
+            {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
+        ),
         mesh=mesh_of(runtime.device.type, groups.axes),
         precision=EnginePrecision(name=precision.name, device_type=runtime.device.type),
         release=stepper.release,

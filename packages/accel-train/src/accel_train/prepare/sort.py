@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
-from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_state.logging import get_logger
 from accel_train.data.adapter import DataLoaderAdapter
 from accel_train.optimizer import AcceleratedOptimizer
@@ -28,7 +28,7 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("models", (nn.Module,)),
     ("optimizers", (Optimizer, DummyOptim)),
     ("schedulers", (LRScheduler, AcceleratedScheduler, DummyScheduler, MegatronLMDummyScheduler)),
-    ("dataloaders", (DataLoader, DataLoaderAdapter)),
+    ("dataloaders", (DataLoader, DataLoaderAdapter, MegatronLMDummyDataLoader)),
 )
 _OTHERS = "others"
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
-from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.strategy import Feature
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.bound import bind_step
@@ -101,6 +101,9 @@ def _check(bundle: Bundle, request: Request) -> Bundle:
     for one in (*bundle.optimizers, *bundle.schedulers):
         if isinstance(one, (DummyOptim, DummyScheduler, MegatronLMDummyScheduler)):
             request.parts.strategy.require(Feature.OPTIMIZER_FROM_CONFIGURATION, type(one).__name__)
+    for one in bundle.dataloaders:
+        if isinstance(one, MegatronLMDummyDataLoader):
+            request.parts.strategy.require(Feature.LOADERS_FROM_CONFIGURATION, type(one).__name__)
     request.parts.strategy.wrapper.check(bundle)
     return bundle
 
