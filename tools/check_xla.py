@@ -5,7 +5,7 @@ environment, build/xla, is made as the lock says; a moment if it is there alread
 wheels for Linux on x86-64 only), the tests are skipped, with what the installer said. Devices are those of
 PJRT's CPU client: one in the first process of tests, four in the second, which is sharded (SPMD).
 
-    uv run tools/check_xla.py
+    uv run tools/check_xla.py [--all]
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def run_tests(environ: dict[str, str], file: str, devices: str) -> int:
     """Run a file of tests with a number of devices; return pytest's exit code."""
     python = str(ENVIRONMENT / "bin" / "python")
     line = [python, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", f"{TESTS}/{file}"]
+    line += [] if "--all" in sys.argv else ["-m", "not thorough"]
     client = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": devices}
     return subprocess.run(line, cwd=ROOT, env={**environ, **client}, check=False).returncode
 

@@ -6,10 +6,25 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from accel import PartialState
+from accel_plugins.precision import build_precision
+from accel_plugins.testing import STRATEGY_CHECKS, StrategySubject
+from accel_state import runtime
+from accel_state.settings.model import Settings
+
+# These take minutes, and what they show is shown by tests of this folder: tools/check_xla.py --all.
+THOROUGH = {
+    "training_equals_one_process",
+    "micro_batches_equal_one_batch",
+    "clipping_by_norm_equals_one_process",
+    "saved_state_is_loaded",
+}
+CHECKS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in STRATEGY_CHECKS]
 GUIDE = Path(__file__).resolve().parents[2] / "packages/accel-suite/docs/guides/tpu.md"
 
 
@@ -23,6 +38,20 @@ def run_guide(*, sharded: bool) -> list[dict]:
             exec(compile(code, GUIDE, "exec"), names)
             defined.append(names)
     return defined
+
+
+def check_conformance(name: str, build, handlers: dict, directory: Path) -> None:
+    """Run a check of the public suite for strategies."""
+    PartialState()
+    run = runtime.current_or_single()
+    subject = StrategySubject(
+        make=lambda: build(Settings(), run, build_precision("no", run.device), handlers),
+        runtime=run,
+        directory=directory,
+        dtype=torch.float32,
+        tolerance=1e-5,
+    )
+    STRATEGY_CHECKS[name](subject)
 
 
 class Block(nn.Module):

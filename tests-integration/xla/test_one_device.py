@@ -32,11 +32,22 @@ from accel.utils import (
     set_seed,
     synchronize_rng_states,
 )
+from accel_plugins.strategies.xla import build
 from accel_state.devices import xla
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
 from accel_train.data.device_transfer import warn_of_shapes
-from xla.problems import Problem, Tied, assert_as_plain, loss_of, plain_losses, run_guide, train
+from xla.problems import (
+    CHECKS,
+    Problem,
+    Tied,
+    assert_as_plain,
+    check_conformance,
+    loss_of,
+    plain_losses,
+    run_guide,
+    train,
+)
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 XLA = torch.device("xla", 0)
@@ -114,6 +125,11 @@ def test_losses_and_weights_are_those_of_plain_pytorch(accumulation, max_norm):
     losses = train(accelerator, model, optimizer, loader, max_norm=max_norm)
     assert_as_plain(accelerator, model, losses, accumulation=accumulation, max_norm=max_norm)
     assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_strategy_conforms(name, tmp_path):
+    check_conformance(name, build, {}, tmp_path)
 
 
 def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution():

@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from accel import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accel.errors import UnsupportedError
 from accel.state import AcceleratorState
+from accel_plugins.strategies.xla_fsdp import build
 from accel_state.devices import xla
 from accel_state.errors import SettingsError
-from xla.problems import Problem, assert_as_plain, plain_losses, run_guide, train
+from xla.problems import CHECKS, Problem, assert_as_plain, check_conformance, plain_losses, run_guide, train
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 
@@ -60,6 +61,12 @@ def test_losses_and_weights_are_those_of_one_device(fields):
     model, optimizer, loader = prepared(accelerator)
     losses = train(accelerator, model, optimizer, loader, max_norm=0.5)
     assert_as_plain(accelerator, model, losses, max_norm=0.5)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_the_strategy_conforms(name, tmp_path):
+    plugin = FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)
+    check_conformance(name, build, {FullyShardedDataParallelPlugin: plugin}, tmp_path)
 
 
 def test_parameters_states_and_batches_are_sharded_over_all_devices():

@@ -70,10 +70,15 @@ class ShardedXlaWrapper:
                 )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
-        """Move the models to the devices and shard them; a model that is evaluated is sharded, too."""
+        """Move the models to the devices and shard them; a model that is evaluated is sharded, too.
+
+        Those that stay elsewhere, as the caller wants it, are left alone.
+        """
         del evaluation
         models = move_to_xla(bundle, self.device)
         for model in models:
+            if any(parameter.device.type != self.device.type for parameter in model.parameters()):
+                continue
             chosen = self._blocks(model)
             shard_model(model, chosen, self.mesh)
             if self._recomputes:

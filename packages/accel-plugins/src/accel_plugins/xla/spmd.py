@@ -103,7 +103,7 @@ def shard_optimizer(optimizer: Optimizer, mesh: Any) -> None:
     def shard(optimizer: Optimizer, *_: Any) -> None:
         for parameter, values in optimizer.state.items():
             for value in values.values():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape:
+                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not value.is_cpu:
                     _shard(value, mesh)
 
     optimizer.register_load_state_dict_post_hook(shard)
