@@ -96,6 +96,17 @@ def test_a_script_is_checked_for_many_ranks_without_memory_or_devices(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_transformer_engine_is_checked_where_it_is_not_as_what_it_stores(tmp_path):
+    memory = {}
+    for name in ("fp8", "bf16"):
+        Path("run.yaml").write_text(f"mixed_precision: {name}\nfp8_config:\n  backend: TE\n")
+        line = ("--config_file", "run.yaml", "--ranks", "1")
+        code, found = check(tmp_path, *line, layers=2, condition="True")
+        assert (code, found["problems"]) == (0, [])
+        memory[name] = found["ranks"]["1"]["memory"]
+    assert memory["fp8"] == memory["bf16"]
+
+
 def test_a_collective_that_one_rank_would_miss_is_named(tmp_path):
     code, found = check(tmp_path, "--ranks", "0,1", layers=2, condition="accelerator.is_main_process")
     assert code == 1

@@ -9,6 +9,7 @@ import functools
 import itertools
 import pkgutil
 import sys
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from accel_cli.commands.check.strategy import loading
 from accel_cli.commands.check.values import is_without_values, made_up
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, filled
 from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_state.fp8_backends import BY_NAME
 from accel_train.checkpoint.sharded import form_of
 
 if TYPE_CHECKING:
@@ -51,6 +53,7 @@ def install(recorder: CollectiveRecorder, order: Order) -> None:
     _division(recorder)
     _optimizers()
     _communication(recorder, order)
+    _recipes()
     _storage(recorder)
     _data(recorder, order.batches)
 
@@ -217,6 +220,22 @@ def _list(tensor: Any) -> Any:
 def _array(tensor: Any) -> Any:
     numpy: Any = import_module("numpy")
     return numpy.ones(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.").replace("bf", "f"))
+
+
+def _recipes() -> None:
+    """Count TransformerEngine, which needs GPUs, as bfloat16: it stores what that stores."""
+    choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
+
+    def chosen(named: str | None, device: Any, **options: Any) -> Any:
+        return BY_NAME[named] if named == "TE" else choose(named, device, **options)
+
+    _set("accel_plugins.fp8.build", choose_backend=chosen)
+    _set(
+        "accel_plugins.fp8.te",
+        make_recipe=lambda _: None,
+        convert_model=lambda _: {},
+        fp8_autocast=lambda _, **__: nullcontext(),
+    )
 
 
 def _communication(recorder: CollectiveRecorder, order: Order) -> None:
