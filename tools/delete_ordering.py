@@ -5,7 +5,7 @@ modules in `TESTS` that call one of `ORDERING`. Nothing is changed on the disk: 
 child of one warm process, which imports the module from the changed text.
 
     uv run tools/delete_ordering.py
-    uv run tools/delete_ordering.py placing.py
+    uv run tools/delete_ordering.py device_transfer.py
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel_train.data.batch_spec import BatchSpec
 from accel_train.data.dispatcher import DataLoaderDispatcher
-from accel_train.data.iterable_shard import Delivery
+from accel_train.data.iterable_shard import BatchWithMeta
 from accel_train.data.message import Next, Slot, flatten_batch, read
 from accel_train.data.row_split import RowSplit
 from accel_train.data.rows import count_rows, join_rows, select_rows
@@ -86,7 +86,7 @@ def dispatch(
     got: list[list[Any]] = [[] for _ in range(world)]
     errors: list[Any] = [None] * world
 
-    def parts() -> Iterator[list[Delivery | None]]:
+    def parts() -> Iterator[list[BatchWithMeta | None]]:
         for turn in row_split.rounds(batches()):
             yield row_split.parts(turn)
 
@@ -107,7 +107,7 @@ def dispatch(
 
 
 def ids(got: list[list[Any]]) -> list[list[list[int]]]:
-    return [[delivery.batch["ids"].tolist() for delivery, _ in rank] for rank in got]
+    return [[loaded.batch["ids"].tolist() for loaded, _ in rank] for rank in got]
 
 
 def numbered(lengths: Sequence[int]) -> list[dict[str, Any]]:
@@ -213,13 +213,13 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
-    parcel = flatten_batch(Delivery(batch, 2, 7))
+    parcel = flatten_batch(BatchWithMeta(batch, 2, 7))
     buffer = torch.empty(parcel.nbytes + 5, dtype=torch.uint8)
     Slot(buffer).write(parcel, Next.SAME, 99, is_last=True)
     letter = read(buffer, BatchSpec(parcel.template.layout))
-    assert letter.delivery is not None
-    assert same(letter.delivery.batch, batch)
-    assert (letter.delivery.real, letter.delivery.real_in_step) == (2, 7)
+    assert letter.loaded is not None
+    assert same(letter.loaded.batch, batch)
+    assert (letter.loaded.real, letter.loaded.real_in_step) == (2, 7)
     assert (letter.following, letter.following_bytes, letter.is_last) == (Next.SAME, 99, True)
 
 
@@ -235,22 +235,22 @@ def test_a_template_takes_only_batches_of_its_structure(batch: Any, other: Any) 
 def test_a_slot_is_written_again_in_other_shapes() -> None:
     slot, template = Slot(torch.empty(4096, dtype=torch.uint8)), None
     for rows in (3, 3, 5, 1, 0):
-        parcel = flatten_batch(Delivery({"ids": torch.arange(rows), "text": "x" * rows}), template)
+        parcel = flatten_batch(BatchWithMeta({"ids": torch.arange(rows), "text": "x" * rows}), template)
         assert template in {None, parcel.template}
         template = parcel.template
         slot.write(parcel, Next.SAME, 1, is_last=False)
         letter = read(slot.buffer, template)
-        assert letter.delivery is not None
-        assert same(letter.delivery.batch, {"ids": torch.arange(rows), "text": "x" * rows})
+        assert letter.loaded is not None
+        assert same(letter.loaded.batch, {"ids": torch.arange(rows), "text": "x" * rows})
 
 
 def test_changing_a_received_tensor_in_place_leaves_graphs_of_the_others_alone() -> None:
-    parcel = flatten_batch(Delivery([torch.ones(2), torch.ones(2)]))
+    parcel = flatten_batch(BatchWithMeta([torch.ones(2), torch.ones(2)]))
     buffer = torch.empty(parcel.nbytes, dtype=torch.uint8)
     Slot(buffer).write(parcel, Next.END, 0, is_last=True)
     letter = read(buffer, parcel.template)
-    assert letter.delivery is not None
-    first, second = letter.delivery.batch
+    assert letter.loaded is not None
+    first, second = letter.loaded.batch
     weight = torch.ones(2, requires_grad=True)
     loss = (weight * first).sum()
     second.zero_()
@@ -269,8 +269,8 @@ def test_every_rank_gets_its_part_and_knows_the_last(world: int, split: bool) ->
     real = [
         number
         for turn in zip(*got, strict=True)
-        for delivery, _ in turn
-        for number in delivery.batch["ids"].tolist()[: delivery.real]
+        for loaded, _ in turn
+        for number in loaded.batch["ids"].tolist()[: loaded.real]
     ]
     assert real == list(range(7 * world + 1))
 
@@ -298,7 +298,7 @@ def test_a_new_structure_is_announced() -> None:
     batches = [*numbered([2, 2, 2, 2]), torch.ones(2), torch.ones(2), *numbered([2, 2])]
     got, errors, table = dispatch(lambda: iter(batches), RowSplit(num_processes=2))
     assert errors == [None, None]
-    assert [type(delivery.batch) for delivery, _ in got[1]] == [dict, dict, Tensor, dict]
+    assert [type(loaded.batch) for loaded, _ in got[1]] == [dict, dict, Tensor, dict]
     assert (table.scatters, table.objects) == (4, 3)
 
 

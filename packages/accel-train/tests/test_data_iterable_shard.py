@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, default_collate
 
-from accel_train.data.iterable_shard import DeliveringCollate, Delivery, IterableDatasetShard
+from accel_train.data.iterable_shard import BatchWithMeta, IterableDatasetShard, MetaCollate
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,13 +126,13 @@ def test_a_shard_knows_its_length(case: dict[str, Any]) -> None:
 
 @given(case=cases())
 def test_the_samples_that_are_not_marked_as_padding_are_every_sample_once(case: dict[str, Any]) -> None:
-    collate = DeliveringCollate(list)
+    collate = MetaCollate(list)
     seen: list[int] = []
     for shard in shards(case, mark_padding=True):
         samples = list(shard)
         for begin in range(0, len(samples), shard.plan.rows):
             batch = collate(samples[begin : begin + shard.plan.rows])
-            if isinstance(batch, Delivery):
+            if isinstance(batch, BatchWithMeta):
                 assert batch.real_in_step == case["total"] % shard.plan.stride
                 seen += batch.batch[: batch.real]
             else:
@@ -184,5 +184,5 @@ def test_a_batch_that_does_not_divide_cannot_be_split() -> None:
 
 
 def test_collating_without_marks_adds_nothing() -> None:
-    batch = DeliveringCollate(default_collate)([1, 2])
+    batch = MetaCollate(default_collate)([1, 2])
     assert torch.equal(batch, torch.tensor([1, 2]))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from accel_state.testing import late_device
 from accel_train.data.device_transfer import CopyStream
-from accel_train.data.iterable_shard import Delivery
+from accel_train.data.iterable_shard import BatchWithMeta
 from accel_train.data.scatter import Receiver, Sender
 
 if TYPE_CHECKING:
@@ -76,14 +76,16 @@ rounds = st.lists(st.tuples(rows, rows), max_size=6)
 @given(rounds, st.sampled_from(["late", "early"]))
 def test_every_round_arrives_before_its_buffer_is_written_again(turns: list[Any], schedule: Any) -> None:
     mail: deque[Any] = deque()
-    sender = Sender(iter([[Delivery(part) for part in turn] for turn in turns]), LateCollectives(0, mail))
+    sender = Sender(
+        iter([[BatchWithMeta(part) for part in turn] for turn in turns]), LateCollectives(0, mail)
+    )
     kept = [(item.batch, is_last) for item, is_last in sender.pairs()]
     receiver = Receiver(LateCollectives(1, mail))
     received: list[Any] = []
     with late_device(schedule) as device:
         side = CopyStream(device)
         for item, is_last in receiver.pairs():
-            batch = side.land(side.start_copy(item.batch))
+            batch = side.finish_copy(side.start_copy(item.batch))
             received.append(({"rows": batch["rows"] + 0, "name": batch["name"]}, is_last))
             del batch
     assert not mail
@@ -100,7 +102,7 @@ def test_an_error_of_the_main_process_comes_after_the_rounds_before_it() -> None
     mail: deque[Any] = deque()
 
     def broken() -> Any:
-        yield [Delivery(torch.zeros(2)), Delivery(torch.ones(2))]
+        yield [BatchWithMeta(torch.zeros(2)), BatchWithMeta(torch.ones(2))]
         raise ValueError("a bad sample")
 
     with pytest.raises(ValueError, match="a bad sample"):

@@ -110,7 +110,7 @@ def test_any_batches_are_read_when_they_are_there_and_freed_when_they_may(
         flights = [side.start_copy(row) for row in rows[:1]]
         for number, row in enumerate(expected):
             flights += [side.start_copy(upcoming) for upcoming in rows[number + 1 : number + 2]]
-            batch = side.land(flights.pop(0))
+            batch = side.finish_copy(flights.pop(0))
             assert contents(batch) == row
             held.append((number, batch))
             del batch
@@ -162,7 +162,7 @@ def test_the_memory_of_an_object_that_moves_itself_is_kept_while_it_is_used(kind
     with late_device(schedule) as device:
         side = CopyStream(device)
         for number in range(3):
-            graph = side.land(side.start_copy(kind(torch.full((4,), float(number)))))
+            graph = side.finish_copy(side.start_copy(kind(torch.full((4,), float(number)))))
             assert (graph.nodes + 0).tolist() == [number] * 4
             del graph
 
@@ -171,7 +171,7 @@ def test_a_packed_sequence_keeps_its_sizes_on_the_host() -> None:
     packed = pack_sequence([torch.ones(3, 2), torch.zeros(1, 2)])
     with late_device() as device:
         side = CopyStream(device)
-        found = side.land(side.start_copy(packed))
+        found = side.finish_copy(side.start_copy(packed))
         assert isinstance(found, PackedSequence)
         assert torch.equal(found.data + 0, packed.data)
         assert found.batch_sizes.tolist() == packed.batch_sizes.tolist()

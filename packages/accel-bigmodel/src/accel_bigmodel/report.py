@@ -1,4 +1,4 @@
-"""What a load did: by file how it was read and how fast, against a raw read measured alike."""
+"""Report of a load: how each file was read and how fast, beside a plain read."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class LoadReport:
 
 
 class MemoryMeter:
-    """How far the process's own memory grew since the meter was made; call `sample` now and then."""
+    """Peak growth of the process's own memory since construction; `sample` reads it."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -103,7 +103,7 @@ class MemoryMeter:
         self.peak = 0
 
     def sample(self) -> None:
-        """Note the present growth."""
+        """Record the present growth."""
         self.peak = max(self.peak, self._own() - self._start)
 
     def _own(self) -> int:
@@ -113,7 +113,7 @@ class MemoryMeter:
 
 
 def raw_rate(path: Path) -> float:
-    """Read a file plainly, up to 256 MiB of it, and say the bytes per second."""
+    """Measure a plain read of up to 256 MiB of a file, in bytes per second."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         buffer = bytearray(_CHUNK)

@@ -50,11 +50,11 @@ class Source(Protocol):
     broadcast: bool
 
     def get(self, name: str) -> Tensor:
-        """Give one tensor, on the CPU."""
+        """Return one tensor, on the CPU."""
         ...
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Give tensors on an accelerator."""
+        """Return tensors on an accelerator."""
         ...
 
 
@@ -72,7 +72,7 @@ class SafetensorsSource:
         self._pipelines: dict[torch.device, HostToDevice | None] = {}
 
     def get(self, name: str) -> Tensor:
-        """Give one tensor: a view of the mapping, or of memory that it was read into."""
+        """Return one tensor: a view of the mapping, or of memory that it was read into."""
         return self.file.tensor(name) if self.mapped else self.file.read(name)
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
@@ -99,11 +99,11 @@ class BinSource:
         self.tensors = {name: (tuple(value.shape), value.dtype) for name, value in self._state.items()}
 
     def get(self, name: str) -> Tensor:
-        """Give one tensor."""
+        """Return one tensor."""
         return self._state[name]
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Give tensors on an accelerator, one by one."""
+        """Return tensors on an accelerator, one by one."""
         return {name: self.get(name).to(device) for name in names}
 
 

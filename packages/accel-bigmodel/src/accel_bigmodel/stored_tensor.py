@@ -1,4 +1,4 @@
-"""Where the bytes of an offloaded tensor are: shape, types and place, without reading any."""
+"""Where the bytes of an offloaded tensor are: shape, dtypes and offset, without reading any."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Which layer lives where: plans as pure functions, in time linear in the model."""
+"""Device maps: plans as pure functions, in time linear in the model."""

@@ -1,4 +1,4 @@
-"""Make a device map: which module lives where."""
+"""Infer a device map."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Slot(Protocol):
 
 
 class PlainSlot:
-    """The place of a plain parameter or buffer.
+    """The slot of a plain parameter or buffer.
 
     Args:
         module: The hooked module.

@@ -116,7 +116,7 @@ class SafetensorsFile:
                 self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
 
     def evict(self, names: Iterable[str]) -> None:
-        """Give the memory of tensors back; they are read again when used. Writes to them are lost."""
+        """Release the memory of tensors; they are read again when used. Writes to them are lost."""
         for begin, end in self._pages(names):
             self._advise(getattr(mmap, "MADV_DONTNEED", None), begin, end)
 

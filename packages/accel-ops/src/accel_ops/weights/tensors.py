@@ -76,7 +76,7 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Give the module's own table of direct parameters, to be read and written.
+    """Return the module's own table of direct parameters, to be read and written.
 
     `setattr` does much more, and slower; hooks that swap tensors around each forward cannot pay it.
     """
@@ -84,7 +84,7 @@ def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Give the module's own table of direct buffers, to be read and written."""
+    """Return the module's own table of direct buffers, to be read and written."""
     return module._buffers  # pyright: ignore[reportPrivateUsage] - torch has no accessor
 
 
@@ -104,5 +104,5 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Give the module's own table of children; `named_children()` hides one that is registered twice."""
+    """Return the module's own table of children; `named_children()` hides one that is registered twice."""
     return module._modules  # pyright: ignore[reportPrivateUsage] - torch has no accessor

@@ -41,7 +41,7 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> None:
-    """Give every name of a group the same tensor again.
+    """Assign one tensor to every name of a group again.
 
     The tensor that wins is the first of the group that holds values, whatever its place: a name that is still
     on the meta device never replaces one that was loaded.

@@ -1,4 +1,4 @@
-"""Linear layers become quantised ones: which, and how a weight is quantised."""
+"""Replace linear layers by quantised ones, and quantise their weights."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ class Quantizer:
         *,
         where: str,
     ) -> nn.Parameter:
-        """Make a weight of its saved, quantised state.
+        """Restore a weight from its saved, quantised state.
 
         Args:
             weight: The packed numbers.
@@ -176,7 +176,7 @@ class Quantizer:
         )
 
     def _packed_on_cpu(self, value: Tensor) -> tuple[Tensor, Any]:
-        """Quantise in pieces: the CPU kernel's temporaries are sixteen times what it is given.
+        """Quantise in chunks: the CPU kernel's temporaries take sixteen times its input.
 
         The blocks of 64 are independent of each other, and double quantisation works on all scales at the
         end, so that the result is that of one call, bit for bit.

@@ -1,4 +1,4 @@
-"""Where the parts of a quantised model go."""
+"""Device maps of quantised models."""
 
 from __future__ import annotations
 

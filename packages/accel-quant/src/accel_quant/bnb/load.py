@@ -129,7 +129,7 @@ def _refuse(
 
 @dataclass(kw_only=True)
 class _Loader:
-    """Gives tensors their place as they come, quantised or not."""
+    """Place tensors as they are read, quantised or not."""
 
     model: nn.Module
     quantizer: Quantizer
@@ -213,7 +213,7 @@ class _Loader:
         return None
 
     def _tidy(self, passed: int) -> None:
-        """Give back what quantising left over, now and then: freed blocks lie between kept ones."""
+        """Trim the heap now and then: quantising leaves freed blocks between kept ones."""
         self._passed += passed
         if self._passed > _TIDY_AFTER:
             self._passed = 0
@@ -268,7 +268,7 @@ def _mapped(weight: Any, folder: Path, name: str, index: Index) -> Any:
 
 
 def _resident_weights(model: nn.Module, replaced: dict[str, nn.Linear]) -> Iterator[tuple[str, Tensor]]:
-    """Give the weights of a loaded model, each replaced layer dropped as soon as it was given."""
+    """Return the weights of a loaded model, each replaced layer dropped as soon as it was given."""
     for name, site in sites_of(model).items():
         layer = name.rpartition(".")[0]
         if layer in replaced and name == f"{layer}.weight":
@@ -288,7 +288,7 @@ def _types(
     unquantized: Sequence[str],
     config: BnbQuantizationConfig,
 ) -> dict[str, torch.dtype]:
-    """Say the types of all floating tensors that are not quantised."""
+    """Return the dtypes of all floating tensors that are not quantised."""
     found: dict[str, torch.dtype] = {}
     rest: Any = config.torch_dtype
     for name, site in sites_of(model).items():

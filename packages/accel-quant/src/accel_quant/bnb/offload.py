@@ -1,4 +1,4 @@
-"""Quantised weights that stay on the CPU or the disk between forwards: the numbers go, their scales stay."""
+"""Offloaded quantised weights: between forwards the values are evicted, the scales stay on the device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def register_slots() -> None:
 
 
 class QuantizedSlot:
-    """The place of a quantised weight.
+    """The slot of a quantised weight.
 
     Args:
         module: The hooked module.
@@ -57,7 +57,7 @@ class QuantizedSlot:
 
 
 class Int8Slot(QuantizedSlot):
-    """The place of an 8-bit weight, whose layer keeps numbers and scales in a state of its own."""
+    """The slot of an 8-bit weight, whose layer keeps numbers and scales in a state of its own."""
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         super().__init__(module, name, tensor)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 
 from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.indices import INDEXING, IndexSource, index_source
-from accel_train.data.iterable_shard import DeliveringCollate, Delivery, EpochAware, IterableDatasetShard
+from accel_train.data.iterable_shard import BatchWithMeta, EpochAware, IterableDatasetShard, MetaCollate
 from accel_train.data.reading import (
     FakeWorkerInfo,
     Position,
@@ -82,7 +82,7 @@ class DataLoaderAdapter(MaybeStateful):
         options = kwargs if batch_sampler is None else {**kwargs, "batch_sampler": batch_sampler}
         self._indices: IndexSource | None = None
         if isinstance(dataset, IterableDataset):
-            options = _delivering(dataset, options)
+            options = _with_meta_collate(dataset, options)
         else:
             self._indices = index_source(dataset, options)
             options = {name: value for name, value in options.items() if name not in INDEXING}
@@ -145,7 +145,7 @@ class DataLoaderAdapter(MaybeStateful):
             self.dataset.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the position: the epoch, and in the middle of a pass what was consumed, up to the last batch.
+        """Return the position: the epoch, and within a pass what was consumed, up to the last batch.
 
         The position holds for all ranks, and for any number of them.
 
@@ -166,7 +166,7 @@ class DataLoaderAdapter(MaybeStateful):
         return {**self.torchdata_state(), **state, "shards": self._shards}
 
     def torchdata_state(self) -> dict[str, Any]:
-        """Give torchdata's part of the state, for any `StatefulDataLoader`; empty where there is none."""
+        """Return torchdata's part of the state, for any `StatefulDataLoader`; empty where there is none."""
         position = self._position()
         if position is not None:
             ended = self._progress.reading is not None and bool(getattr(self, "end_of_dataloader", False))
@@ -203,7 +203,7 @@ class DataLoaderAdapter(MaybeStateful):
         self._has_drawn = position is not None or self.iteration > 0
 
     def load_epoch(self, state_dict: dict[str, Any]) -> None:
-        """Begin the epoch of a position again in the next pass, in the same order.
+        """Restart the epoch of a position in the next pass, in the same order.
 
         Args:
             state_dict: What `state_dict` returned, also of a loader with another number of workers.
@@ -319,7 +319,7 @@ class DataLoaderAdapter(MaybeStateful):
         reading = self._read() if position is None else self._read_from(position, resumed=resumed)
         for item in islice(reading.batches, skip * self._batches_per_step):
             if reading.advance is not None:
-                reading.advance(item if type(item) is Delivery else None)
+                reading.advance(item if type(item) is BatchWithMeta else None)
         self._progress.reading = reading
         return reading
 
@@ -391,10 +391,10 @@ class DataLoaderAdapter(MaybeStateful):
         return IterableDatasetShard(cast("Any", self.dataset), self._inner_stride, starts=starts)
 
 
-def _delivering(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
+def _with_meta_collate(dataset: Any, options: dict[str, Any]) -> dict[str, Any]:
     """The arguments for torch over an iterable dataset, with a collate that tells the loader enough."""
     if not options.get("num_workers") and not getattr(dataset, "mark_padding", False):
         return options
     batched = options.get("batch_size", 1) is not None
     collate = options.get("collate_fn") or (default_collate if batched else default_convert)
-    return {**options, "collate_fn": DeliveringCollate(collate, batched=batched)}
+    return {**options, "collate_fn": MetaCollate(collate, batched=batched)}

@@ -84,14 +84,14 @@ class ShardPlan:
         return self.even and self.num_processes > 1 and not self.drop_last
 
     def count(self, total: int) -> int:
-        """Give how many batches this rank gets out of `total` samples."""
+        """Return how many batches this rank gets out of `total` samples."""
         full_steps, rest = divmod(total, self.stride)
         return full_steps + (
             not self.drop_last and rest > 0 and (self.even or rest > self.rows * self.process_index)
         )
 
     def spans(self, total: int, start: int = 0) -> Iterator[tuple[int, int]]:
-        """Give this rank's batches as spans of positions in the order of the epoch.
+        """Return this rank's batches as spans of positions in the order of the epoch.
 
         Args:
             total: Number of samples in the epoch.
@@ -112,14 +112,14 @@ class ShardPlan:
             first += self.stride
 
     def count_batches(self, batches: int) -> int:
-        """Give how many batches this rank gets out of `batches` whole ones."""
+        """Return how many batches this rank gets out of `batches` whole ones."""
         full_steps, rest = divmod(batches, self.batches_per_step_all_ranks)
         return full_steps + (not self.drop_last and rest > 0 and (self.even or rest > self.process_index))
 
-    def deal(
+    def assign(
         self, batches: Iterable[Sequence[int]], head: Iterable[Sequence[int]] = ()
     ) -> Iterator[tuple[list[int], int]]:
-        """Give this rank's batches out of a stream of batches of whatever length.
+        """Return this rank's batches out of a stream of batches of whatever length.
 
         Args:
             batches: The batches of the epoch, or of the rest of it.
@@ -268,7 +268,7 @@ class BatchSamplerShard(BatchSampler):
         return self.iterate_from(0)
 
     def length_from(self, position: int) -> int:
-        """Give how many batches this rank gets after a position.
+        """Return how many batches this rank gets after a position.
 
         Args:
             position: Samples (or whole batches, see `counts_samples`) already consumed by all ranks together.
@@ -278,7 +278,7 @@ class BatchSamplerShard(BatchSampler):
         return self.plan.count_batches(max(0, len(self.batch_sampler) - position))
 
     def remainder_from(self, position: int) -> int:
-        """Give how many samples the last round after a position has: 0 for a complete one, -1 if not known.
+        """Return how many samples the last round after a position has: 0 for a complete one, -1 if not known.
 
         Args:
             position: As for `length_from`.
@@ -310,7 +310,7 @@ class BatchSamplerShard(BatchSampler):
                 batches, parts = iter(()), _cut(known, plan.spans(len(known), position))
             else:
                 batches, head = self._rest(position, known)
-                parts = None if plan.num_processes == 1 else plan.deal(batches, head)
+                parts = None if plan.num_processes == 1 else plan.assign(batches, head)
         for number, (batch, real) in enumerate(parts or ()):
             if real != len(batch):
                 padded[number] = real

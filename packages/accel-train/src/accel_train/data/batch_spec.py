@@ -62,7 +62,7 @@ class BatchSpec:
         return cls(recursively_apply(_dig, batch, test_type=_is_leaf))
 
     def take(self, batch: Any) -> list[Any] | None:
-        """Give the leaves of a batch in order, or None if it does not fit."""
+        """Return the leaves of a batch in order, or None if it does not fit."""
         leaves: list[Any] = []
         return leaves if self._take(batch, leaves) else None
 

@@ -1,4 +1,4 @@
-"""Getting batches onto the device: not at all, plainly, or ahead of time on a stream of their own."""
+"""Host-to-device transfer of batches: none, when they are yielded, or prefetched on a copy stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_ops.move import send_to_device
 from accel_ops.tree import walk
 from accel_state.devices.kinds import own_runtime_of
 from accel_state.streams import device_streams
-from accel_train.data.iterable_shard import Delivery
+from accel_train.data.iterable_shard import BatchWithMeta
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -26,34 +26,34 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-class Placing(Protocol):
-    """How batches get to the device of a loader."""
+class BatchTransfer(Protocol):
+    """The transfer of batches to the device of a loader."""
 
     @property
     def start_copy(self) -> Callable[[Any], Any] | None:
-        """What is done to a batch (or `Delivery`) as soon as it was read, one ahead; None for nothing."""
+        """Start the copy of a batch (or `BatchWithMeta`) when it was read, one ahead; None for nothing."""
         ...
 
     @property
-    def land(self) -> Callable[[Any], Any] | None:
-        """What is done to a batch right before it is yielded; None for nothing."""
+    def finish_copy(self) -> Callable[[Any], Any] | None:
+        """Finish the copy of a batch right before it is yielded; None for nothing."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plain:
+class PlainTransfer:
     """Batches are moved when they are due.
 
     Args:
-        land: What moves a batch, or None for nothing.
+        finish_copy: What moves a batch, or None for nothing.
     """
 
-    land: Callable[[Any], Any] | None = None
+    finish_copy: Callable[[Any], Any] | None = None
     start_copy: None = None
 
 
 class CopyStream:
-    """Batches are copied to the device on a stream of their own, while the one before is computed with.
+    """Prefetch batches to the device on a copy stream, while the one before is computed with.
 
     Work of the current stream on a batch waits for its copy, and its memory is kept until that work is done.
 
@@ -67,12 +67,12 @@ class CopyStream:
 
     def start_copy(self, item: Any) -> Any:
         """Begin the copy of a batch."""
-        if type(item) is Delivery:
-            return replace(item, batch=self._launch(item.batch))
-        return self._launch(item)
+        if type(item) is BatchWithMeta:
+            return replace(item, batch=self._start(item.batch))
+        return self._start(item)
 
-    def land(self, flight: InFlight) -> Any:
-        """Give the batch to the current stream."""
+    def finish_copy(self, flight: PendingCopy) -> Any:
+        """Let the current stream wait for the batch."""
         current = self._streams.current_stream()
         current.wait_event(flight.arrived)
         for _, leaf in walk(flight.batch):
@@ -83,7 +83,7 @@ class CopyStream:
                 record(current)
         return flight.batch
 
-    def _launch(self, batch: Any) -> InFlight:
+    def _start(self, batch: Any) -> PendingCopy:
         pinned = pin_memory(batch)  # as it is, where it is pinned
         hidden = any(_hides_tensors(leaf) for _, leaf in walk(batch))
         stream = self._streams.current_stream() if hidden else self._stream
@@ -91,7 +91,7 @@ class CopyStream:
         with self._streams.on(stream):
             moved = send_to_device(pinned, self._streams.device, non_blocking=True)
             arrived.record(stream)
-        return InFlight(moved, arrived)
+        return PendingCopy(moved, arrived)
 
 
 class Recorded:
@@ -109,11 +109,11 @@ class Recorded:
 
     def start_copy(self, item: Any) -> Any:
         """Begin the copy of a batch."""
-        if type(item) is Delivery:
+        if type(item) is BatchWithMeta:
             return replace(item, batch=send_to_device(item.batch, self._device, non_blocking=True))
         return send_to_device(item, self._device, non_blocking=True)
 
-    def land(self, batch: Any) -> Any:
+    def finish_copy(self, batch: Any) -> Any:
         """Execute what the loop has recorded for the batch before, and yield this one."""
         self._flush()
         shapes = [tuple(leaf.shape) for _, leaf in walk(batch) if isinstance(leaf, torch.Tensor)]
@@ -143,8 +143,8 @@ def _hides_tensors(leaf: Any) -> bool:
 
 
 @dataclass(slots=True)
-class InFlight:
-    """A batch on its way to the device.
+class PendingCopy:
+    """A batch whose copy to the device is pending.
 
     Args:
         batch: Nested tensors on the device.
@@ -177,7 +177,7 @@ def to_cpu(batch: Any) -> Any:
     return batch
 
 
-def placing(device: torch.device | None, *, prefetching: bool) -> Placing:
+def batch_transfer(device: torch.device | None, *, prefetching: bool) -> BatchTransfer:
     """Choose how batches get to a device.
 
     Args:
@@ -185,11 +185,11 @@ def placing(device: torch.device | None, *, prefetching: bool) -> Placing:
         prefetching: Whether not to wait for copies.
     """
     if device is None:
-        return Plain()
+        return PlainTransfer()
     if prefetching and (streams := device_streams(device)) is not None:
         return CopyStream(streams)
     if device.type == "cpu":
-        return Plain(to_cpu)
+        return PlainTransfer(to_cpu)
     if (runtime := own_runtime_of(device)) is not None:
         return Recorded(device, runtime.flush)
-    return Plain(lambda batch: send_to_device(batch, device, non_blocking=prefetching))
+    return PlainTransfer(lambda batch: send_to_device(batch, device, non_blocking=prefetching))

@@ -1,4 +1,4 @@
-"""The loader that reads on the main process alone, and sends the others their parts."""
+"""The loader that reads on the main process alone and scatters the batches."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 from accel_state.runtime import current_or_single
 from accel_train.data.data_parallel_rank import shard_of_ranks
-from accel_train.data.device_transfer import placing
-from accel_train.data.iterable_shard import Delivery
+from accel_train.data.device_transfer import batch_transfer
+from accel_train.data.iterable_shard import BatchWithMeta
 from accel_train.data.prepared import PreparedLoader
-from accel_train.data.reading import Position, StartCopy, launched, prefetch_batches
+from accel_train.data.reading import Position, StartCopy, prefetch_batches, with_copies_started
 from accel_train.data.row_split import RowSplit, SliceFn
 from accel_train.data.scatter import Receiver, Sender
 
@@ -55,16 +55,16 @@ class MainReading:
         """Each part of the main process, with whether it is the last one."""
         if self._collectives.world_size == 1:
             return prefetch_batches((part for (part,) in self._parts()), start_copy)
-        return launched(Sender(self._parts(), self._collectives).pairs(), start_copy)
+        return with_copies_started(Sender(self._parts(), self._collectives).pairs(), start_copy)
 
-    def _parts(self) -> Iterator[list[Delivery | None]]:
+    def _parts(self) -> Iterator[list[BatchWithMeta | None]]:
         inner = self._inner = self._open_inner()  # here, where a failure reaches the other ranks
         for step_batches in self._row_split.rounds(inner.batches):
             if not self._read and not self.taken:
                 inner.opened()
             self._read.append(step_batches)
             parts = self._row_split.parts(
-                [item.batch if type(item) is Delivery else item for item in step_batches]
+                [item.batch if type(item) is BatchWithMeta else item for item in step_batches]
             )
             yield [parts[shard] for shard in self._shard_of]
 
@@ -72,15 +72,15 @@ class MainReading:
         """Nothing is known beforehand: what is padding comes with each batch."""
         return {}
 
-    def advance(self, delivery: Delivery | None) -> None:
+    def advance(self, loaded: BatchWithMeta | None) -> None:
         """Count the batches of the round that is yielded."""
-        del delivery
+        del loaded
         inner = self._inner
         for item in self._read.popleft():
             if inner is not None:
                 inner.taken += 1
                 if inner.advance is not None:
-                    inner.advance(item if type(item) is Delivery else None)
+                    inner.advance(item if type(item) is BatchWithMeta else None)
 
     def position(self) -> Position:
         """Where the epoch is after the rounds that were `taken`."""
@@ -103,13 +103,13 @@ class RemoteReading:
 
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each part of this process, with whether it is the last one."""
-        return launched(Receiver(self._collectives).pairs(), start_copy)
+        return with_copies_started(Receiver(self._collectives).pairs(), start_copy)
 
     def opened(self) -> dict[int, int]:
         """Nothing is known beforehand: what is padding comes with each batch."""
         return {}
 
-    def advance(self, delivery: Delivery | None) -> None:
+    def advance(self, loaded: BatchWithMeta | None) -> None:
         """Do nothing: the main process counts."""
 
     def position(self) -> Position:
@@ -199,7 +199,7 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this process's parts."""
-        return self._pass(placing(self.device, prefetching=self._non_blocking))
+        return self._pass(batch_transfer(self.device, prefetching=self._non_blocking))
 
     def _open(self) -> Reading:
         if self._reads:

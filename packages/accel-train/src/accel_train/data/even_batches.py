@@ -1,4 +1,4 @@
-"""Changing for a while whether prepared loaders fill up their last batches."""
+"""Override `even_batches` of prepared loaders within a context."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def evenness(loaders: Iterable[Any], even_batches: bool | None) -> Generator[None]:
+def override_even_batches(loaders: Iterable[Any], even_batches: bool | None) -> Generator[None]:
     """Give loaders another `even_batches` until the context ends.
 
     Args:

@@ -34,7 +34,7 @@ class IndexSource:
     single: bool = False
 
     def options(self, position: int | None = None, order: OrderState | None = None) -> dict[str, Any]:
-        """Give the arguments with which a torch loader reads these indices.
+        """Return the arguments with which a torch loader reads these indices.
 
         Args:
             position: Where in the epoch to begin; None for an ordinary pass.
@@ -108,7 +108,7 @@ _COPIED_OPTIONS = (
 
 
 def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """Give the arguments that make the same torch loader again, with its dataset.
+    """Return the arguments that make the same torch loader again, with its dataset.
 
     Args:
         dataloader: The loader.

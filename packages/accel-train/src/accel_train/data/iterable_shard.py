@@ -36,8 +36,8 @@ class EpochAware(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Marked:
-    """A sample of a round that is not complete: the last one of a rank's part, and what it is padded with.
+class PaddedSample:
+    """The last sample of a rank in an incomplete round, with those that pad it.
 
     Args:
         sample: What to compute with.
@@ -51,8 +51,8 @@ class Marked:
 
 
 @dataclass(slots=True)
-class Delivery:
-    """A batch on its way to the loader, with what the loader needs to know about it.
+class BatchWithMeta:
+    """A batch with what the loader needs to know about it.
 
     Args:
         batch: What the loader yields.
@@ -66,13 +66,13 @@ class Delivery:
     real_in_step: int | None = None
     worker: int | None = None
 
-    def pin_memory(self) -> Delivery:
+    def pin_memory(self) -> BatchWithMeta:
         """Copy the batch into pinned memory; called by torch's loader."""
         return replace(self, batch=pin_memory(self.batch))
 
 
-class DeliveringCollate:
-    """A collate function that looks for `Marked` samples, and tells the loader what it must know.
+class MetaCollate:
+    """A collate function that looks for `PaddedSample`s, and returns batches with what the loader must know.
 
     A batch without marks from the loader's own process is passed as it is.
 
@@ -90,14 +90,14 @@ class DeliveringCollate:
         info = get_worker_info()
         worker = None if info is None else info.id
         last = samples[-1] if self.batched else samples  # the end of a round is the end of a batch
-        if type(last) is not Marked:
+        if type(last) is not PaddedSample:
             batch = self.collate(samples)
-            return batch if worker is None else Delivery(batch, worker=worker)
+            return batch if worker is None else BatchWithMeta(batch, worker=worker)
         if not self.batched:
-            return Delivery(self.collate(last.sample), 0 if last.is_padding else None, last.real, worker)
-        real = sum(not (type(sample) is Marked and sample.is_padding) for sample in samples)
-        plain = [sample.sample if type(sample) is Marked else sample for sample in samples]
-        return Delivery(self.collate(plain), real if real < len(plain) else None, last.real, worker)
+            return BatchWithMeta(self.collate(last.sample), 0 if last.is_padding else None, last.real, worker)
+        real = sum(not (type(sample) is PaddedSample and sample.is_padding) for sample in samples)
+        plain = [sample.sample if type(sample) is PaddedSample else sample for sample in samples]
+        return BatchWithMeta(self.collate(plain), real if real < len(plain) else None, last.real, worker)
 
 
 class IterableDatasetShard(IterableDataset[Any]):
@@ -116,7 +116,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         process_index: This rank.
         split_batches: Whether `batch_size` counts the samples of all ranks.
         even_batches: Whether to complete the last round; otherwise some ranks may get less of it.
-        mark_padding: Yield what completes a round as `Marked`, for `DeliveringCollate`.
+        mark_padding: Yield what completes a round as `PaddedSample`, for `MetaCollate`.
         starts: How many samples of the epoch are already consumed, for every worker of the loader.
 
     Raises:
@@ -181,7 +181,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
 
     def starting_at(self, starts: tuple[int, ...]) -> IterableDatasetShard:
-        """Give the same samples without those that are already consumed.
+        """Return the same samples without those that are already consumed.
 
         Args:
             starts: How many, for every worker of the loader.
@@ -222,10 +222,10 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def _marked(self, real: list[Any], padding: list[Any], real_in_step: int) -> Iterator[Any]:
         if real and not padding:
-            real[-1] = Marked(real[-1], real_in_step, is_padding=False)
+            real[-1] = PaddedSample(real[-1], real_in_step, is_padding=False)
         yield from real
         for sample in padding:
-            yield Marked(sample, real_in_step, is_padding=True)
+            yield PaddedSample(sample, real_in_step, is_padding=True)
 
     def _open(self, start: int, needed: int) -> tuple[Iterator[Any], list[Any]]:
         """The samples from `start` on, and the first `needed` ones as far as they come before."""

@@ -1,4 +1,4 @@
-"""The loader of one rank: its own batches, on its device, with one batch of look-ahead."""
+"""The loader of one rank: its shard of the batches, on its device, with one batch prefetched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.rng import synchronize_rng_states
-from accel_train.data.device_transfer import placing
+from accel_train.data.device_transfer import batch_transfer
 from accel_train.data.prepared import PreparedLoader
 
 if TYPE_CHECKING:
@@ -72,7 +72,8 @@ class DataLoaderShard(PreparedLoader):
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less
         """Yield this rank's batches."""
         return self._pass(
-            placing(self.device, prefetching=self._non_blocking or self.pin_memory), before=self._synchronize
+            batch_transfer(self.device, prefetching=self._non_blocking or self.pin_memory),
+            before=self._synchronize,
         )
 
     def _synchronize(self) -> None:

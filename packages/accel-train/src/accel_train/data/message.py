@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel_ops.packing import below_autograd, copy_all
 from accel_train.data.batch_spec import BatchSpec
-from accel_train.data.iterable_shard import Delivery
+from accel_train.data.iterable_shard import BatchWithMeta
 
 ALIGNMENT = 16
 _FIXED = 7  # numbers in a header before the shapes
@@ -53,14 +53,14 @@ class TensorPayload:
     nbytes: int
 
 
-def flatten_batch(delivery: Delivery | None, template: BatchSpec | None = None) -> TensorPayload:
+def flatten_batch(loaded: BatchWithMeta | None, template: BatchSpec | None = None) -> TensorPayload:
     """Take a batch apart.
 
     Args:
-        delivery: Nested tensors and picklable objects, and what is known of the rows; None for no batch.
+        loaded: Nested tensors and picklable objects, and what is known of the rows; None for no batch.
         template: The structure that it has most likely.
     """
-    batch = None if delivery is None else delivery.batch
+    batch = None if loaded is None else loaded.batch
     leaves = None if template is None else template.take(batch)
     if template is None or leaves is None:
         template = BatchSpec.of(batch)
@@ -75,8 +75,8 @@ def flatten_batch(delivery: Delivery | None, template: BatchSpec | None = None) 
         for leaf, tensor_spec in zip(leaves, template.tensor_specs, strict=True)
         if tensor_spec.dtype is None
     ]
-    content = _to_bytes(objects) if delivery is not None and objects else b""
-    facts = (0, -1, -1) if delivery is None else (1, _known(delivery.real), _known(delivery.real_in_step))
+    content = _to_bytes(objects) if loaded is not None and objects else b""
+    facts = (0, -1, -1) if loaded is None else (1, _known(loaded.real), _known(loaded.real_in_step))
     shapes = [size for tensor in tensors for size in tensor.shape]
     nbytes = _header_bytes(len(shapes)) + sum([_aligned(tensor.nbytes) for tensor in tensors])
     return TensorPayload(template, tensors, content, facts, shapes, nbytes + _aligned(len(content)))
@@ -132,13 +132,13 @@ class Message:
     """A message as it was read.
 
     Args:
-        delivery: The batch, if there is one.
+        loaded: The batch, if there is one.
         is_last: Whether no batch comes after this one.
         following: What comes next.
         following_bytes: How large the message is that comes next; 0 if none does.
     """
 
-    delivery: Delivery | None
+    loaded: BatchWithMeta | None
     is_last: bool
     following: Next
     following_bytes: int
@@ -172,11 +172,11 @@ def read(buffer: Tensor, template: BatchSpec) -> Message:
             next(objects) if tensor_spec.dtype is None else leaf
             for tensor_spec, leaf in zip(template.tensor_specs, leaves, strict=True)
         ]
-    delivery = None
+    loaded = None
     if has_batch:
         batch = template.build(iter(leaves))
-        delivery = Delivery(batch, None if real < 0 else real, None if real_in_step < 0 else real_in_step)
-    return Message(delivery, bool(is_last), Next(following), following_bytes)
+        loaded = BatchWithMeta(batch, None if real < 0 else real, None if real_in_step < 0 else real_in_step)
+    return Message(loaded, bool(is_last), Next(following), following_bytes)
 
 
 def _known(count: int | None) -> int:

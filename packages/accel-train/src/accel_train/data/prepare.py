@@ -134,7 +134,7 @@ def _data_parallel_shape(
 
 
 def get_sampler(dataloader: DataLoader[Any]) -> Any:
-    """Give the sampler of indices of a loader, below all batch samplers.
+    """Return the sampler of indices of a loader, below all batch samplers.
 
     Args:
         dataloader: Any torch loader, prepared or not.

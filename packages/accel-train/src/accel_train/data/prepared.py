@@ -1,4 +1,4 @@
-"""A pass over a loader with one batch of look-ahead, and what it tells about the batch at hand."""
+"""A pass over a loader with one batch prefetched, and what is known of the batch that was yielded."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Self
 from accel_ops.tree import ignorant_find_batch_size
 from accel_state.gradient_state import GradientState
 from accel_train.data.adapter import DataLoaderAdapter
-from accel_train.data.iterable_shard import Delivery, IterableDatasetShard
+from accel_train.data.iterable_shard import BatchWithMeta, IterableDatasetShard
 from accel_train.data.samplers import innermost_sampler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from accel_train.data.device_transfer import Placing
+    from accel_train.data.device_transfer import BatchTransfer
     from accel_train.data.reading import Reading, StartCopy
     from accel_train.step_meter import StepMeter
 
@@ -23,7 +23,7 @@ _END: Any = object()
 
 
 class DataLoaderStateMixin:
-    """What a loader tells the gradient state, and those who ask, about the batch that it yielded last.
+    """What a loader knows about the batch that it yielded last, for the gradient state and others.
 
     Args:
         *args: For the next class.
@@ -136,7 +136,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     def get_sampler(self) -> Any:
-        """Give the sampler of indices, below all batch samplers."""
+        """Return the sampler of indices, below all batch samplers."""
         return innermost_sampler(self.sampler if self.batch_sampler is None else self.batch_sampler)
 
     def set_sampler(self, sampler: Any) -> None:
@@ -156,7 +156,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         above.sampler = sampler
 
     def skipping(self, batches: int) -> Self:
-        """Give this loader again, so that its next pass begins later in the epoch.
+        """Return a copy of this loader whose next pass begins later in the epoch.
 
         Both count epochs together, and each knows the position of the other's pass.
 
@@ -175,18 +175,20 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         return other
 
     def _pass(
-        self, placing: Placing | None = None, *, before: Callable[[], None] | None = None
+        self, batch_transfer: BatchTransfer | None = None, *, before: Callable[[], None] | None = None
     ) -> Generator[Any]:
         """Yield the batches of one pass.
 
         Args:
-            placing: How batches get to their device; not at all if `None`.
+            batch_transfer: How batches get to their device; not at all if `None`.
             before: Called at the beginning.
         """
-        batches = self._batches(placing, before)
+        batches = self._batches(batch_transfer, before)
         return batches if self.meter is None else self.meter.timed(self, batches)
 
-    def _batches(self, placing: Placing | None, before: Callable[[], None] | None) -> Generator[Any]:
+    def _batches(
+        self, batch_transfer: BatchTransfer | None, before: Callable[[], None] | None
+    ) -> Generator[Any]:
         if before is not None:
             before()
         epoch = self.iteration
@@ -197,26 +199,30 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             reading = self._open()
             advance, padded = reading.advance, None
             facts = vars(self)  # torch's loaders have a slow `__setattr__`
-            start_copy, land = (None, None) if placing is None else (placing.start_copy, placing.land)
+            start_copy, finish_copy = (
+                (None, None)
+                if batch_transfer is None
+                else (batch_transfer.start_copy, batch_transfer.finish_copy)
+            )
             if self.shard_sequences is not None:
                 start_copy = _sharding_first(self.shard_sequences, start_copy)
             for item, is_last in reading.pairs(start_copy):
                 if padded is None:  # by now the order is drawn
                     padded, self.remainder = reading.opened(), reading.remainder
-                delivery = item if type(item) is Delivery else None
-                batch = item if delivery is None else delivery.batch
+                loaded = item if type(item) is BatchWithMeta else None
+                batch = item if loaded is None else loaded.batch
                 if padded:
                     facts["real_in_batch"] = padded.get(reading.taken)
                 reading.taken += 1
                 if advance is not None:
-                    advance(delivery)
-                    facts["real_in_batch"] = None if delivery is None else delivery.real
-                if land is not None:
-                    batch = land(batch)
+                    advance(loaded)
+                    facts["real_in_batch"] = None if loaded is None else loaded.real
+                if finish_copy is not None:
+                    batch = finish_copy(batch)
                 facts["_batch"] = batch
                 facts["end_of_dataloader"] = is_last
                 if is_last:
-                    self._last(delivery)
+                    self._last(loaded)
                 yield batch
         finally:
             self.end()
@@ -224,10 +230,10 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             if self.iteration == epoch:  # nobody has chosen another one meanwhile
                 self.iteration = epoch + 1
 
-    def _last(self, delivery: Delivery | None) -> None:
+    def _last(self, loaded: BatchWithMeta | None) -> None:
         """Find out how many samples the last round has, where that was not known before."""
-        if delivery is not None and delivery.real_in_step is not None:
-            self.remainder = delivery.real_in_step % self.stride
+        if loaded is not None and loaded.real_in_step is not None:
+            self.remainder = loaded.real_in_step % self.stride
         elif self.remainder < 0 and not self.is_sharded and (rows := self.batch_size_seen) is not None:
             self.remainder = rows % self.stride
 
@@ -235,8 +241,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
 def _sharding_first(shard: Callable[[Any], Any], start_copy: StartCopy | None) -> StartCopy:
     """Shard batches where they were read: checks need no device then, and only shards are copied."""
 
-    def shard_and_launch(item: Any) -> Any:
-        item = replace(item, batch=shard(item.batch)) if type(item) is Delivery else shard(item)
+    def shard_and_copy(item: Any) -> Any:
+        item = replace(item, batch=shard(item.batch)) if type(item) is BatchWithMeta else shard(item)
         return item if start_copy is None else start_copy(item)
 
-    return shard_and_launch
+    return shard_and_copy

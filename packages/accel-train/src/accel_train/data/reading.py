@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from accel_train.data.batch_shard import BatchSamplerShard
-    from accel_train.data.iterable_shard import Delivery
+    from accel_train.data.iterable_shard import BatchWithMeta
     from accel_train.data.samplers import OrderState
 
 
@@ -87,8 +87,10 @@ def prefetch_batches(
         item = upcoming
 
 
-def launched(pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None) -> Iterator[tuple[Any, bool]]:
-    """The same pairs; with `start_copy`, one more is always read and launched already.
+def with_copies_started(
+    pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None
+) -> Iterator[tuple[Any, bool]]:
+    """The same pairs; with `start_copy`, one more is always read and with_copies_started already.
 
     Args:
         pairs: Items, with whether each is the last one.
@@ -108,7 +110,7 @@ class Reading(Protocol):
     """A pass over the data behind a loader.
 
     Attributes:
-        batches: The batches, or `Delivery`s, as they come.
+        batches: The batches, or `BatchWithMeta`s, as they come.
         taken: How many of them the loader has yielded.
     """
 
@@ -116,7 +118,7 @@ class Reading(Protocol):
     taken: int
 
     @property
-    def advance(self) -> Callable[[Delivery | None], None] | None:
+    def advance(self) -> Callable[[BatchWithMeta | None], None] | None:
         """What counts a batch that is about to be yielded, if that needs more than `taken`."""
         ...
 
@@ -156,7 +158,7 @@ class SamplerReading:
         taken: How many batches from there on were yielded before.
     """
 
-    advance: Callable[[Delivery | None], None] | None = None
+    advance: Callable[[BatchWithMeta | None], None] | None = None
 
     def __init__(
         self, batches: Iterator[Any], shard: BatchSamplerShard, *, start: int = 0, taken: int = 0
@@ -196,7 +198,7 @@ class StreamReading:
     """A pass over an iterable dataset.
 
     Args:
-        batches: The batches, or `Delivery`s, as they come.
+        batches: The batches, or `BatchWithMeta`s, as they come.
         stride: How many samples of a worker's stream all ranks together get in one batch each.
         starts: How many samples of its stream every worker had given before.
         next_worker: Whose turn it is.
@@ -229,9 +231,9 @@ class StreamReading:
         """Nothing is known beforehand: what is padding comes with each batch."""
         return {}
 
-    def advance(self, delivery: Delivery | None) -> None:
+    def advance(self, loaded: BatchWithMeta | None) -> None:
         """Count a batch that was taken."""
-        worker = 0 if delivery is None or delivery.worker is None else delivery.worker
+        worker = 0 if loaded is None or loaded.worker is None else loaded.worker
         self._consumed[worker] += self._stride
         self._next_worker = (worker + 1) % len(self._consumed)
 
@@ -241,7 +243,7 @@ class StreamReading:
 
 
 class FakeWorkerInfo:
-    """A `worker_init_fn` that gives every worker the id of another, so that the right one begins.
+    """A `worker_init_fn` that gives every worker the id of another, so that reading resumes at the right one.
 
     Torch's loader begins with worker 0; a pass that goes on where worker 2 had its turn calls that one 0.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from accel_train.data.iterable_shard import Delivery
+from accel_train.data.iterable_shard import BatchWithMeta
 from accel_train.data.rows import count_rows, join_rows, select_rows
 
 SliceFn = Callable[..., Any]
@@ -47,7 +47,7 @@ class RowSplit:
             if len(step_batches) == self.batches_per_step_all_ranks or not self.drop_last:
                 yield step_batches
 
-    def parts(self, batches: Sequence[Any]) -> list[Delivery | None]:
+    def parts(self, batches: Sequence[Any]) -> list[BatchWithMeta | None]:
         """Divide a round.
 
         Args:
@@ -63,7 +63,7 @@ class RowSplit:
         rows = None if None in counts else sum(count or 0 for count in counts)
         full = len(batches) == self.num_processes and len(set(counts)) == 1
         if full and not self.split and self.slice_fn is None:
-            return [Delivery(batch, None, rows) for batch in batches]
+            return [BatchWithMeta(batch, None, rows) for batch in batches]
         try:
             joined = batches[0] if len(batches) == 1 else join_rows(batches)
             if not rows:
@@ -74,13 +74,15 @@ class RowSplit:
             return self._full_batches(batches, rows)
         return self._slices(joined, rows)
 
-    def _full_batches(self, batches: Sequence[Any], rows: int | None) -> list[Delivery | None]:
+    def _full_batches(self, batches: Sequence[Any], rows: int | None) -> list[BatchWithMeta | None]:
         """Batches that do not fit together are given away as they are."""
-        deliveries: list[Delivery | None] = [Delivery(batch, None, rows) for batch in batches]
+        loaded_batches: list[BatchWithMeta | None] = [BatchWithMeta(batch, None, rows) for batch in batches]
         missing = self.num_processes - len(batches)
-        return deliveries + [Delivery(batches[0], 0, rows) if self.even else None for _ in range(missing)]
+        return loaded_batches + [
+            BatchWithMeta(batches[0], 0, rows) if self.even else None for _ in range(missing)
+        ]
 
-    def _slices(self, batch: Any, rows: int) -> list[Delivery | None]:
+    def _slices(self, batch: Any, rows: int) -> list[BatchWithMeta | None]:
         """Equal slices, completed from the first rows or of almost equal length."""
         size, larger = divmod(rows, self.num_processes)
         padded = self.even and larger > 0
@@ -88,17 +90,17 @@ class RowSplit:
             size, larger = size + 1, 0
             batch = select_rows(batch, [i % rows for i in range(size * self.num_processes)], rows)
         total = size * self.num_processes if padded else rows
-        deliveries: list[Delivery | None] = []
+        loaded_batches: list[BatchWithMeta | None] = []
         first = 0
         for rank in range(self.num_processes):
             last = first + size + (rank < larger)
             part = None
             if last > first:
                 real = min(max(rows - first, 0), last - first) if padded else None
-                part = Delivery(self._slice(batch, slice(first, last), rank, total), real, rows)
-            deliveries.append(part)
+                part = BatchWithMeta(self._slice(batch, slice(first, last), rank, total), real, rows)
+            loaded_batches.append(part)
             first = last
-        return deliveries
+        return loaded_batches
 
     def _slice(self, batch: Any, rows: slice, rank: int, total: int) -> Any:
         if self.slice_fn is None:

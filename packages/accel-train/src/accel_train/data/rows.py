@@ -12,7 +12,7 @@ from accel_ops.tree import children, ignorant_find_batch_size, rebuild
 
 
 def count_rows(batch: Any) -> int | None:
-    """Give the number of samples in a batch, or None if nothing in it tells.
+    """Return the number of samples in a batch, or None if nothing in it tells.
 
     Args:
         batch: Nested tensors, and lists with one object per sample.
@@ -33,7 +33,7 @@ def count_rows(batch: Any) -> int | None:
 
 
 def select_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
-    """Give some rows of a batch; what does not have a row per sample is kept whole.
+    """Return some rows of a batch; what does not have a row per sample is kept whole.
 
     Args:
         batch: Nested tensors, and lists with one object per sample.

@@ -74,7 +74,7 @@ class SeedableRandomSampler(RandomSampler):
         self.epoch = epoch
 
     def order(self) -> TensorOrder:
-        """Give the whole order of the current epoch, for access by position."""
+        """Return the whole order of the current epoch, for access by position."""
         generator = torch.Generator().manual_seed(self.initial_seed + self.epoch)
         size = len(self.data_source)
         if self.replacement:  # in the chunks in which RandomSampler draws, to give the order that it gives
@@ -113,7 +113,7 @@ class TensorOrder(Sequence[int]):
 
 
 def known_order(sampler: object) -> Sequence[int] | None:
-    """Give the order of the coming epoch where any position of it can be reached at once.
+    """Return the order of the coming epoch where any position of it can be reached at once.
 
     Args:
         sampler: A sampler of indices.

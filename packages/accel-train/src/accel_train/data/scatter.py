@@ -1,4 +1,4 @@
-"""The main process sends every rank its part of each round: one collective once the layout is known."""
+"""Scatter batches from the main process: one collective per round once the structure is known."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from accel_state.backends.base import Collectives
-    from accel_train.data.iterable_shard import Delivery
+    from accel_train.data.iterable_shard import BatchWithMeta
 
 
 _EMPTY = BatchSpec(TensorSpec())
@@ -28,7 +28,7 @@ class MainProcessReadError(AccelError, RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Header:
     """What is sent as an object, when a layout is new or nothing can be sent.
 
     Args:
@@ -52,13 +52,13 @@ class Round:
         nbytes: Bytes of the largest message.
     """
 
-    parts: Sequence[Delivery | None]
+    parts: Sequence[BatchWithMeta | None]
     parcels: Sequence[TensorPayload]
     nbytes: int
 
 
 class Sender:
-    """The main process's side.
+    """The sending side, on the main process.
 
     While a round is computed with, the next one is under way; and since every message says what follows
     it, the one after that is read already.
@@ -68,13 +68,13 @@ class Sender:
         collectives: Of all ranks, of which there are several; this is rank 0.
     """
 
-    def __init__(self, rounds: Iterator[Sequence[Delivery | None]], collectives: Collectives) -> None:
+    def __init__(self, rounds: Iterator[Sequence[BatchWithMeta | None]], collectives: Collectives) -> None:
         self._rounds = rounds
         self._collectives = collectives
         self._templates: list[BatchSpec | None] = [None] * (collectives.world_size - 1)
         self._slots: list[Slot] = []
 
-    def pairs(self) -> Iterator[tuple[Delivery, bool]]:
+    def pairs(self) -> Iterator[tuple[BatchWithMeta, bool]]:
         """Send round after round; yield this rank's parts, each with whether it is the last one."""
         current = self._take()
         self._announce(current)
@@ -107,9 +107,9 @@ class Sender:
         notice = None
         if isinstance(upcoming, Round):
             layouts = [parcel.template.layout for parcel in upcoming.parcels]
-            notice = Notice([None, *layouts], upcoming.nbytes)
+            notice = Header([None, *layouts], upcoming.nbytes)
         elif upcoming is not None:
-            notice = Notice(error=f"{type(upcoming).__name__}: {upcoming}")
+            notice = Header(error=f"{type(upcoming).__name__}: {upcoming}")
         self._collectives.broadcast_object_list([notice], 0)
 
     def _start(
@@ -133,7 +133,7 @@ class Sender:
 
 
 class Receiver:
-    """The side of every other process.
+    """The receiving side, on every other process.
 
     Args:
         collectives: Of all ranks; this is not rank 0.
@@ -142,7 +142,7 @@ class Receiver:
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def pairs(self) -> Iterator[tuple[Delivery, bool]]:
+    def pairs(self) -> Iterator[tuple[BatchWithMeta, bool]]:
         """Receive round after round; yield this rank's parts, each with whether it is the last one."""
         template, nbytes, error = self._hear()
         buffer, arrived = self._start(nbytes)
@@ -153,8 +153,8 @@ class Receiver:
             if letter.following is Next.NOTICE:
                 template, nbytes, error = self._hear()
             buffer, arrived = self._start(nbytes)
-            if letter.delivery is not None:
-                yield letter.delivery, letter.is_last
+            if letter.loaded is not None:
+                yield letter.loaded, letter.is_last
         if error is not None:
             raise MainProcessReadError(f"The main process failed to read a batch: {error}")
 
@@ -165,7 +165,7 @@ class Receiver:
 
     def _hear(self) -> tuple[BatchSpec, int, str | None]:
         """The structure and size of the message that comes next, or the error for which none does."""
-        heard: list[Notice | None] = [None]
+        heard: list[Header | None] = [None]
         self._collectives.broadcast_object_list(heard, 0)
         notice = heard[0]
         if notice is None or notice.error is not None:

@@ -1,4 +1,4 @@
-"""One random order for all ranks: a sampler whose source of randomness they share."""
+"""Synchronise the shuffle order of samplers across ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class SharedOrder:
     batched: bool = True
 
     def options(self) -> dict[str, Any]:
-        """Give the argument of a torch loader that says what it reads."""
+        """Return the argument of a torch loader that says what it reads."""
         if self.indices is None:
             return {}
         return {"batch_sampler" if self.batched else "sampler": self.indices}

@@ -84,7 +84,7 @@ class SkipDataLoader(PreparedLoader):
 
 
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> PreparedLoader:
-    """Give a loader that begins its first pass later; all its further passes are complete.
+    """Return a loader that begins its first pass later; all its further passes are complete.
 
     What is left out of a map-style dataset is not read. A position that `load_state_dict` has set is given
     up: batches count from the beginning of the epoch.

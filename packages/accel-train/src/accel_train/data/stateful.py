@@ -19,7 +19,7 @@ from accel_train.data.samplers import innermost_sampler, record_source, restore_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from accel_train.data.iterable_shard import Delivery
+    from accel_train.data.iterable_shard import BatchWithMeta
     from accel_train.data.reading import Position, Reading, StartCopy
 
 _OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
@@ -29,7 +29,7 @@ _SNAPSHOT = "_snapshot"
 
 @cache
 def stateful_class(loader_class: type[Any]) -> type[Any]:
-    """Give the same class of loaders, derived from torchdata's `StatefulDataLoader`, too.
+    """Return the same class of loaders, derived from torchdata's `StatefulDataLoader`, too.
 
     Args:
         loader_class: Derived from `DataLoader`; all that it overrides stays overridden.
@@ -99,11 +99,11 @@ class StatefulReading:
         """Take note of the order that was drawn for the first batch."""
         return self._inner.opened()
 
-    def advance(self, delivery: Delivery | None) -> None:
+    def advance(self, loaded: BatchWithMeta | None) -> None:
         """Make the state after the batch that was taken the current one."""
         self._state = self._states.popleft()
         if self._inner.advance is not None:
-            self._inner.advance(delivery)
+            self._inner.advance(loaded)
 
     def position(self) -> Position:
         """Where the loader is after the batches that were `taken`."""
@@ -112,7 +112,7 @@ class StatefulReading:
 
 
 def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
-    """Give torchdata's part of a state; empty where it has none.
+    """Return torchdata's part of a state; empty where it has none.
 
     Args:
         state: Of a loader, with or without a position of ours.
@@ -132,7 +132,7 @@ def is_finished(state: dict[str, Any]) -> bool:
 
 
 def batches_yielded(state: dict[str, Any]) -> int:
-    """Give how many batches of the pass a loader of torchdata had yielded.
+    """Return how many batches of the pass a loader of torchdata had yielded.
 
     Args:
         state: Of a loader without workers, or with them.
@@ -157,7 +157,7 @@ def batches_yielded(state: dict[str, Any]) -> int:
 
 
 def order_of(state: dict[str, Any]) -> dict[str, Any] | None:
-    """Give what replays the order of the epoch, where torchdata's own samplers have kept it."""
+    """Return what replays the order of the epoch, where torchdata's own samplers have kept it."""
     main = state[_SNAPSHOT]["_main_snapshot"] if _SNAPSHOT in state else state
     inner = (main.get("_sampler_iter_state") or {}).get("sampler_iter_state") or {}
     generator = inner.get("generator")

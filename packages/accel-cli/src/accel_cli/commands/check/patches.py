@@ -342,8 +342,8 @@ def _data(recorder: CollectiveRecorder, batches: int) -> None:
         with recorder.outside():
             del batches_there
 
-    def one_pass(self: Any, placing: Any = None, *, before: Any = None) -> Iterator[Any]:
-        del placing
+    def one_pass(self: Any, batch_transfer: Any = None, *, before: Any = None) -> Iterator[Any]:
+        del batch_transfer
         return limited(lambda: real_pass(self, None, before=before), self)
 
     def iterate(self: Any) -> Iterator[Any]:
