@@ -28,12 +28,13 @@ import build_docs
 from api_pages import Entry, constant_doc, entries
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Page, Request, Response
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 TELEPHONE = ViewportSize(width=390, height=844)
 DESKTOP = ViewportSize(width=1280, height=900)
 VIEWS: tuple[tuple[Literal["light", "dark"], ViewportSize], ...] = (("light", DESKTOP), ("dark", TELEPHONE))
+HTTP_ERROR = 400
 SOUGHT = "gather_for_metrics"
 MIN_CONTRAST = 4.5  # of text, in https://www.w3.org/TR/WCAG22/#contrast-minimum
 MIN_LIGHT, MAX_DARK = 0.8, 0.2  # relative luminance of a page's background
@@ -141,7 +142,8 @@ def looked_at(site: Path, browser: str, screenshots: Path | None) -> list[str]:
             page = chromium.new_page(viewport=TELEPHONE)
             failures: list[str] = []
             page.on("pageerror", lambda error: failures.append(f"{page.url}: {error}"))
-            page.on("requestfailed", lambda request: failures.append(f"{page.url} misses {request.url}"))
+            page.on("requestfailed", lambda request: failures.extend(failure_of(request, page)))
+            page.on("response", lambda response: failures.extend(refusal_of(response, page)))
             wrong = searched(page, address)
             for name in names:
                 wrong += page_wrong(page, address, name)
@@ -152,6 +154,17 @@ def looked_at(site: Path, browser: str, screenshots: Path | None) -> list[str]:
         server.shutdown()
     print(f"{len(names)} pages looked at in {browser}, light and dark ({time.monotonic() - started:.1f} s)")
     return wrong + failures
+
+
+def failure_of(request: Request, page: Page) -> list[str]:
+    """Say which request got no answer, but for those that the browser drops when it leaves a page."""
+    dropped = request.failure == "net::ERR_ABORTED"
+    return [] if dropped else [f"{page.url} misses {request.url}: {request.failure}"]
+
+
+def refusal_of(response: Response, page: Page) -> list[str]:
+    """Say which request was answered with an error."""
+    return [f"{page.url} misses {response.url}: {response.status}"] if response.status >= HTTP_ERROR else []
 
 
 def searched(page: Page, address: str) -> list[str]:
