@@ -112,9 +112,10 @@ def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
     Called on every rank; weights that are not trained come as the model has them.
 
     Args:
-        engine: Prepared with an optimizer.
+        engine: Prepared, with an optimizer or without.
     """
-    slots, own = slots_of(engine), {id(one) for one in trained(engine)}
+    slots = {} if engine.optimizer is None else slots_of(engine)
+    own = set[int]() if engine.optimizer is None else {id(one) for one in trained(engine)}
     tensors = [
         _full_shape(slots, one, None) if id(one) in own else one.parameter.detach() for one in engine.placed
     ]
@@ -131,10 +132,26 @@ def load_masters(engine: MegatronEngine, state: Mapping[str, Tensor]) -> None:
     slots = slots_of(engine)
     with torch.no_grad():
         for one in trained(engine):
-            slot = slots.get(one.parameter)
-            if slot is not None and all(name in state for name in one.names):
-                part = slot.own(_local(engine, one, [state[name] for name in one.names]))
-                slot.master.copy_(part.reshape(slot.master.shape))
+            if all(name in state for name in one.names):
+                load_master(engine, slots, one, state)
+
+
+@torch.no_grad()
+def load_master(
+    engine: MegatronEngine, slots: Mapping[nn.Parameter, Slot], one: Placed, state: Mapping[str, Tensor]
+) -> None:
+    """Copy the weights of one parameter to its float32 copy, if this rank has a part of it.
+
+    Args:
+        engine: Prepared with an optimizer.
+        slots: Of this rank.
+        one: The parameter.
+        state: Its weights of transformers by name.
+    """
+    slot = slots.get(one.parameter)
+    if slot is not None:
+        part = slot.own(_local(engine, one, [state[name] for name in one.names]))
+        slot.master.copy_(part.reshape(slot.master.shape))
 
 
 def full_state(engine: MegatronEngine, optimizer: Optimizer, *, keep: bool) -> StateDict:
@@ -147,22 +164,34 @@ def full_state(engine: MegatronEngine, optimizer: Optimizer, *, keep: bool) -> S
         optimizer: The optimizer of PyTorch, with its groups.
         keep: Whether this rank needs the result.
     """
-    slots = slots_of(engine)
-    keys, step = _agreed(slots)
     numbers = {name: number for number, name in enumerate(_flat(engine.optimizer_names))}
     state: dict[int, dict[str, Any]] = {}
-    placed = trained(engine)
-    for key in () if engine.plugin.no_save_optim else keys:
-        tensors = [_full_shape(slots, one, key) for one in placed]
-        for part in _gathered(engine, placed, tensors):
-            for name, value in part.items() if keep else ():
-                entry = state.setdefault(numbers[name], {} if step is None else {_STEP: torch.tensor(step)})
-                entry[key] = value.cpu().clone()
+    for key, step, part in iter_optimizer_state(engine):
+        for name, value in part.items() if keep else ():
+            entry = state.setdefault(numbers[name], {} if step is None else {_STEP: torch.tensor(step)})
+            entry[key] = value.cpu().clone()
     groups = [
         {**group, "params": [numbers[name] for name in names]}
         for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
     ]
     return {"state": dict(sorted(state.items())), "param_groups": groups}
+
+
+def iter_optimizer_state(engine: MegatronEngine) -> Iterator[tuple[str, float | None, dict[str, Tensor]]]:
+    """Yield a key of the state, the number of steps, and the key's tensors by weights of transformers.
+
+    Called on every rank.
+
+    Args:
+        engine: Prepared with an optimizer.
+    """
+    slots = slots_of(engine)
+    keys, step = _agreed(slots)
+    placed = trained(engine)
+    for key in () if engine.plugin.no_save_optim else keys:
+        tensors = [_full_shape(slots, one, key) for one in placed]
+        for part in _gathered(engine, placed, tensors):
+            yield key, step, part
 
 
 def load_full_state(engine: MegatronEngine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
@@ -195,10 +224,18 @@ def load_full_state(engine: MegatronEngine, optimizer: Optimizer, state: Mapping
             entries = [state["state"].get(number_of[name]) for name in one.names]
             slot = slots.get(one.parameter)
             if slot is not None and all(entry is not None for entry in entries):
-                _restore(engine, one, slot, entries)
+                restore(engine, one, slot, entries)
 
 
-def _restore(engine: MegatronEngine, one: Placed, slot: Slot, entries: Sequence[Any]) -> None:
+def restore(engine: MegatronEngine, one: Placed, slot: Slot, entries: Sequence[Any]) -> None:
+    """Load the state of one parameter.
+
+    Args:
+        engine: Prepared with an optimizer.
+        one: The parameter.
+        slot: This rank's part of its state.
+        entries: The states of its weights of transformers, in the order of their names.
+    """
     for key, value in entries[0].items():
         if key == _STEP:
             _set_step(slot, float(value))

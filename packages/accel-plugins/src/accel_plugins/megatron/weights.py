@@ -147,10 +147,7 @@ def gather(
         (one.name, one.names, tuple(_joined_shape(one, value, groups)), value.dtype)
         for one, value in zip(placed, values, strict=True)
     ]
-    plans: list[Any] = [own]
-    if groups.pipeline > 1:
-        plans = [None] * groups.pipeline
-        dist.all_gather_object(plans, own, group=pipeline)
+    plans = gather_plan(own, groups)
     rows = {row.parameter: row.packing for row in weights}
     known = {one.name: (one, value) for one, value in zip(placed, values, strict=True)}
     done: set[tuple[str, ...]] = set()
@@ -167,6 +164,20 @@ def gather(
                 dist.broadcast(packed, group_src=stage, group=pipeline)
             packing = rows[_LAYER.sub("{layer}", name)]
             yield dict(zip(names, packing.unpack(packed), strict=True))
+
+
+def gather_plan(own: Any, groups: Groups) -> list[Any]:
+    """Return what every pipeline stage has, in their order.
+
+    Args:
+        own: What this rank's stage has.
+        groups: Sizes and ranks.
+    """
+    if groups.pipeline == 1:
+        return [own]
+    plans: list[Any] = [None] * groups.pipeline
+    dist.all_gather_object(plans, own, group=core("parallel_state").get_pipeline_model_parallel_group())
+    return plans
 
 
 def _joined_shape(one: Placed, value: Tensor, groups: Groups) -> list[int]:
@@ -195,3 +206,26 @@ def drop_values(model: nn.Module) -> None:
             new = dropped.setdefault(id(parameter), torch.nn.Parameter(empty, parameter.requires_grad))
             dropped[id(new)] = new
             setattr(module, name, new)
+
+
+def aliases_of(source: nn.Module) -> dict[str, list[str]]:
+    """Return all names of every weight, by its first: tied weights have several.
+
+    Args:
+        source: The model of transformers.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, list[str]] = {}
+    for name, parameter in source.named_parameters(remove_duplicate=False):
+        found.setdefault(first.setdefault(id(parameter), name), []).append(name)
+    return found
+
+
+def buffers_of(source: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the buffers in the state dict of a model.
+
+    Args:
+        source: The model of transformers.
+    """
+    weights = {name for name, _ in source.named_parameters(remove_duplicate=False)}
+    return [(name, value) for name, value in source.state_dict().items() if name not in weights]

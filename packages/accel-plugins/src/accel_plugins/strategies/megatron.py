@@ -24,6 +24,7 @@ from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_o
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.quiet import without_core_warnings
 from accel_plugins.megatron.schedule import MegatronSchedule
+from accel_plugins.megatron.sharded_state import MegatronShards
 from accel_plugins.megatron.stages import build_stages, virtual_stages
 from accel_plugins.megatron.step_table import train_step_of
 from accel_plugins.megatron.weights import check_covered, drop_values, find_rows, load
@@ -376,6 +377,7 @@ def build(
         ),
         stepper=stepper,
         persister=MegatronPersister(is_main=runtime.topology.is_main),
+        shards=MegatronShards(device_type=runtime.device.type),
         sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
         features=frozenset(
             {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}

@@ -9,9 +9,10 @@ import torch
 
 from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.optimizer_state import full_state, iter_masters, load_full_state, load_masters
-from accel_plugins.megatron.weights import gather, load
+from accel_plugins.megatron.sharded_state import engine_of
+from accel_plugins.megatron.weights import aliases_of, buffers_of, load
 from accel_plugins.strategies.replicated import ReplicatedPersister
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -38,14 +39,10 @@ class MegatronPersister(ReplicatedPersister):
         if not isinstance(model, MegatronEngine):
             yield from ReplicatedPersister.iter_full_state_dict(self, model, keep=keep)
             return
-        family = _family(model)
-        aliases = _aliases(model.source)
-        yield dict(_buffers(model.source)) if keep else {}
-        if model.optimizer is None:
-            parts = gather(model.placed, family.weights(model.config), model.groups)
-        else:
-            parts = iter_masters(model)
-        for part in parts:
+        _family(model)
+        aliases = aliases_of(model.source)
+        yield dict(buffers_of(model.source)) if keep else {}
+        for part in iter_masters(model):
             if keep:
                 yield {alias: value.cpu() for name, value in part.items() for alias in aliases[name]}
 
@@ -55,12 +52,12 @@ class MegatronPersister(ReplicatedPersister):
             return ReplicatedPersister.load_full_state_dict(self, model, state, **options)
         _family(model)
         strict = options.get("strict", True)
-        aliases = _aliases(model.source)
+        aliases = aliases_of(model.source)
         found: dict[str, Tensor] = {
             name: state[alias] for name, known in aliases.items() for alias in known if alias in state
         }
         known = {alias for names in aliases.values() for alias in names} | {
-            name for name, _ in _buffers(model.source)
+            name for name, _ in buffers_of(model.source)
         }
         missing = sorted(aliases.keys() - found.keys())
         unexpected = sorted(state.keys() - known)
@@ -81,22 +78,13 @@ class MegatronPersister(ReplicatedPersister):
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
         """Return the state dict that the optimizer of PyTorch would have in one process."""
-        return full_state(_engine_of(optimizer, models), optimizer, keep=keep)
+        return full_state(engine_of(optimizer, models), optimizer, keep=keep)
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         """Load such a state dict."""
-        load_full_state(_engine_of(optimizer, models), optimizer, state)
-
-
-def _engine_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:
-    """Return the engine that was prepared with an optimizer."""
-    found = [one for one in models if isinstance(one, MegatronEngine) and one.optimizer is not None]
-    if not found:
-        raise SettingsError(f"{type(optimizer).__name__} was not prepared with a model by Megatron.")
-    _family(found[0])
-    return found[0]
+        load_full_state(engine_of(optimizer, models), optimizer, state)
 
 
 def _family(model: MegatronEngine) -> Any:
@@ -106,17 +94,3 @@ def _family(model: MegatronEngine) -> Any:
             "are called in transformers. Read its own, model.chunks[i].module.state_dict()."
         )
     return model.family
-
-
-def _aliases(source: nn.Module) -> dict[str, list[str]]:
-    """Return all names of every weight, by its first: tied weights have several."""
-    first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
-    for name, parameter in source.named_parameters(remove_duplicate=False):
-        found.setdefault(first.setdefault(id(parameter), name), []).append(name)
-    return found
-
-
-def _buffers(source: nn.Module) -> list[tuple[str, Tensor]]:
-    weights = {name for name, _ in source.named_parameters(remove_duplicate=False)}
-    return [(name, value) for name, value in source.state_dict().items() if name not in weights]
