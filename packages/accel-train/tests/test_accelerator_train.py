@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import subprocess
 import sys
 
@@ -38,6 +39,33 @@ def make_training(samples=20, batch=4):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     return model, optimizer, scheduler, DataLoader(TensorDataset(*make_data(samples)), batch_size=batch)
+
+
+def calls_of_an_epoch(steps):
+    """Count the calls of our functions in an epoch of one sample a step."""
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(*make_training(steps, batch=1))
+    called = 0
+
+    def count(frame, event, _):
+        nonlocal called
+        called += event == "call" and f"{os.sep}accel_" in frame.f_code.co_filename
+
+    sys.setprofile(count)
+    try:
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(mse_loss(model(inputs), targets))
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+def test_a_step_calls_few_functions_of_ours():
+    assert calls_of_an_epoch(30) - calls_of_an_epoch(10) <= 20 * 20
 
 
 def test_the_prepared_loop_equals_the_bare_loop():
