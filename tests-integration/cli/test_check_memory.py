@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from accel import Accelerator
 from accel.utils import ParallelismConfig
@@ -259,3 +259,48 @@ def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(c
     config = {"zero_optimization": {"stage": 2}, "train_batch_size": 7}
     (problem,) = check(8, "3", f"deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config})")["problems"]
     assert "train_batch_size is 7 in the configuration, but 16" in problem
+
+
+MEGATRON = """\
+import torch
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+from accel import Accelerator
+from accel.utils import MegatronLMPlugin
+
+sizes = {{"tp_degree": 2, "pp_degree": {stages}, "num_micro_batches": 2}}
+plugin = MegatronLMPlugin(**sizes, use_distributed_optimizer=True)
+accelerator = Accelerator(megatron_lm_plugin=plugin, mixed_precision="bf16")
+model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
+optimizer = torch.optim.AdamW(model.parameters())
+rows = [{{"input_ids": row, "labels": row}} for row in torch.randint(0, 128, (64, 16))]
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    monkeypatch.chdir(tmp_path)
+    line = [sys.executable, "-m", "accel_cli", "check", "--world", "8", "--ranks", "3", "--json", "train.py"]
+
+    def run(stages):
+        (tmp_path / "train.py").write_text(MEGATRON.format(stages=stages))
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        assert done.stdout, done.stderr
+        return json.loads(done.stdout)
+
+    found = run(2)
+    assert found["problems"] == []
+    one = found["ranks"]["3"]
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
+    elements = sum(value.numel() for value in model.parameters())
+    own = -(-elements // 4)
+    assert one["strategy"].startswith("Megatron, distributed optimizer")
+    held = {name: one["parts"][name] for name in ("gradients", "optimizer")}
+    assert held == {"gradients": 4 * own, "optimizer": 12 * -(-own // 2)}
+    refused = run(8)["problems"]
+    assert any("make groups of 16 ranks, into which 8 cannot be divided" in one for one in refused)

@@ -186,7 +186,15 @@ def estimate_of(record: Record, world: int) -> Estimate:
         return Estimate(strategy=_title(record), parts=shown, host=host + record.host)
     assert record.sizes is not None  # noqa: S101 - for ourselves
     width = 4 if record.precision == "no" else 2
-    job = Job(sizes=record.sizes, devices=world, width=width, moments=record.moments, buckets=record.buckets)
+    job = Job(
+        sizes=record.sizes,
+        devices=world,
+        width=width,
+        moments=record.moments,
+        buckets=record.buckets,
+        tensor=record.axes.get("tp", 1),
+        pipeline=record.axes.get("pp", 1),
+    )
     one = estimate(record.counted_as or "DDP", job)
     return replace(one, host=one.host + record.host)
 

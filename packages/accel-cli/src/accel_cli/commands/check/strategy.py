@@ -15,6 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_cli.commands.check.checkpoint import Sharded
 from accel_cli.commands.check.engine import FakeEngine
+from accel_cli.commands.check.megatron import FakeMegatron, groups_of, plugin_of
 from accel_cli.commands.check.parts import on_parts
 from accel_cli.commands.check.recorder import Chosen
 from accel_plugins.dcp.protocol import StateForm
@@ -155,6 +156,8 @@ def loading(
             with recorder.outside():  # meshes need real values
                 plain = make(settings, runtime, precision, handlers)
             recorder.strategy = _chosen(name, plain, handlers, plain.precision or precision)
+            if isinstance(plain.wrapper, FakeMegatron):
+                recorder.strategy = replace(recorder.strategy, axes=plain.wrapper.groups.axes)
             wrapper = ObservedWrapper(recorder, plain.wrapper, shards=is_real)
             stepper: Any = ObservedStepper(recorder, plain.stepper, communicates=is_real)
             return replace(plain, wrapper=wrapper, stepper=stepper)
@@ -184,6 +187,8 @@ def _fake_strategy(
         features=frozenset(Feature),
         shards=shards,
     )
+    if name == "megatron":
+        return _fake_megatron(plain, runtime, handlers)
     if name != "deepspeed":
         return plain
     plugin = _engine(handlers)
@@ -204,6 +209,16 @@ def _fake_strategy(
         stepper=TorchStepper(precision=engine_precision),
         precision=engine_precision,
         shards=shards,
+    )
+
+
+def _fake_megatron(plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]) -> Strategy:
+    plugin, topology = plugin_of(handlers), runtime.topology
+    groups = groups_of(plugin, topology.world_size, topology.rank)
+    return replace(
+        plain,
+        wrapper=FakeMegatron(runtime=runtime, plugin=plugin, groups=groups),
+        sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
     )
 
 
@@ -253,6 +268,11 @@ def _as_zero(handlers: Mapping[type, Any]) -> str:
     return f"ZeRO-{stage}{suffix}" if stage else "DDP"
 
 
+def _as_megatron(handlers: Mapping[type, Any]) -> str:
+    sharded = plugin_of(handlers).use_distributed_optimizer
+    return "Megatron, distributed optimizer" if sharded else "Megatron"
+
+
 # By whether the optimizer and the weights are offloaded.
 _OFFLOADED = {
     (False, False): "",
@@ -267,6 +287,7 @@ _COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
     "ddp": _as_ddp,
     "fsdp1": _as_fsdp,
     "deepspeed": _as_zero,
+    "megatron": _as_megatron,
 }
 
 

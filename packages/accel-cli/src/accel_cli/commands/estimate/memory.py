@@ -96,6 +96,8 @@ class Job:
         at_once: Whether the optimizer uses its foreach implementation, whose temporaries are as large as the
             weights. PyTorch does so on accelerators.
         buckets: The buckets of DeepSpeed.
+        tensor: Tensor-parallel size of Megatron.
+        pipeline: Pipeline-parallel size of Megatron.
     """
 
     sizes: Sizes
@@ -104,6 +106,8 @@ class Job:
     moments: tuple[Moment, ...] = ()
     at_once: bool = True
     buckets: Buckets = field(default_factory=Buckets)
+    tensor: int = 1
+    pipeline: int = 1
 
     @property
     def passes(self) -> tuple[Moment, ...]:
@@ -291,6 +295,29 @@ def _zero(
     return on_device, host + (weights if weights_offloaded else 0)
 
 
+def _megatron(job: Job, *, distributed: bool) -> Parts:
+    """Megatron: every rank has a part of each layer of its stage.
+
+    Gradients are in one float32 buffer, which lives throughout (`megatron.core.distributed`,
+    param_and_grad_buffer.py); master weights are there in mixed precision. The distributed optimizer has one
+    part of masters and moments per replica, and no temporaries beside. Activations between layers are split
+    only with sequence parallelism: this is the least. The first of several stages holds the activations of as
+    many micro-batches as there are stages, each of its own layers.
+    """
+    shares = job.tensor * job.pipeline
+    trained = _ceil(job.sizes.trainable, shares)
+    replicas = max(job.devices // shares, 1) if distributed else 1
+    masters = MASTER if job.width < MASTER else 0
+    passing = max(one.activations for one in job.passes) // job.tensor
+    return {
+        "parameters": job.width * _ceil(job.sizes.parameters, shares) + job.sizes.buffers,
+        "gradients": MASTER * trained,
+        "optimizer": (masters + ADAM) * _ceil(trained, replicas),
+        "communication": 0,
+        "working": max(passing, job.step(shares * replicas)),
+    }, 0
+
+
 def _ceil(elements: int, devices: int) -> int:
     return -(-elements // devices)
 
@@ -311,6 +338,8 @@ STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
 
 VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
     "DDP, gradients in buckets": partial(_replicated, buckets=0),
+    "Megatron": partial(_megatron, distributed=False),
+    "Megatron, distributed optimizer": partial(_megatron, distributed=True),
     "ZeRO-1, offloaded": partial(_zero, stage=1, optimizer_offloaded=True),
     "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_offloaded=True),
     "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_offloaded=True),

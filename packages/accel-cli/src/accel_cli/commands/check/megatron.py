@@ -1,0 +1,90 @@
+"""Fake of Megatron's engine: its checks of models and sizes, without megatron-core."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch.optim.lr_scheduler import LambdaLR
+
+from accel_plugins.megatron.check import data_parallel_size
+from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+from accel_plugins.megatron.groups import Groups
+from accel_plugins.megatron.loaders import with_all_micro_batches
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.strategies.megatron import MegatronWrapper, Trained
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any
+
+    from torch import nn
+
+    from accel_plugins.bundle import Bundle
+    from accel_state.runtime import Runtime
+
+
+def plugin_of(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
+    """Return the plugin of a run.
+
+    Args:
+        handlers: The kwargs handlers by type.
+    """
+    return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+
+
+def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
+    """Return the sizes of the groups of a run.
+
+    Args:
+        plugin: Has the sizes.
+        world_size: Number of ranks.
+        rank: The rank.
+
+    Raises:
+        SettingsError: The sizes do not divide the number of ranks.
+
+    Example:
+        >>> groups_of(MegatronLMPlugin(tp_degree=2), 4, 3).axes
+        {'pp': 1, 'dp_replicate': 2, 'tp': 2}
+    """
+    tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
+    data = data_parallel_size(tensor, pipeline, plugin.context_parallel_size or 1, world_size)
+    return Groups(tensor=tensor, pipeline=pipeline, data=data, rank=rank)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FakeMegatron:
+    """Fake of Megatron's engine with its checks; models are not sharded.
+
+    Args:
+        runtime: Device and topology.
+        plugin: The plugin.
+        groups: Sizes and ranks.
+    """
+
+    runtime: Runtime
+    plugin: MegatronLMPlugin
+    groups: Groups
+
+    def check(self, bundle: Bundle) -> None:
+        """Refuse what Megatron's wrapper refuses."""
+        MegatronWrapper(
+            runtime=self.runtime, plugin=self.plugin, precision="no", trained=Trained(), groups=self.groups
+        ).check(bundle)
+
+    def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
+        """Replace placeholders of schedules by real ones, and loaders by those of all micro-batches."""
+        del evaluation
+        schedulers = [_real(one, bundle) for one in bundle.schedulers]
+        loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
+        return replace(bundle, schedulers=schedulers, dataloaders=loaders)
+
+    def unwrap(self, model: nn.Module) -> nn.Module:
+        """Return the model."""
+        return model
+
+
+def _real(scheduler: Any, bundle: Bundle) -> Any:
+    is_placeholder = isinstance(scheduler, MegatronLMDummyScheduler)
+    return LambdaLR(bundle.optimizers[0], lambda _: 1.0) if is_placeholder else scheduler
