@@ -209,6 +209,7 @@ def make_reference(folder: Path) -> Path:
     wanted = [
         REFERENCE,
         f"torch=={torch.__version__.partition('+')[0]}",
+        "torchao",
         "torchdata",
         "datasets",
         "transformers",
