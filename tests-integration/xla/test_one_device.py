@@ -117,8 +117,7 @@ def test_seeds_reach_the_device_also_those_set_before():
     synchronize_rng_states(["torch", "xla"])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("max_norm", [None, 0.5])
+@pytest.mark.parametrize(("accumulation", "max_norm"), [(1, None), (2, 0.5)])
 def test_losses_and_weights_are_those_of_plain_pytorch(accumulation, max_norm):
     accelerator = Accelerator(gradient_accumulation_steps=accumulation)
     model, optimizer, loader = prepared(accelerator)
