@@ -1,4 +1,4 @@
-"""The command line of `accel launch`: flags up to the script, which has everything after it."""
+"""Parse the command line of `accel launch`: flags up to the script, which has everything after it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ USAGE = "usage: accel launch [options] training_script [training_script_args ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """A command line, read.
+    """A parsed command line.
 
     Args:
         sourced: Path to value and origin, of every setting that has a flag there.
@@ -125,7 +125,7 @@ def _key(name: str) -> str:
 
 
 def _split(word: str) -> tuple[str, str | None]:
-    """The flag that a word holds, as it is written there, and the value joined to it."""
+    """Return the flag that a word holds, as it is written there, and the value joined to it."""
     name, equals, text = word.partition("=")
     if not name.startswith("--"):
         name, text, equals = (word[:2], word[2:], word[2:]) if len(word) > 2 else (word, "", "")
@@ -133,7 +133,7 @@ def _split(word: str) -> tuple[str, str | None]:
 
 
 def _text(name: str, flag: _Flag, text: str | None, rest: list[str]) -> str:
-    """What a flag is given: what is joined to it, what it stands for, or the next word, which is taken."""
+    """Return the value of a flag: what is joined to it, its constant, or the next word, which is consumed."""
     if flag.const is not None:
         if text is not None:
             raise SettingsError(f"argument {name} takes no value, but got {text!r}.")
@@ -144,7 +144,7 @@ def _text(name: str, flag: _Flag, text: str | None, rest: list[str]) -> str:
 
 
 def help_text() -> str:
-    """What `accel launch --help` tells."""
+    """Return the text of `accel launch --help`."""
     sections: dict[str, list[str]] = {
         "the command": [
             _entry(f"{_CONFIG_FILE} FILE", f"Settings in YAML or JSON; by default {DEFAULT_PATH_HELP}."),

@@ -26,7 +26,7 @@ _MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known before anything is decided.
+    """The inputs of the checks.
 
     Args:
         merged: The settings, and who decided them.
@@ -40,7 +40,7 @@ class Facts:
 
     @property
     def settings(self) -> Settings:
-        """The settings alone."""
+        """Return the settings alone."""
         return self.merged.settings
 
     @property
@@ -57,7 +57,7 @@ class Facts:
 
     @property
     def machines(self) -> int:
-        """How many machines take part: those of the hostfile, if DeepSpeed's launcher reaches them."""
+        """Return the number of nodes: those of the hostfile, if DeepSpeed's launcher reaches them."""
         if self.reaches_hosts and self.machine.hosts:
             return len(self.machine.hosts)
         return self.settings.launch.num_machines
@@ -74,7 +74,7 @@ class Facts:
 
 
 def problems(facts: Facts) -> list[str]:
-    """Everything that does not fit, a sentence for each.
+    """Return all problems, a sentence for each.
 
     Args:
         facts: What is known.
@@ -99,7 +99,7 @@ def uses_cpu(merged: Merged) -> bool:
 
 
 def processes_wanted(facts: Facts) -> int:
-    """How many processes all machines run together: as many as were asked for, else one per device.
+    """Return the world size: as asked for, else one process per device.
 
     Args:
         facts: What is known.
@@ -115,7 +115,7 @@ def processes_wanted(facts: Facts) -> int:
 
 
 def _devices(facts: Facts) -> int:
-    """How many processes this machine shall run if nobody says: one per device, at least one."""
+    """Return the default number of processes of this machine: one per device, at least one."""
     if uses_cpu(facts.merged):
         return 1
     return len(facts.settings.launch.device_ids) or max(1, facts.machine.gpus)
@@ -259,7 +259,7 @@ def _megatron_cannot_run(facts: Facts) -> Iterator[str]:
 
 
 def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
-    """Ask what the worker asks, of the devices of this machine."""
+    """Check FP8 as the worker does, for the devices of this machine."""
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
     origin = facts.merged.source_of("precision.mixed_precision").origin

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a script as the command line, the environment and the config file say.
+    """Launch a script by the command line, the environment and the config file.
 
     Args:
         arguments: What follows `accel launch`.
@@ -55,7 +55,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Decide what to run, by a command line, the environment and the config file.
+    """Make the launch plan of a command line, the environment and the config file.
 
     Args:
         line: The command line; it names a script.
@@ -98,7 +98,7 @@ def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
 
 
 def probe_host(settings: Settings, environ: Mapping[str, str]) -> Machine:
-    """Look at this machine, and at the files and programs that the settings name.
+    """Probe this machine, and the files and programs that the settings name.
 
     Args:
         settings: What was asked for.

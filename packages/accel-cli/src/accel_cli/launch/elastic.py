@@ -85,7 +85,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
 
 
 def _failed(error: Any, *, quiet: bool) -> int:
-    """Tell what has failed, and give the exit code."""
+    """Report what has failed, and return the exit code."""
     errors = {rank: error_of_failure(failure) for rank, failure in error.failures.items()}
     codes: dict[int, int] = {rank: failure.exitcode for rank, failure in error.failures.items()}
 
@@ -115,7 +115,7 @@ def _write(text: str) -> None:
 
 
 def _exit_code(code: int, errors: WorkerErrors) -> int:
-    """As a shell reports it: a process that a signal ended has a negative code in Python."""
+    """Return the exit code as a shell reports it; Python has negative ones for signals."""
     if code >= 0:
         return code
     if errors.trace:  # the signal came when its error had decided its exit code already

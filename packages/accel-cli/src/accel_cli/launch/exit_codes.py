@@ -1,4 +1,4 @@
-"""How a program of ours that starts processes ends: with a sentence where something is missing."""
+"""Exit codes of programs that start processes; what is missing is one sentence."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def explain(
     plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Sequence[str] = ()
 ) -> list[Table | str]:
-    """Tell what would be run, and why.
+    """Return what would be run, and why.
 
     Args:
         plan: What was decided.
@@ -43,7 +43,7 @@ def explain(
 
 
 def _settings(plan: LaunchPlan) -> list[tuple[str, str, str]]:
-    """Every setting that somebody gave, and the number of processes, which is decided in any case."""
+    """Return every setting that has a source, and the number of processes, which is decided in any case."""
     rows: list[tuple[str, str, str]] = []
     for option in OPTIONS:
         source_of = plan.merged.source_of(option.path)

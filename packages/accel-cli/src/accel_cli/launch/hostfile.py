@@ -122,7 +122,7 @@ def _named(text: str, slots: Mapping[str, set[int]], what: str) -> dict[str, set
 
 
 def first_machine(file: str) -> str:
-    """The first machine that a hostfile of MPI lists.
+    """Return the first machine that a hostfile of MPI lists.
 
     Raises:
         SettingsError: The file cannot be read, or lists none.

@@ -60,7 +60,7 @@ def _one(facts: Facts, launch: LaunchSettings) -> bool:
 
 
 def _rendezvous(plan: LaunchPlan) -> Mapping[str, str]:
-    """Where a process that starts its own group waits for others."""
+    """Return the rendezvous of a process that starts its own group."""
     launch, found = plan.launch, dict[str, str]()
     if launch.main_process_ip is not None:
         found["MASTER_ADDR"] = launch.main_process_ip
@@ -70,7 +70,7 @@ def _rendezvous(plan: LaunchPlan) -> Mapping[str, str]:
 
 
 def _xla_formats(plan: LaunchPlan) -> Mapping[str, str]:
-    """How XLA computes in bfloat16."""
+    """Return the variables by which XLA computes in bfloat16."""
     if plan.merged.settings.tpu.downcast_bf16:
         return {"XLA_DOWNCAST_BF16": "1"}
     return {"XLA_USE_BF16": "1"} if plan.merged.settings.precision.mixed_precision == "bf16" else {}

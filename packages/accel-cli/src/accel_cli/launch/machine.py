@@ -27,7 +27,7 @@ VISIBLE_DEVICES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What matters about this machine for starting processes.
+    """The properties of this machine that launching needs.
 
     Args:
         gpus: How many NVIDIA or AMD GPUs a process may see.
@@ -55,13 +55,13 @@ class Machine:
     has_megatron: bool = True
 
     def __post_init__(self) -> None:
-        """Fill in what nobody said."""
+        """Fill in defaults."""
         if self.installed < 0:
             object.__setattr__(self, "installed", self.gpus)
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Look at this machine.
+    """Probe this machine.
 
     Args:
         environ: The environment, which may hide GPUs.
@@ -81,7 +81,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def _capability() -> tuple[int, int] | None:
-    """The least compute capability that the tool of NVIDIA's driver tells."""
+    """Return the least compute capability of the GPUs, from `nvidia-smi`."""
     found: list[tuple[int, int]] = []
     for line in (ask_nvidia("--query-gpu=compute_cap", "--format=csv,noheader") or "").splitlines():
         major, _, minor = line.strip().partition(".")
@@ -97,7 +97,7 @@ def _alias() -> str | None:
 
 
 def count_gpus(environ: Mapping[str, str], present: Callable[[], int]) -> int:
-    """How many GPUs torch would see.
+    """Return the number of GPUs that torch would see.
 
     Args:
         environ: The environment: each of CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and
@@ -122,7 +122,7 @@ def count_gpus(environ: Mapping[str, str], present: Callable[[], int]) -> int:
 
 
 def _visible(text: str) -> int:
-    """The length of a list of devices; like the driver, stop at the first entry that is no device."""
+    """Count a list of devices; like the driver, stop at the first entry that is no device."""
     count = 0
     for entry in text.split(","):
         if not entry.strip() or entry.strip().startswith("-"):
@@ -140,7 +140,7 @@ def _nvidia() -> int:
 
 
 def ask_nvidia(*flags: str) -> str | None:
-    """What the tool of NVIDIA's driver says; None where it is not installed.
+    """Return the output of `nvidia-smi`; None where it is not installed.
 
     Args:
         flags: Those of `nvidia-smi`.

@@ -1,4 +1,4 @@
-"""Command lines and environments for those who have parsed the flags of `accel launch` themselves.
+"""Command lines and environments for programs that have parsed the flags of `accel launch` themselves.
 
 `args` is a namespace with an attribute for each flag, spelled as the flag without dashes, and with
 `training_script` and `training_script_args`. What it lacks, and what is `None`, false or empty, is not set.
@@ -62,7 +62,7 @@ TORCH_LAUNCH_PARAMS = [
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment of one process.
+    """Return the command line and environment of one process.
 
     Args:
         args: The flags; see the module.
@@ -83,7 +83,7 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """The environment of each of several processes.
+    """Return the environment of each of several processes.
 
     Args:
         args: The flags; see the module.
@@ -95,7 +95,7 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
 
 
 def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command line that starts processes for DeepSpeed, and their environment.
+    """Return the command line that starts processes for DeepSpeed, and their environment.
 
     Args:
         args: The flags; see the module. With a hostfile DeepSpeed's launcher is started, else that of torch.
@@ -111,7 +111,7 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str
 def prepare_tpu(
     args: Namespace, current_env: Mapping[str, str], pod: bool = False
 ) -> tuple[Namespace, dict[str, str]]:
-    """The flags and environment for a TPU.
+    """Return the flags and environment for a TPU.
 
     Args:
         args: The flags; see the module. With `pod` they are changed to those of one of its machines.
@@ -132,7 +132,7 @@ def prepare_tpu(
 def prepare_sagemager_args_inputs(
     sagemaker_config: Any, args: Namespace
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """The arguments of the estimator of a SageMaker job, and its inputs.
+    """Return the arguments of the estimator of a SageMaker job, and its inputs.
 
     Args:
         sagemaker_config: Anything with the keys of a config file for SageMaker as attributes.
@@ -154,7 +154,7 @@ def prepare_sagemager_args_inputs(
 
 
 def _convert_nargs_to_dict(nargs: Sequence[str]) -> dict[str, Any]:  # pyright: ignore[reportUnusedFunction] - programs call it by this name
-    """The arguments of a script as SageMaker takes them: `accel_cli.launch.run_sagemaker.hyperparameters`."""
+    """Return the arguments of a script as SageMaker takes them; see `run_sagemaker.hyperparameters`."""
     return run_sagemaker.hyperparameters(nargs)
 
 
@@ -163,7 +163,7 @@ def plan_of(
     overrides: Mapping[str, Any] | None = None,
     file: Mapping[str, SourcedValue] | None = None,
 ) -> LaunchPlan:
-    """What to run by the flags of a namespace.
+    """Return the launch plan of the flags of a namespace.
 
     Args:
         args: The flags; see the module.
@@ -211,7 +211,7 @@ def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:
 
 
 def attribute_of(flag: str) -> str:
-    """What parsers call a flag of `accel launch`.
+    """Return the attribute by which parsers name a flag of `accel launch`.
 
     Example:
         >>> attribute_of("--num_processes"), attribute_of("--tpu_cluster")

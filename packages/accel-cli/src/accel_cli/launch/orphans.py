@@ -47,7 +47,7 @@ def end_descendants(workers: Sequence[int]) -> None:
 
 
 def children() -> list[int]:
-    """The processes that this one has started and that still run."""
+    """Return the processes that this one has started and that still run."""
     return [child.pid for child in psutil.Process().children()]
 
 

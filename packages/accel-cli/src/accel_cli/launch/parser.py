@@ -120,7 +120,7 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
 
 
 def _line(args: Namespace) -> Line:
-    """The command line that a namespace stands for."""
+    """Return the command line that a namespace stands for."""
     script = getattr(args, "training_script", None)
     if not script:
         raise SettingsError(f"args.training_script is {script!r}: name a script.")
@@ -134,7 +134,7 @@ def _line(args: Namespace) -> Line:
 
 @contextmanager
 def _handing_on(process: subprocess.Popen[bytes]) -> Generator[None]:
-    """Hand the signal that asks to end on to a process. Only the main thread gets signals."""
+    """Forward the signal that asks to end to a process. Only the main thread gets signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

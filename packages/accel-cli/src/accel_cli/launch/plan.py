@@ -1,4 +1,4 @@
-"""What to run: a pure function from settings and facts about the machine to a plan."""
+"""The launch plan: a pure function of settings and properties of the machine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchPlan:
-    """What to run.
+    """A launch plan.
 
     Args:
         launcher: What starts it.
@@ -44,12 +44,12 @@ class LaunchPlan:
 
     @property
     def runner(self) -> str:
-        """The name of the launcher."""
+        """Return the name of the launcher."""
         return self.launcher.name
 
     @property
     def local_processes(self) -> int:
-        """How many processes this machine runs."""
+        """Return the number of processes of this machine."""
         return (self.launch.num_processes or 1) // self.launch.num_machines
 
 
@@ -72,7 +72,7 @@ def make_plan(
     environ: Mapping[str, str],
     machine: Machine,
 ) -> LaunchPlan:
-    """Decide what to run.
+    """Make the launch plan.
 
     Args:
         merged: The settings, and who decided them.
@@ -107,7 +107,7 @@ def make_plan(
 
 
 def _added_variables(plan: LaunchPlan) -> dict[str, str]:
-    """What workers read besides settings: threads, visible devices, and what their launcher adds."""
+    """Return what workers read besides settings: threads, visible devices, and what their launcher adds."""
     launch = plan.launch
     added: dict[str, str] = {}
     if launch.num_cpu_threads_per_process is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become.
+    """Return the program to become.
 
     Args:
         plan: What to run.
@@ -31,7 +31,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def arguments(plan: LaunchPlan, port: int) -> list[str]:
-    """The arguments of DeepSpeed's launcher, after the variables that the other machines get.
+    """Return the arguments of DeepSpeed's launcher, after the variables that the other machines get.
 
     Args:
         plan: What to run.
@@ -60,7 +60,7 @@ def arguments(plan: LaunchPlan, port: int) -> list[str]:
 
 
 def _rendezvous(plan: LaunchPlan, port: int) -> dict[str, str]:
-    """Where the processes meet, for the launchers of DeepSpeed that do not say so."""
+    """Return the rendezvous, for the launchers of DeepSpeed that do not set it."""
     if plan.merged.settings.hosts.launcher not in {"openmpi", "slurm"}:
         return {}
     first = next(iter(plan.machine.hosts or {}), "")
@@ -68,7 +68,7 @@ def _rendezvous(plan: LaunchPlan, port: int) -> dict[str, str]:
 
 
 def _worker(plan: LaunchPlan) -> list[str]:
-    """What each process runs."""
+    """Return the command line of each process."""
     if plan.launch.no_python:
         return ["--no_python", plan.script, *plan.script_arguments]
     if plan.merged.settings.hosts.launcher == "slurm":  # with which DeepSpeed starts no modules

@@ -74,7 +74,7 @@ _HANDED_ON = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CU
 
 
 def make_of(version: str) -> Make:
-    """Which make says this of itself.
+    """Return the make whose `--version` this is.
 
     Args:
         version: What `mpirun --version` says.
@@ -94,7 +94,7 @@ def make_of(version: str) -> Make:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become.
+    """Return the program to become.
 
     Args:
         plan: What to run.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become.
+    """Return the program to become.
 
     Args:
         plan: What to run.
@@ -32,7 +32,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def arguments(plan: LaunchPlan) -> list[str]:
-    """The arguments of `gcloud`.
+    """Return the arguments of `gcloud`.
 
     Args:
         plan: What to run.
@@ -47,7 +47,7 @@ def arguments(plan: LaunchPlan) -> list[str]:
 
 
 def as_name(what: str, name: str) -> str:
-    """A name that `gcloud` cannot take for an option.
+    """Return a name that `gcloud` cannot take for an option.
 
     Args:
         what: What it names.
@@ -62,7 +62,7 @@ def as_name(what: str, name: str) -> str:
 
 
 def remote_command(plan: LaunchPlan) -> str:
-    """What a shell of each machine runs: the commands of the configuration, then the script on its chips.
+    """Return the command of each machine's shell: those of the configuration, then the script.
 
     Args:
         plan: What to run.

@@ -28,7 +28,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become. Keys go to it in the variables that AWS reads, not in its arguments.
+    """Return the program to become. Keys go to it in the variables that AWS reads, not in its arguments.
 
     Args:
         plan: What to run.
@@ -54,7 +54,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
-    """The arguments of `sagemaker.huggingface.HuggingFace`.
+    """Return the arguments of `sagemaker.huggingface.HuggingFace`.
 
     Args:
         plan: What to run.
@@ -84,7 +84,7 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
 
 
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a script as SageMaker takes them: a value for every flag.
+    """Return the arguments of a script as SageMaker takes them: a value for every flag.
 
     Args:
         words: What follows the script.
@@ -125,17 +125,17 @@ def _value(text: str) -> Any:
 
 
 def inputs(file: str | None) -> dict[str, str] | None:
-    """The data that the job reads: by channel, where it lies."""
+    """Return the inputs of the job: their locations by channel."""
     return dict(_rows(file, "channel name")) or None
 
 
 def metrics(file: str | None) -> list[dict[str, str]] | None:
-    """What is read from the output of the job: a name and a regular expression each."""
+    """Return the metrics to read from the output of the job: a name and a regular expression each."""
     return [{"Name": name, "Regex": regex} for name, regex in _rows(file, "metric name")] or None
 
 
 def _rows(file: str | None, first: str) -> list[tuple[str, str]]:
-    """The two columns of a file, without its head."""
+    """Return the two columns of a file, without its head."""
     if file is None:
         return []
     lines = text_lines(file, f"file of {first}s")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become.
+    """Return the program to become.
 
     Args:
         plan: What to run.
@@ -33,7 +33,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def program(plan: LaunchPlan) -> str:
-    """The program that `--no_python` runs, as a shell would find it.
+    """Return the program that `--no_python` runs, as a shell would find it.
 
     Raises:
         SettingsError: There is no such program.
@@ -45,7 +45,7 @@ def program(plan: LaunchPlan) -> str:
 
 
 def worker_line(plan: LaunchPlan, *, aloud: bool) -> list[str]:
-    """What one of several processes runs.
+    """Return the command line of one of several processes.
 
     Args:
         plan: What to run.
@@ -61,7 +61,7 @@ def worker_line(plan: LaunchPlan, *, aloud: bool) -> list[str]:
 
 
 def require_script(plan: LaunchPlan) -> None:
-    """Make sure that there is something to run.
+    """Check that the script exists.
 
     Raises:
         SettingsError: There is not, or it imports accel where only the command is installed.

@@ -27,7 +27,7 @@ _PASSED_ON = ("max_restarts", "monitor_interval", "tee", "log_dir", "role")
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become.
+    """Return the program to become.
 
     Args:
         plan: What to run.
@@ -43,7 +43,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def local_address(launch: LaunchSettings) -> str | None:
-    """The address under which the other machines reach this one, if there are others.
+    """Return the address under which the other machines reach this one, if there are others.
 
     A machine's name need not resolve to it, as in a container or behind a second network card, and torch
     would use the name.
@@ -64,7 +64,7 @@ def local_address(launch: LaunchSettings) -> str | None:
 
 
 def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is_port_in_use) -> int | None:
-    """The port that was asked for, where rank 0 listens; None for any.
+    """Return the port that was asked for, where rank 0 listens; None for any.
 
     Args:
         launch: Says which, or nothing or 0 for any.
@@ -83,7 +83,7 @@ def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is
 
 
 def choose_port(launch: LaunchSettings) -> int:
-    """The port where rank 0 shall listen, for launchers that cannot choose one themselves.
+    """Return the port where rank 0 shall listen, for launchers that cannot choose one themselves.
 
     Args:
         launch: Says which; nothing and 0 stand for one of this machine, which is kept for this launch.
@@ -95,7 +95,7 @@ def choose_port(launch: LaunchSettings) -> int:
 
 
 def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None = None) -> list[str]:
-    """The arguments of `torch.distributed.run`.
+    """Return the arguments of `torch.distributed.run`.
 
     Args:
         plan: What to run.
@@ -130,7 +130,7 @@ def _machines(launch: LaunchSettings) -> str:
 
 
 def _rendezvous(launch: LaunchSettings, port: int | None, local: str | None) -> dict[str, object]:
-    """How the machines find each other."""
+    """Return the arguments of the rendezvous."""
     address = launch.main_process_ip or _LOOPBACK
     conf = {"rdzv_conf": launch.rdzv_conf} if launch.rdzv_conf else {}
     if launch.rdzv_backend == "static" and port is not None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """The program to become: a process for every chip.
+    """Return the program to become: a process for every chip.
 
     Args:
         plan: What to run.
@@ -27,7 +27,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def job_of_one(plan: LaunchPlan) -> Job:
-    """The program to become: one process, for all chips.
+    """Return the program to become: one process, for all chips.
 
     Args:
         plan: What to run.

@@ -1,4 +1,4 @@
-"""Run a script as `python script` does, and leave the traceback of an error to who started the workers."""
+"""Run a script as `python script` does, and leave the traceback of an error to the launcher."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _write_error_file(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    """Write an error down as torch.distributed.run reads it, or show it in one piece."""
+    """Write an error file as torch.distributed.run reads it, or print the traceback at once."""
     # What comes before an interrupt is mostly an error from a rank that was interrupted, too.
     chain = not issubclass(kind, KeyboardInterrupt)
     text = "".join(traceback.format_exception(kind, error, _of_script(trace), chain=chain))
@@ -106,7 +106,7 @@ def _write_error_file(
 
 
 def _of_script(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the frames of this module and of runpy, which are there in every one."""
+    """Return the traceback without the frames of this module and of runpy, which are there in every one."""
     found = trace
     while found is not None and found.tb_frame.f_code.co_filename in OURS:
         found = found.tb_next

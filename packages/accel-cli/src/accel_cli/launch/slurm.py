@@ -1,4 +1,4 @@
-"""What Slurm says inside `srun`, as settings: nothing about machines has to be said again."""
+"""Settings from the variables of Slurm inside `srun`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Read the place of this machine, where `srun` has started one task on each.
+    """Read node rank, number of nodes and rendezvous, where `srun` has started one task on each node.
 
     Where it has started several, each task is a process of training itself, and there is nothing to say.
 

@@ -1,4 +1,4 @@
-"""What workers leave for their launcher to tell: an error, or where a signal has found them."""
+"""Error files of workers: the traceback, or the stack at a signal, which the launcher prints."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STOOD = "stood-{}.txt"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerErrors:
-    """How a worker has ended.
+    """The error of a worker.
 
     Args:
         how: What follows its rank in a sentence.
@@ -44,7 +44,7 @@ class WorkerErrors:
 
 
 def stood_file(error_file: str, rank: int) -> Path:
-    """Where a worker writes on what line a signal has found it.
+    """Return the file to which a worker writes its stack upon a signal.
 
     Args:
         error_file: Where it writes its error.
@@ -54,7 +54,7 @@ def stood_file(error_file: str, rank: int) -> Path:
 
 
 def worker_error(kind: str, message: str, trace: str, rank: int, time: float) -> dict[str, Any]:
-    """What a worker writes down, as torch.distributed.run reads it, and with what only we read.
+    """Return the content of an error file, as torch.distributed.run reads it, with fields that only we read.
 
     Args:
         kind: The class of the error.
@@ -68,7 +68,7 @@ def worker_error(kind: str, message: str, trace: str, rank: int, time: float) ->
 
 
 def parse_worker_errors(record: Any) -> WorkerErrors:
-    """How a worker ended that wrote its error down.
+    """Parse an error file.
 
     Args:
         record: What `worker_error`, or torch, has made of it.
@@ -87,7 +87,7 @@ def parse_worker_errors(record: Any) -> WorkerErrors:
 
 
 def error_of_failure(failure: Any) -> WorkerErrors:
-    """How a worker ended that torch saw fail.
+    """Return the error of a worker whose failure torch reports.
 
     Args:
         failure: What torch noted.
@@ -103,7 +103,7 @@ def error_of_failure(failure: Any) -> WorkerErrors:
 
 
 def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
-    """What the workers that were started last have left, by rank.
+    """Read the error files of the workers that were started last, by rank.
 
     Args:
         folder: Where torch.distributed.run keeps what belongs to its workers.
@@ -122,7 +122,7 @@ def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
 
 
 def format_errors(errors: Mapping[int, WorkerErrors], first: int) -> str:
-    """What happened: a line for each rank that failed, and last the traceback of the one that failed first.
+    """Return a line for each rank that failed, and last the traceback of the one that failed first.
 
     Args:
         errors: How each ended, by rank.
@@ -133,7 +133,7 @@ def format_errors(errors: Mapping[int, WorkerErrors], first: int) -> str:
 
 
 def format_all_errors(errors: Mapping[int, WorkerErrors]) -> str:
-    """All tracebacks, each with the ranks that have it.
+    """Return all tracebacks, each with the ranks that have it.
 
     Args:
         errors: How each ended, by rank.
@@ -160,7 +160,7 @@ def _details(record: Any) -> dict[str, Any]:
 
 
 def _stack(text: str) -> str:
-    """What `faulthandler` wrote first, in the order of a traceback and without our own frames."""
+    """Return what `faulthandler` wrote first, in the order of a traceback and without our own frames."""
     lines: list[str] = []
     for line in text.splitlines()[1:]:
         if not line.startswith("  File "):
