@@ -174,6 +174,7 @@ def kind_of(device: torch.device) -> DeviceKind:
         ValueError: No family has devices of this type.
 
     Example:
+        >>> import torch
         >>> kind_of(torch.device("cpu")).backend
         'gloo'
     """
@@ -191,6 +192,7 @@ def own_runtime_of(device: torch.device) -> Any:
         device: Any device.
 
     Example:
+        >>> import torch
         >>> own_runtime_of(torch.device("cpu")) is None
         True
     """
