@@ -6,7 +6,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from accel_ops.dtensors import is_dtensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
 from accel_ops.weights.names import SAFETENSORS_SUFFIX
 from accel_ops.weights.read import load_state_dict
 from accel_ops.weights.tensors import id_tensor_storage
@@ -208,8 +209,8 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
     """
     names: dict[object, list[str]] = {}
     for name, value in like.items():
-        same: object = id(value)  # where it is sharded, this rank may have nothing of its memory
-        if not is_dtensor(value) and value.numel() and not value.is_meta:
+        same: object = id(value)  # subclasses that wrap tensors, as sharded ones, may have no memory here
+        if not is_traceable_wrapper_subclass(value) and value.numel() and not value.is_meta:
             begin = (id_tensor_storage(value), value.storage_offset())
             same = (begin, value.dtype, tuple(value.shape), value.stride())
         names.setdefault(same, []).append(name)
