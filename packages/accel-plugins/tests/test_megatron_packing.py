@@ -5,7 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accel_plugins.megatron.packing import attention, attention_in_one, gated, same, transposed, vocabulary
+from accel_plugins.megatron.engine import MegatronEngine
+from accel_plugins.megatron.packing import (
+    attention,
+    attention_in_one,
+    gated,
+    keys_values,
+    same,
+    transposed,
+    vocabulary,
+)
+from accel_plugins.megatron.sharded_state import MegatronShards
+from accel_state.errors import UnsupportedError
 
 HEADS, GROUPS, SIZE, HIDDEN = 8, 4, 3, 5
 
@@ -22,6 +33,7 @@ CASES = {
     "transposed": (transposed(0), tensors(HIDDEN, shape=(8,))),
     "gated": (gated(), tensors(8, 8)),
     "attention": (attention(HEADS, GROUPS, SIZE), tensors(HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE)),
+    "keys and values": (keys_values(HEADS, SIZE), tensors(HEADS * SIZE, HEADS * SIZE)),
     "attention's biases": (
         attention(HEADS, GROUPS, SIZE),
         tensors(HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE, shape=()),
@@ -46,3 +58,11 @@ def test_every_rank_has_its_part_of_the_gate_before_its_part_of_the_other_projec
     gate, up = torch.arange(4), torch.arange(10, 14)
     packed = gated().pack([gate, up])
     assert [gated().shard(packed, rank, 2).tolist() for rank in range(2)] == [[0, 1, 10, 11], [2, 3, 12, 13]]
+
+
+def test_a_model_whose_weights_have_no_names_is_not_saved_in_shards():
+    engine = MegatronEngine.__new__(MegatronEngine)
+    torch.nn.Module.__init__(engine)
+    engine.family = None
+    with pytest.raises(UnsupportedError, match="custom_model_provider_function"):
+        MegatronShards(device_type="cpu").model_tensors(engine)

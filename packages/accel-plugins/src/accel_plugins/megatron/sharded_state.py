@@ -59,6 +59,7 @@ class MegatronShards:
         """Return the sharded state dict of a model, in float32 if it is trained."""
         if not isinstance(model, MegatronEngine):
             return self._plain.model_tensors(model)
+        check_names(model)
         aliases, mesh = aliases_of(model.source), self._mesh()
         state: StateDict = dict(buffers_of(model.source))
         for part in iter_masters(model):
@@ -71,6 +72,7 @@ class MegatronShards:
         if not isinstance(model, MegatronEngine):
             self._plain.load_model(model, state, **options)
             return
+        check_names(model)
         aliases = aliases_of(model.source)
         known = {name: state[alias] for name, names in aliases.items() for alias in names if alias in state}
         slots = slots_of(model) if model.optimizer is not None else {}
@@ -158,12 +160,24 @@ def engine_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngi
     found = [one for one in models if isinstance(one, MegatronEngine) and one.optimizer is not None]
     if not found:
         raise CheckpointError(f"{type(optimizer).__name__} was not prepared with a model by Megatron.")
-    if found[0].family is None:
+    check_names(found[0])
+    return found[0]
+
+
+def check_names(engine: MegatronEngine) -> None:
+    """Refuse a model whose weights have no names in transformers.
+
+    Args:
+        engine: The engine.
+
+    Raises:
+        UnsupportedError: The model was made by a function of the user.
+    """
+    if engine.family is None:
         raise UnsupportedError(
             "The model was made by custom_model_provider_function: Megatron does not know what its weights "
             "are called in transformers. Read its own, model.chunks[i].module.state_dict()."
         )
-    return found[0]
 
 
 def _sharded(value: Tensor, mesh: DeviceMesh) -> Tensor:

@@ -9,10 +9,9 @@ import torch
 
 from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.optimizer_state import full_state, iter_masters, load_full_state, load_masters
-from accel_plugins.megatron.sharded_state import engine_of
+from accel_plugins.megatron.sharded_state import check_names, engine_of
 from accel_plugins.megatron.weights import aliases_of, buffers_of, load
 from accel_plugins.strategies.replicated import ReplicatedPersister
-from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ class MegatronPersister(ReplicatedPersister):
         if not isinstance(model, MegatronEngine):
             yield from ReplicatedPersister.iter_full_state_dict(self, model, keep=keep)
             return
-        _family(model)
+        check_names(model)
         aliases = aliases_of(model.source)
         yield dict(buffers_of(model.source)) if keep else {}
         for part in iter_masters(model):
@@ -50,7 +49,7 @@ class MegatronPersister(ReplicatedPersister):
         """Load weights of a model of transformers."""
         if not isinstance(model, MegatronEngine):
             return ReplicatedPersister.load_full_state_dict(self, model, state, **options)
-        _family(model)
+        check_names(model)
         strict = options.get("strict", True)
         aliases = aliases_of(model.source)
         found: dict[str, Tensor] = {
@@ -85,12 +84,3 @@ class MegatronPersister(ReplicatedPersister):
     ) -> None:
         """Load such a state dict."""
         load_full_state(engine_of(optimizer, models), optimizer, state)
-
-
-def _family(model: MegatronEngine) -> Any:
-    if model.family is None:
-        raise UnsupportedError(
-            "The model was made by custom_model_provider_function: Megatron does not know what its weights "
-            "are called in transformers. Read its own, model.chunks[i].module.state_dict()."
-        )
-    return model.family
