@@ -209,3 +209,7 @@ def test_native_amp_says_whether_torch_casts(precision, native):
     assert not accelerator.fp8_enabled
     optimizer = accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1))
     assert optimizer.accelerator_state.mixed_precision == precision
+
+
+def test_an_accelerator_whose_constructor_failed_shows_no_facts():
+    assert repr(Accelerator.__new__(Accelerator)) == "Accelerator()"

@@ -2,7 +2,7 @@
 
 The layout is independent of the sizes of Megatron's groups, so that any run and any strategy reads it.
 Tensors are gathered, and read, one parameter at a time. megatron-core's `dist_checkpointing` is not used: it
-names weights as megatron-core does, and unpickles what it reads.
+names weights as megatron-core does, and unpickles its metadata.
 """
 
 from __future__ import annotations

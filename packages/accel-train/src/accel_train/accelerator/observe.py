@@ -28,6 +28,8 @@ class ObserveFacet(Facet):
         return html_table(rows, title="Accelerator")
 
     def _facts(self) -> dict[str, str | int]:
+        if not hasattr(self, "_parts"):  # shown in the traceback of a constructor that failed
+            return {}
         state, process = self._parts.state, self._parts.process
         return {
             "device": str(process.device),
