@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import subprocess
 import sys
 import types
@@ -60,6 +61,10 @@ def test_every_row_speaks_of_things_that_exist():
 def test_every_label_of_several_devices_belongs_to_a_family():
     labels = {kind.distributed_type for kind in KINDS}
     assert {label for label in DistributedType if label.value.startswith("MULTI_")} <= labels
+
+
+def test_a_row_is_pickled_by_its_name():
+    assert all(pickle.loads(pickle.dumps(kind)) is kind for kind in KINDS)
 
 
 def test_the_table_is_read_without_torch():

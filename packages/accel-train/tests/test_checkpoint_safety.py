@@ -232,6 +232,20 @@ def test_a_lock_ends_with_its_process_however_that_dies(tmp_path):
     assert not path.exists()
 
 
+def test_a_lock_whose_file_is_removed_while_it_is_opened_is_tried_again(tmp_path, monkeypatch):
+    opened, failures = os.open, [FileNotFoundError(2, "No such file or directory")]
+
+    def open_(*arguments):
+        if failures:
+            raise failures.pop()
+        return opened(*arguments)
+
+    monkeypatch.setattr(os, "open", open_)
+    locks.try_lock(tmp_path / "lock").release()
+    with pytest.raises(FileNotFoundError):
+        locks.try_lock(tmp_path / "absent" / "lock")
+
+
 @pytest.mark.parametrize("numbered", [True, False])
 def test_another_job_in_the_folder_is_named_and_keeps_its_work(tmp_path, monkeypatch, told, numbered):
     monkeypatch.setattr(folder, "_LOCK_TIMEOUT", 0.1)

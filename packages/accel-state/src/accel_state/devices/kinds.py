@@ -46,6 +46,9 @@ class DeviceKind:
     plugin: str | None = None
     runtime: str | None = None
 
+    def __reduce__(self) -> tuple[Callable[[str], DeviceKind], tuple[str]]:
+        return _named, (self.name,)
+
     @property
     def module(self) -> Any:
         """The namespace of torch for the device type, such as `torch.cuda`; `None` if it has none."""
@@ -62,6 +65,10 @@ class DeviceKind:
         if self.backend is None or self.type == "cpu":
             return self.backend
         return f"cpu:gloo,{self.type}:{self.backend}"
+
+
+def _named(name: str) -> DeviceKind:
+    return BY_NAME[name]
 
 
 def _asking(function: str, *args: Any) -> Callable[[], bool]:

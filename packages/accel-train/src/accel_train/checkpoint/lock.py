@@ -72,7 +72,12 @@ def try_lock(path: Path) -> FolderLock | None:
         if _held.get(_key(path)) == os.getpid():
             return None
         while True:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except FileNotFoundError:
+                if path.parent.is_dir():
+                    continue  # Linux says so, now and then, where another process removes the file meanwhile
+                raise
             try:
                 if not _is_locked(descriptor):
                     os.close(descriptor)
