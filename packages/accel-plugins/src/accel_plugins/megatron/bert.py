@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from accel_plugins.megatron.gpt2 import ACTIVATIONS
-from accel_plugins.megatron.model_family import ModelFamily, Weight
-from accel_plugins.megatron.packing import Packing, attention, same, vocabulary
+from accel_plugins.megatron.model_family import ModelFamily, Weight, weight_and_bias
+from accel_plugins.megatron.packing import attention, same, vocabulary
 from accel_state.errors import UnsupportedError
 
 _LAYER = "encoder.layers.{layer}."
@@ -41,13 +41,6 @@ def _model_arguments(model: Any) -> dict[str, Any]:
     }
 
 
-def _both(theirs: str, ours: str, weight: Packing, bias: Packing) -> list[Weight]:
-    return [
-        Weight(parameter=f"{theirs}.{end}", names=(f"{ours}.{end}",), packing=packing)
-        for end, packing in (("weight", weight), ("bias", bias))
-    ]
-
-
 def _weights(config: Any) -> list[Weight]:
     heads = config.num_attention_heads
     qkv = attention(heads, heads, config.hidden_size // heads)
@@ -80,7 +73,7 @@ def _weights(config: Any) -> list[Weight]:
         ("binary_head", "cls.seq_relationship", same(), same()),
         ("binary_head.1", "classifier", same(), same()),
     ):
-        found += _both(theirs, ours, weight, bias)
+        found += weight_and_bias(theirs, ours, weight, bias)
     return found
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.nn.functional import gelu
 
-from accel_plugins.megatron.model_family import ModelFamily, Weight
+from accel_plugins.megatron.model_family import ModelFamily, Weight, weight_and_bias
 from accel_plugins.megatron.packing import attention_in_one, same, transposed, vocabulary
 from accel_state.errors import UnsupportedError
 
@@ -53,31 +53,24 @@ def _weights(config: Any) -> list[Weight]:
         for one, name, packing in (
             ("embedding.word_embeddings.weight", "transformer.wte.weight", vocabulary(config.vocab_size)),
             ("embedding.position_embeddings.weight", "transformer.wpe.weight", same()),
-            ("decoder.final_layernorm.weight", "transformer.ln_f.weight", same()),
-            ("decoder.final_layernorm.bias", "transformer.ln_f.bias", same()),
             ("output_layer.weight", head, vocabulary(config.vocab_size)),
         )
     ]
-    for theirs, ours in (("input_layernorm", "ln_1"), ("pre_mlp_layernorm", "ln_2")):
-        found += [
-            Weight(parameter=f"{_LAYER}{theirs}.{end}", names=(f"{_OURS}{ours}.{end}",), packing=same())
-            for end in ("weight", "bias")
-        ]
     for theirs, ours, weight, bias in (
+        ("decoder.final_layernorm", "transformer.ln_f", same(), same()),
+        (f"{_LAYER}input_layernorm", f"{_OURS}ln_1", same(), same()),
+        (f"{_LAYER}pre_mlp_layernorm", f"{_OURS}ln_2", same(), same()),
         (
-            "self_attention.linear_qkv",
-            "attn.c_attn",
+            f"{_LAYER}self_attention.linear_qkv",
+            f"{_OURS}attn.c_attn",
             attention_in_one(config.n_head, size, transpose=True),
             attention_in_one(config.n_head, size, transpose=False),
         ),
-        ("self_attention.linear_proj", "attn.c_proj", transposed(1), same()),
-        ("mlp.linear_fc1", "mlp.c_fc", transposed(0), same(0)),
-        ("mlp.linear_fc2", "mlp.c_proj", transposed(1), same()),
+        (f"{_LAYER}self_attention.linear_proj", f"{_OURS}attn.c_proj", transposed(1), same()),
+        (f"{_LAYER}mlp.linear_fc1", f"{_OURS}mlp.c_fc", transposed(0), same(0)),
+        (f"{_LAYER}mlp.linear_fc2", f"{_OURS}mlp.c_proj", transposed(1), same()),
     ):
-        found += [
-            Weight(parameter=f"{_LAYER}{theirs}.{end}", names=(f"{_OURS}{ours}.{end}",), packing=packing)
-            for end, packing in (("weight", weight), ("bias", bias))
-        ]
+        found += weight_and_bias(theirs, ours, weight, bias)
     return found
 
 

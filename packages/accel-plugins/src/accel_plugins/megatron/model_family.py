@@ -26,6 +26,21 @@ class Weight:
     packing: Packing
 
 
+def weight_and_bias(theirs: str, ours: str, weight: Packing, bias: Packing) -> list[Weight]:
+    """Return the two parameters of a layer or norm.
+
+    Args:
+        theirs: The name of the module in megatron-core's model.
+        ours: Its name in the model of transformers.
+        weight: How its weight is packed and split.
+        bias: How its bias is.
+    """
+    return [
+        Weight(parameter=f"{theirs}.{end}", names=(f"{ours}.{end}",), packing=packing)
+        for end, packing in (("weight", weight), ("bias", bias))
+    ]
+
+
 def _accept(config: Any) -> None:
     del config
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_plugins.megatron.train_steps import IGNORED, AbstractTrainStep, token_loss, with_losses
+from accel_plugins.megatron.train_steps import IGNORED, TokenTrainStep, with_losses
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class T5TrainStep(AbstractTrainStep):
+class T5TrainStep(TokenTrainStep):
     """The step of encoder-decoders: the loss of the tokens of the decoder.
 
     A batch has `input_ids` and `labels` of transformers (-100 is left out of the loss), and may have
@@ -28,13 +28,7 @@ class T5TrainStep(AbstractTrainStep):
     """
 
     def __init__(self, accelerator: Any, args: Namespace) -> None:
-        super().__init__("T5TrainStep")
-        self.args = args
-        self.return_logits = bool(args.return_logits)
-        self.per_token = bool(accelerator.state.megatron_lm_plugin.calculate_per_token_loss)
-        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator)
-        self.forward_step = self.get_forward_step_func()
+        super().__init__("T5TrainStep", accelerator, args)
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: Tensor) -> Tensor:
@@ -99,15 +93,6 @@ class T5TrainStep(AbstractTrainStep):
         if own is not None:
             return own
         return _indexed_batch if megatron_dataset_flag else self._batch
-
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the plugin's `custom_loss_function`, or the mean loss of the tokens of a micro-batch.
-
-        Args:
-            accelerator: Its plugin may have a function.
-        """
-        own = accelerator.state.megatron_lm_plugin.custom_loss_function
-        return own if own is not None else partial(token_loss, per_token=self.per_token)
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the forward step."""

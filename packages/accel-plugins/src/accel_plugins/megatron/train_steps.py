@@ -46,7 +46,35 @@ class AbstractTrainStep(ABC):
         """Return the loss function: it returns the loss, and a dictionary of losses over all replicas."""
 
 
-class GPTTrainStep(AbstractTrainStep):
+class TokenTrainStep(AbstractTrainStep):
+    """A step whose loss is that of tokens.
+
+    Args:
+        name: Name of the class of models.
+        accelerator: Has `state` and `device`.
+        args: `MegatronLMPlugin.megatron_lm_default_args` as attributes.
+    """
+
+    def __init__(self, name: str, accelerator: Any, args: Namespace) -> None:
+        super().__init__(name)
+        self.args = args
+        self.return_logits = bool(args.return_logits)
+        self.per_token = bool(accelerator.state.megatron_lm_plugin.calculate_per_token_loss)
+        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
+        self.loss_func = self.get_loss_func(accelerator)
+        self.forward_step = self.get_forward_step_func()
+
+    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
+        """Return the plugin's `custom_loss_function`, or the mean loss of the tokens of a micro-batch.
+
+        Args:
+            accelerator: Its plugin may have a function.
+        """
+        own = accelerator.state.megatron_lm_plugin.custom_loss_function
+        return own if own is not None else partial(token_loss, per_token=self.per_token)
+
+
+class GPTTrainStep(TokenTrainStep):
     """The step of decoders: the loss of the next token.
 
     A batch has `input_ids`, and may have `labels` (those of transformers: not shifted, -100 is left out of
@@ -58,13 +86,7 @@ class GPTTrainStep(AbstractTrainStep):
     """
 
     def __init__(self, accelerator: Any, args: Namespace) -> None:
-        super().__init__("GPTTrainStep")
-        self.args = args
-        self.return_logits = bool(args.return_logits)
-        self.per_token = bool(accelerator.state.megatron_lm_plugin.calculate_per_token_loss)
-        self.get_batch = self.get_batch_func(accelerator, args.megatron_dataset_flag)
-        self.loss_func = self.get_loss_func(accelerator)
-        self.forward_step = self.get_forward_step_func()
+        super().__init__("GPTTrainStep", accelerator, args)
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
         """Return the plugin's `custom_get_batch_function`, or one for batches of transformers or of Megatron.
@@ -78,15 +100,6 @@ class GPTTrainStep(AbstractTrainStep):
             return own
         return _indexed_batch if megatron_dataset_flag else _decoder_batch
 
-    def get_loss_func(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the plugin's `custom_loss_function`, or the mean loss of the tokens of a micro-batch.
-
-        Args:
-            accelerator: Its plugin may have a function.
-        """
-        own = accelerator.state.megatron_lm_plugin.custom_loss_function
-        return own if own is not None else self._loss
-
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the forward step."""
 
@@ -99,9 +112,6 @@ class GPTTrainStep(AbstractTrainStep):
             return output, partial(self.loss_func, loss_mask)
 
         return forward_step
-
-    def _loss(self, loss_mask: Tensor, output_tensor: Any) -> tuple[Any, ...]:
-        return token_loss(loss_mask, output_tensor, per_token=self.per_token)
 
 
 def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tuple[Any, ...]:
