@@ -68,6 +68,27 @@ class Groups:
         return {"pp": self.pipeline, "dp_replicate": self.data, "tp": self.tensor}
 
 
+def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
+    """Return the sizes of the groups of a run, and a rank in them.
+
+    Args:
+        plugin: Has the sizes.
+        world_size: Number of ranks.
+        rank: The rank.
+
+    Raises:
+        SettingsError: The sizes do not divide the number of ranks.
+
+    Example:
+        >>> from accel_plugins.megatron.plugin import MegatronLMPlugin
+        >>> groups_of(MegatronLMPlugin(tp_degree=2), 4, 3).axes
+        {'pp': 1, 'dp_replicate': 2, 'tp': 2}
+    """
+    tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
+    data = data_parallel_size(tensor, pipeline, plugin.context_parallel_size or 1, world_size)
+    return Groups(tensor=tensor, pipeline=pipeline, data=data, rank=rank)
+
+
 def start(plugin: MegatronLMPlugin, runtime: Runtime, virtual: int | None) -> Groups:
     """Make the process groups, and seed the random states of tensor parallelism.
 
@@ -76,14 +97,7 @@ def start(plugin: MegatronLMPlugin, runtime: Runtime, virtual: int | None) -> Gr
         runtime: Topology and device. A single process gets a process group of one rank.
         virtual: Virtual stages of a rank, if it has several.
     """
-    topology = runtime.topology
-    tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
-    found = Groups(
-        tensor=tensor,
-        pipeline=pipeline,
-        data=data_parallel_size(tensor, pipeline, plugin.context_parallel_size or 1, topology.world_size),
-        rank=topology.rank,
-    )
+    found = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
     if not dist.is_initialized():
         dist.init_process_group(
             runtime.kind.backend or "gloo",
@@ -96,8 +110,8 @@ def start(plugin: MegatronLMPlugin, runtime: Runtime, virtual: int | None) -> Gr
     state = core("parallel_state")
     before = set(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public list
     state.initialize_model_parallel(
-        tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=pipeline,
+        tensor_model_parallel_size=found.tensor,
+        pipeline_model_parallel_size=found.pipeline,
         virtual_pipeline_model_parallel_size=virtual,
         create_gloo_process_groups=False,
     )

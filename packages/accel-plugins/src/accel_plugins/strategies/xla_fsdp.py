@@ -22,7 +22,7 @@ from accel_plugins.xla.spmd import (
     shard_optimizer,
     start_mesh,
 )
-from accel_plugins.xla.support import refuse_unsupported
+from accel_plugins.xla.support import SPMD_PLUGIN, refuse_unsupported
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
-_WANTED = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
 # What fields of the plugin say that is not done on XLA devices.
 _UNSUPPORTED = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
 
@@ -145,7 +144,7 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     if not (plugin.xla and plugin.xla_fsdp_v2):
         raise UnsupportedError(
             f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): on XLA "
-            f"devices the compiler shards models; write {_WANTED}."
+            f"devices the compiler shards models; write {SPMD_PLUGIN}."
         )
     asked = [name for name in _UNSUPPORTED if getattr(plugin, name) is not None]
     asked += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
@@ -153,6 +152,6 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         asked.append(f"state_dict_type='{form.name}_STATE_DICT'")
     if asked:
         raise UnsupportedError(
-            f"{_WANTED} does not go with {', '.join(asked)}: leave it out. mixed_precision='bf16' of "
+            f"{SPMD_PLUGIN} does not go with {', '.join(asked)}: leave it out. mixed_precision='bf16' of "
             "Accelerator computes in bfloat16."
         )

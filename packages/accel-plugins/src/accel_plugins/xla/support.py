@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
-_SPMD = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
+SPMD_PLUGIN = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
+"""The plugin with which the compiler shards models, for messages."""
 
 
 def refuse_unsupported(
@@ -38,7 +39,7 @@ def refuse_unsupported(
     found: dict[str, bool] = {
         "DeepSpeed": settings.deepspeed is not None,
         "Megatron-LM": settings.megatron is not None,
-        f"a ParallelismConfig (models are sharded with {_SPMD})": settings.parallelism is not None,
+        f"a ParallelismConfig (models are sharded with {SPMD_PLUGIN})": settings.parallelism is not None,
         "mixed_precision='fp16', whose loss scaler waits for the device in every step (use 'bf16')": (
             precision.scaler is not None
         ),

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_plugins.megatron.check import data_parallel_size
 from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
-from accel_plugins.megatron.groups import Groups
 from accel_plugins.megatron.loaders import with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.strategies.megatron import MegatronWrapper, Trained
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_plugins.bundle import Bundle
+    from accel_plugins.megatron.groups import Groups
     from accel_state.runtime import Runtime
 
 
@@ -31,26 +30,6 @@ def plugin_of(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
         handlers: The kwargs handlers by type.
     """
     return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
-
-
-def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
-    """Return the sizes of the groups of a run.
-
-    Args:
-        plugin: Has the sizes.
-        world_size: Number of ranks.
-        rank: The rank.
-
-    Raises:
-        SettingsError: The sizes do not divide the number of ranks.
-
-    Example:
-        >>> groups_of(MegatronLMPlugin(tp_degree=2), 4, 3).axes
-        {'pp': 1, 'dp_replicate': 2, 'tp': 2}
-    """
-    tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
-    data = data_parallel_size(tensor, pipeline, plugin.context_parallel_size or 1, world_size)
-    return Groups(tensor=tensor, pipeline=pipeline, data=data, rank=rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

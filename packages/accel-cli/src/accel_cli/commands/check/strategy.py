@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_cli.commands.check.checkpoint import Sharded
 from accel_cli.commands.check.engine import FakeEngine
-from accel_cli.commands.check.megatron import FakeMegatron, groups_of, plugin_of
+from accel_cli.commands.check.megatron import FakeMegatron, plugin_of
 from accel_cli.commands.check.parts import on_parts
 from accel_cli.commands.check.recorder import Chosen
 from accel_plugins.dcp.protocol import StateForm
@@ -25,6 +25,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.megatron.groups import groups_of
 from accel_plugins.precision.engine import EnginePrecision
 from accel_plugins.strategies.deepspeed import accumulation_of
 from accel_plugins.strategies.replicated import ReplicatedPersister
