@@ -102,11 +102,13 @@ class Problem:
         self.loader = DataLoader(TensorDataset(torch.randint(24, (self.rows, 6))), batch_size=self.batch_size)
 
 
-def plain_training(*, epochs: int = 2, accumulation: int = 1, max_norm: float | None = None, **options):
-    """Train with PyTorch alone, on the CPU; return the losses and the weights."""
+def plain_training(
+    *, epochs: int = 2, accumulation: int = 1, max_norm: float | None = None, loader=None, **options
+):
+    """Train with PyTorch alone, on the CPU, on the problem's batches or others; return losses and weights."""
     problem, losses = Problem(**options), []
     for _ in range(epochs):
-        for number, (tokens,) in enumerate(problem.loader, start=1):
+        for number, (tokens,) in enumerate(loader or problem.loader, start=1):
             loss = loss_of(problem.model, tokens)
             (loss / accumulation).backward()
             losses.append(loss.item())

@@ -13,13 +13,14 @@ import torch_xla.core.xla_model
 import torch_xla.debug.metrics as metrics
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset, get_worker_info
 
 from accel import Accelerator, DistributedDataParallelKwargs, DistributedType, PartialState
 from accel.errors import UnsupportedError
 from accel.local_sgd import LocalSGD
 from accel.state import AcceleratorState
 from accel.utils import (
+    DataLoaderConfiguration,
     ParallelismConfig,
     broadcast,
     broadcast_object_list,
@@ -36,7 +37,7 @@ from accel_plugins.strategies.xla import build
 from accel_state.devices import xla
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
-from accel_train.data.device_transfer import warn_of_shapes
+from accel_train.data.device_transfer import warn_of_padding, warn_of_shapes
 from xla.problems import (
     CHECKS,
     Problem,
@@ -229,12 +230,66 @@ def test_bfloat16_computes_in_bfloat16_and_returns_float32():
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses()), rtol=0, atol=0.05)
 
 
-def test_metrics_count_every_sample_once():
+class Stream(IterableDataset):
+    """Numbers; each worker has its own."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        info = get_worker_info()
+        return iter(range(self.size) if info is None else range(info.id, self.size, info.num_workers))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", [torch.arange, Stream])
+def test_batches_have_one_shape_and_metrics_count_every_sample_once(kind, workers):
     accelerator = Accelerator()
-    rows = torch.arange(22)
-    loader = accelerator.prepare(DataLoader(rows, batch_size=8))
-    gathered = torch.cat([accelerator.gather_for_metrics(batch).cpu() for batch in loader])
-    assert gathered.tolist() == rows.tolist()
+    loader = accelerator.prepare(DataLoader(kind(22), batch_size=8, num_workers=workers))
+    gathered = []
+    for batch in loader:
+        assert batch.shape == (8,)
+        gathered += accelerator.gather_for_metrics(batch).tolist()
+        gathered_objects = accelerator.gather_for_metrics(batch.tolist(), use_gather_object=True)
+        assert gathered[-len(gathered_objects) :] == gathered_objects
+    assert sorted(gathered) == list(range(22))
+
+
+def test_a_size_that_does_not_divide_compiles_nothing_more_and_trains_on_the_completed_batch():
+    accelerator = Accelerator()
+    model, optimizer, loader = prepared(accelerator, rows=30)
+    seen = []
+    metrics.clear_all()
+    losses = train(accelerator, model, optimizer, loader, each=lambda: seen.append(counts()[0]))
+    assert len(seen) == 8
+    assert set(seen[1:]) == {seen[1]}, f"compilations after each step: {seen}"
+    problem = Problem(rows=30)
+    rows = torch.cat([tokens for (tokens,) in problem.loader])
+    completed = DataLoader(TensorDataset(torch.cat([rows, rows[:2]])), batch_size=8)
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(plain_losses(rows=30, loader=completed)), **NEAR
+    )
+
+
+def test_a_last_batch_can_be_dropped_or_left_as_it_is():
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
+    assert [len(batch) for batch in accelerator.prepare(DataLoader(range(10), 4, drop_last=True))] == [4, 4]
+    assert [len(batch) for batch in accelerator.prepare(DataLoader(range(10), 4))] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("even", "words"), [(True, "compiles anew for every shape"), (False, "Batches have different shapes")]
+)
+def test_what_becomes_of_a_shorter_last_batch_is_said_once(even, words, caplog):
+    for warn in (warn_of_shapes, warn_of_padding):
+        warn.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=even))
+        for _ in range(2):
+            loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=4))
+            assert [len(batch) for batch in loader] == [4, 4, 4 if even else 2]
+    said = [record.message for record in caplog.records if "drop_last=True" in record.message]
+    assert [words in message for message in said] == [True]
 
 
 def test_batches_arrive_in_order_with_workers_and_after_skipping():
@@ -243,17 +298,6 @@ def test_batches_arrive_in_order_with_workers_and_after_skipping():
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     skipped = accelerator.skip_first_batches(loader, 2)
     assert [(batch.device, batch.tolist()) for batch in skipped] == [(XLA, [8, 9, 10, 11])]
-
-
-def test_a_shorter_last_batch_is_announced_once(caplog):
-    warn_of_shapes.cache_clear()
-    with caplog.at_level(logging.WARNING):
-        accelerator = Accelerator()
-        loader = accelerator.prepare(DataLoader(torch.arange(10), batch_size=4))
-        for _ in range(2):
-            assert [len(batch) for batch in loader] == [4, 4, 2]
-    said = [record.message for record in caplog.records if "drop_last=True" in record.message]
-    assert len(said) == 1
 
 
 def test_local_sgd_trains():

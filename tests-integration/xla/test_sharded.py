@@ -3,23 +3,42 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 import torch_xla
 import torch_xla.debug.metrics as metrics
 import torch_xla.distributed.spmd as spmd
 from safetensors.torch import load_file
+from torch import nn
+from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner
 
 from accel import Accelerator, DistributedType, FullyShardedDataParallelPlugin
 from accel.errors import UnsupportedError
 from accel.state import AcceleratorState
+from accel.utils import load_fsdp_model, save_fsdp_model
+from accel_plugins.dcp import read_index
 from accel_plugins.strategies.xla_fsdp import build
 from accel_state.devices import xla
-from accel_state.errors import SettingsError
-from xla.problems import CHECKS, Problem, assert_as_plain, check_conformance, plain_losses, run_guide, train
+from accel_state.errors import CheckpointError, SettingsError
+from xla.problems import (
+    CHECKS,
+    Problem,
+    Tied,
+    assert_as_plain,
+    check_conformance,
+    plain_losses,
+    run_guide,
+    train,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 
@@ -85,7 +104,7 @@ def test_parameters_states_and_batches_are_sharded_over_all_devices():
 
 def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution():
     accelerator = sharded()
-    model, optimizer, loader = prepared(accelerator, rows=64)
+    model, optimizer, loader = prepared(accelerator, rows=62)  # the last batch is completed
     seen = []
 
     def count():
@@ -94,6 +113,7 @@ def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution()
 
     metrics.clear_all()
     train(accelerator, model, optimizer, loader, epochs=1, each=count)
+    assert len(seen) == 8
     assert {compiled for compiled, _ in seen[1:]} == {seen[1][0]}, seen
     assert {after[1] - before[1] for before, after in pairwise(seen[1:])} == {1}, seen
 
@@ -132,6 +152,88 @@ def test_a_checkpoint_of_one_device_is_resumed_sharded_and_the_reverse(tmp_path)
         AcceleratorState._reset_state(reset_partial_state=True)
 
 
+@contextmanager
+def global_mesh(shape: tuple[int, int]):
+    """Within it, models are sharded over a mesh of this shape, along its first axis."""
+    before = spmd.get_global_mesh()
+    spmd.set_global_mesh(spmd.Mesh(np.arange(4), shape, ("fsdp", "model")))
+    try:
+        yield
+    finally:
+        spmd.set_global_mesh(before)
+
+
+def chunks_of(folder: Path, key: str) -> list[tuple[int, ...]]:
+    metadata = read_index(folder).state_dict_metadata[key]
+    return sorted(tuple(chunk.sizes) for chunk in metadata.chunks)
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+@pytest.mark.parametrize(("written", "read"), [((4, 1), (2, 2)), ((2, 2), (4, 1)), ((4, 1), None)], ids=str)
+def test_shards_are_saved_and_resumed_on_another_mesh_and_without_xla(written, read, blocking, tmp_path):
+    with global_mesh(written):
+        first = sharded(state_dict_type="SHARDED_STATE_DICT")
+        losses = train(first, *prepared(first), epochs=1)
+        saving = first.save_state(str(tmp_path), blocking=blocking)
+        if not blocking:
+            saving.wait()
+    rows = 24 // written[0]
+    assert chunks_of(tmp_path / "pytorch_model_fsdp_0", "model.embed.weight") == [(rows, 16)] * written[0]
+    states = tmp_path / "optimizer_0"
+    assert chunks_of(states, "optimizer.state.embed.weight.exp_avg") == [(rows, 16)] * written[0]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with global_mesh(read or written):
+        second = Accelerator(cpu=True) if read is None else sharded()
+        objects = prepared(second, seed=4)
+        second.load_state(str(tmp_path))
+        if read is not None:
+            model, optimizer, _ = objects
+            for tensor in (model.embed.weight, optimizer.state[model.embed.weight]["exp_avg"]):
+                assert sharding_of(tensor).startswith(f"{{devices=[{read[0]},1")
+        problem = Problem()  # the batches are those of the same seed
+        loader = second.prepare(problem.loader)
+        losses += train(second, *objects[:2], loader, epochs=1)
+    torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses()), **NEAR)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:torch.distributed is disabled", "ignore:Using a non-tuple", "ignore:TypedStorage"
+)
+def test_pytorch_alone_and_torch_xla_alone_read_and_write_the_same_folders(tmp_path):
+    accelerator = sharded(state_dict_type="SHARDED_STATE_DICT")
+    plugin = accelerator.state.fsdp_plugin
+    problem = Problem()
+    weights = {name: tensor.clone() for name, tensor in problem.model.state_dict().items()}
+    model, *_ = accelerator.prepare(problem.model, problem.optimizer, problem.loader)
+    save_fsdp_model(plugin, accelerator, model, str(tmp_path))
+    folder = tmp_path / "pytorch_model_fsdp_0"
+    found = {"model": Tied().state_dict()}
+    torch_dcp.load(found, checkpoint_id=folder, no_dist=True)
+    torch.testing.assert_close(found["model"], weights, rtol=0, atol=0)
+    other = accelerator.prepare_model(Problem(seed=4).model)
+    found = {"model": other.state_dict()}
+    torch_dcp.load(
+        found, storage_reader=torch_dcp.FileSystemReader(folder), planner=SPMDLoadPlanner(), no_dist=True
+    )
+    torch.testing.assert_close(accelerator.get_state_dict(other), weights, rtol=0, atol=0)
+    doubled = {name: tensor * 2 for name, tensor in weights.items()}
+    torch_dcp.save({"model": doubled}, checkpoint_id=tmp_path / "plain", no_dist=True)
+    load_fsdp_model(plugin, accelerator, model, str(tmp_path / "plain"))
+    torch.testing.assert_close(accelerator.get_state_dict(model), doubled, rtol=0, atol=0)
+    assert sharding_of(model.embed.weight) == "{devices=[4,1]0,1,2,3}"
+
+
+def test_shards_of_other_shapes_are_refused(tmp_path):
+    options = {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None}
+    accelerator = sharded(state_dict_type="SHARDED_STATE_DICT", **options)
+    accelerator.prepare(nn.Linear(8, 8))
+    accelerator.save_state(str(tmp_path))
+    accelerator.free_memory()
+    accelerator.prepare(nn.Linear(4, 8))
+    with pytest.raises(CheckpointError, match=r"'model.weight' with shape \(8, 8\)"):
+        accelerator.load_state(str(tmp_path))
+
+
 def test_saved_weights_are_whole_and_under_the_names_of_the_model(tmp_path):
     accelerator = sharded()
     problem = Problem()
@@ -146,15 +248,11 @@ def test_saved_weights_are_whole_and_under_the_names_of_the_model(tmp_path):
 
 
 def test_a_mesh_of_the_caller_is_used():
-    before = spmd.get_global_mesh()
-    spmd.set_global_mesh(spmd.Mesh(np.arange(4), (2, 2), ("fsdp", "model")))
-    try:
+    with global_mesh((2, 2)):
         accelerator = sharded()
         model, optimizer, loader = prepared(accelerator)
         assert "devices=[2,1,2]" in sharding_of(model.embed.weight)
         losses = train(accelerator, model, optimizer, loader, epochs=1)
-    finally:
-        spmd.set_global_mesh(before)
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(plain_losses(epochs=1)), **NEAR)
 
 
@@ -171,7 +269,7 @@ def test_the_documented_variables_choose_it(monkeypatch):
         ({"xla": False}, "xla=False"),
         ({"cpu_offload": True}, "cpu_offload"),
         ({"ignored_modules": "blocks"}, "ignored_modules"),
-        ({"state_dict_type": "SHARDED_STATE_DICT"}, "state_dict_type='SHARDED_STATE_DICT'"),
+        ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type='LOCAL_STATE_DICT'"),
     ],
 )
 def test_what_the_compiler_does_not_do_is_refused_at_construction(fields, named):

@@ -55,7 +55,7 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
 
 
 def expected(
-    order: list[int], size: int, world: int, *, drop: bool, split: bool, even: bool
+    order: list[int], size: int, world: int, *, drop: bool, split: bool, even: bool, static: bool = False
 ) -> list[list[list[int]]]:
     """Shard by brute force: cut the order into rounds, complete the last one, split each across ranks."""
     rows = size // world if split else size
@@ -65,7 +65,7 @@ def expected(
         turn = order[begin : begin + stride]
         if len(turn) < stride and drop:
             break
-        if even and world > 1:
+        if even and (world > 1 or static):
             turn = turn + list(islice(cycle(order), stride - len(turn)))
         for rank in range(world):
             if share := turn[rank * rows : (rank + 1) * rows]:
@@ -85,6 +85,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "split": split,
         "even": draw(st.booleans()),
         "drop": draw(st.booleans()),
+        "static": draw(st.booleans()),
         "kind": draw(st.sampled_from(sorted(SAMPLERS))),
     }
 
@@ -98,6 +99,7 @@ def shards(case: dict[str, Any], world: int | None = None) -> list[BatchSamplerS
             rank,
             case["split"],
             case["even"],
+            static_shapes=case["static"],
         )
         for rank in range(world)
     ]
@@ -106,9 +108,8 @@ def shards(case: dict[str, Any], world: int | None = None) -> list[BatchSamplerS
 @given(case=cases())
 def test_ranks_get_what_brute_force_gives_them(case: dict[str, Any]) -> None:
     order = list(SAMPLERS[case["kind"]](case["total"]))
-    shares = expected(
-        order, case["size"], case["world"], drop=case["drop"], split=case["split"], even=case["even"]
-    )
+    options = {name: case[name] for name in ("drop", "split", "even", "static")}
+    shares = expected(order, case["size"], case["world"], **options)
     for shard, share in zip(shards(case), shares, strict=True):
         assert list(shard) == share
         assert len(shard) == len(share)
@@ -128,7 +129,7 @@ def test_what_is_not_padding_is_every_sample_once(case: dict[str, Any]) -> None:
     kept = case["total"] - (case["total"] % stride if case["drop"] else 0)
     order = list(SAMPLERS[case["kind"]](case["total"]))
     assert sorted(seen) == sorted(order[:kept])
-    completes = case["even"] and case["world"] > 1 and not case["drop"]
+    completes = case["even"] and (case["world"] > 1 or case["static"]) and not case["drop"]
     assert padded == (-case["total"] % stride if completes else 0)
 
 

@@ -69,6 +69,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
         "split": split,
         "even": draw(st.booleans()),
         "drop": draw(st.booleans()),
+        "static": draw(st.booleans()),
     }
 
 
@@ -82,6 +83,7 @@ def shards(case: dict[str, Any], kind: type[Count] = Count, **options: Any) -> l
             rank,
             case["split"],
             even_batches=case["even"],
+            static_shapes=case["static"],
             **options,
         )
         for rank in range(case["world"])
@@ -96,7 +98,7 @@ def expected(case: dict[str, Any]) -> list[list[int]]:
         turn = list(range(case["total"]))[begin : begin + stride]
         if len(turn) < stride and case["drop"]:
             break
-        if case["even"] and case["world"] > 1:
+        if case["even"] and (case["world"] > 1 or case["static"]):
             turn += list(islice(cycle(range(case["total"])), stride - len(turn)))
         for rank in range(case["world"]):
             shares[rank] += turn[rank * rows : (rank + 1) * rows]
@@ -119,6 +121,7 @@ def test_a_shard_knows_its_length(case: dict[str, Any]) -> None:
             rank,
             case["split"],
             even_batches=case["even"],
+            static_shapes=case["static"],
         )
         assert len(shard) == len(share)
         assert list(shard) == share

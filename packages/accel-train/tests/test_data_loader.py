@@ -11,7 +11,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 
 from accel_plugins.deepspeed.sequence import SequenceShard
 from accel_state.gradient_state import GradientState
+from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.data_parallel_rank import shard_of_ranks
+from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.data.skip import skip_first_batches
@@ -148,6 +150,36 @@ def test_iterable_samples_come_once_without_the_padding(
     loaders = ranks(DataLoader(kind(29), batch_size=2, num_workers=workers), world)
     assert sorted(sample for loader in loaders for sample in real_samples(loader)) == list(range(29))
     assert len({len(list(loader)) for loader in loaders}) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("size", [1, 7, 12, 13])
+def test_with_static_shapes_all_batches_of_one_rank_are_full(size: int, workers: int) -> None:
+    batches = BatchSampler(range(size), batch_size=4, drop_last=False)
+    shard = BatchSamplerShard(batches, static_shapes=True)
+    stream = IterableDatasetShard(Numbers(size), 4, mark_padding=True, static_shapes=True)
+    map_style = DataLoaderShard(list(range(size)), batch_sampler=shard, num_workers=workers)
+    iterable = DataLoaderShard(stream, batch_size=4, num_workers=workers)
+    for loader in (map_style, iterable):
+        assert {len(batch) for batch in loader} == {4}
+        assert sorted(real_samples(loader)) == list(range(size))
+    assert map_style.remainder == size % 4
+    assert len(map_style) == -(-size // 4)
+    resumed = skip_first_batches(map_style, len(map_style) - 1)
+    assert real_samples(resumed) == list(range(size))[-(size % 4 or 4) :]
+
+
+def test_with_static_shapes_a_batch_sampler_whose_order_is_unknown_is_completed_too() -> None:
+    class Pairs:
+        batch_size = 4
+
+        def __iter__(self) -> Iterator[list[int]]:
+            return iter([[5, 4, 3, 2], [1, 0]])
+
+    shard: Any = BatchSamplerShard(Pairs(), static_shapes=True)
+    loader = DataLoaderShard(list(range(6)), batch_sampler=shard)
+    assert [batch.tolist() for batch in loader] == [[5, 4, 3, 2], [1, 0, 5, 4]]
+    assert (loader.real_in_batch, loader.batch_size_seen) == (2, 4)
 
 
 @pytest.mark.parametrize("dataset", [list(range(11)), Numbers(11)])

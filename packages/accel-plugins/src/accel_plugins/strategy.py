@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from accel_plugins.dcp.protocol import ShardedStates
+    from accel_plugins.dcp.protocol import RankPlanners, ShardedStates
     from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper, TrainStep
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
@@ -100,6 +100,8 @@ class Strategy:
         release: Gives up what the strategy keeps of prepared objects.
         shards: Gives what this rank holds, for checkpoints to which every rank writes its part; `None` where
             one rank writes everything.
+        planners: Plan what a rank writes and reads of `shards`; PyTorch's, for plain tensors and DTensors, if
+            `None`.
         wrap_optimizer: Makes the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
             `wrapper(optimizer, step=…, discard=…)` makes one that steps and gives its gradients up through an
             engine. By default optimizers step through the `stepper`.
@@ -126,6 +128,7 @@ class Strategy:
     precision: PrecisionPolicy | None = None
     release: Callable[[], None] | None = None
     shards: ShardedStates | None = None
+    planners: RankPlanners | None = None
     wrap_optimizer: Callable[[Any, Callable[..., Any]], Any] | None = None
     wrap_scheduler: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
     compiles_in_place: bool = False

@@ -239,6 +239,7 @@ def _checkpoints(
         synchronizer=synchronizer,
         persister=strategy.persister,
         shards=strategy.shards,
+        planners=strategy.planners,
         precision=precision,
         recipe=recipe,
     )

@@ -6,10 +6,12 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     import torch
     from torch import Tensor, nn
+    from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
     from torch.optim import Optimizer
 
     from accel_plugins.roles import StateDict
@@ -85,5 +87,38 @@ class ShardedStates(Protocol):
 
         Raises:
             CheckpointError: Its parameters are not those of the optimizer.
+        """
+        ...
+
+
+class RankPlanners(Protocol):
+    """Plans of what one rank writes to a DCP folder and reads from it, for tensors of some kind."""
+
+    def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
+        """Plan what this rank writes.
+
+        Args:
+            state: Nested dictionaries and lists; the same names on all ranks.
+            rank: Rank of this process.
+
+        Returns:
+            A planner whose `resolve_data` gives the values, and the items of this rank alone: all ranks
+            together write every value once. The data of the plan maps keys to paths in `state`.
+        """
+        ...
+
+    def plan_load(
+        self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
+    ) -> tuple[LoadPlanner, LoadPlan]:
+        """Plan what this rank reads.
+
+        Args:
+            state: As for `read_into`: tensors are filled in place, other values replaced.
+            index: The index of the folder.
+            strict: Whether the folder must have every key of `state`.
+            flat: Whether the keys of `state` are already those of the index.
+
+        Returns:
+            A planner that takes what is read, and the items.
         """
         ...

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from accel_plugins.dcp.index import entries, read_index
+from accel_plugins.dcp.planners import TorchPlanners, put
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
-    import io
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import ReadItem
 
     from accel_plugins.dcp.index import Entry
+    from accel_plugins.dcp.protocol import RankPlanners
 
 # Raised by torch for damaged bytes, and for pickles that would run code.
 _DAMAGE = (
@@ -40,7 +38,14 @@ _DAMAGE = (
 )
 
 
-def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat: bool = False) -> None:
+def read_into(
+    folder: Path,
+    state: dict[str, Any],
+    *,
+    strict: bool = True,
+    flat: bool = False,
+    planners: RankPlanners | None = None,
+) -> None:
     """Read this rank's shards of a state in place.
 
     Args:
@@ -49,30 +54,32 @@ def read_into(folder: Path, state: dict[str, Any], *, strict: bool = True, flat:
             other values are replaced.
         strict: Whether the folder must have every key of `state`; else values without one are unchanged.
         flat: Whether the keys of `state` are already those of the folder's index.
+        planners: Plan what is read; PyTorch's, for plain tensors and DTensors, if `None`.
 
     Raises:
         CheckpointError: The folder is damaged, or does not fit `state`.
     """
     index = read_index(folder)
     _check_fit(folder, index, state if flat else flatten_state_dict(state)[0], strict=strict)
-    planner = _Planner(flatten_state_dict=not flat, allow_partial_load=not strict)
     reader = FileSystemReader(folder)
     try:
-        planner.set_up_planner(state, index, is_coordinator=False)
+        planner, plan = (planners or TorchPlanners()).plan_load(state, index, strict=strict, flat=flat)
         reader.set_up_storage_reader(index, is_coordinator=False)
-        plan = reader.prepare_local_plan(planner.create_local_plan())
-        reader.read_data(plan, planner).wait()
+        reader.read_data(reader.prepare_local_plan(plan), planner).wait()
     except _DAMAGE as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{str(folder)!r} cannot be read: {reason}.") from error
 
 
-def read_all(folder: Path, allocate: Callable[[Entry], Any]) -> dict[str, Any]:
+def read_all(
+    folder: Path, allocate: Callable[[Entry], Any], planners: RankPlanners | None = None
+) -> dict[str, Any]:
     """Read every value of a DCP folder.
 
     Args:
         folder: A DCP folder with an index.
         allocate: Allocates the destination tensor of an entry with a shape.
+        planners: As for `read_into`.
 
     Returns:
         Nested dictionaries and lists, as they were saved.
@@ -82,18 +89,9 @@ def read_all(folder: Path, allocate: Callable[[Entry], Any]) -> dict[str, Any]:
     """
     state: dict[str, Any] = {}
     for entry in entries(read_index(folder)):
-        _put(state, entry.path, None if entry.shape is None else allocate(entry))
-    read_into(folder, state)
+        put(state, entry.path, None if entry.shape is None else allocate(entry))
+    read_into(folder, state, planners=planners)
     return state
-
-
-class _Planner(DefaultLoadPlanner):
-    """Load plan that unpickles objects with `weights_only=True`."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        obj = torch.load(value, weights_only=True)
-        _put(self.original_state_dict, self.mappings.get(key, (key,)), obj)
 
 
 def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, strict: bool) -> None:
@@ -109,21 +107,3 @@ def _check_fit(folder: Path, index: Metadata, wanted: Mapping[str, Any], *, stri
                 f"{str(folder)!r} has {key!r} with shape {tuple(entry.shape)}, but this run's has shape "
                 f"{tuple(value.shape)}: build the model as in the run that was saved."
             )
-
-
-def _put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
-    """Set a value in nested dictionaries and lists, adding those that are missing."""
-    container = state
-    for key, following in pairwise(path):
-        empty: Any = [] if isinstance(following, int) else {}
-        if isinstance(key, int):
-            container.extend([None] * (key + 1 - len(container)))
-            if container[key] is None:
-                container[key] = empty
-            container = container[key]
-        else:
-            container = container.setdefault(key, empty)
-    last = path[-1]
-    if isinstance(last, int):
-        container.extend([None] * (last + 1 - len(container)))
-    container[last] = value

@@ -27,12 +27,29 @@ def always_full() -> StateForm:
     return StateForm.FULL
 
 
+def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
+    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full.
+
+    Args:
+        parameters: Parameters by name.
+    """
+
+    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        parameter = parameters.get(name)
+        if parameter is not None and parameter.shape == shape and shape:
+            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.empty(shape, dtype=dtype)
+
+    return allocate
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShards:
     """State dicts with the tensors of the model and of the optimizer as they are.
 
     Args:
         form_now: Returns the form that `save_state` writes.
+        allocator_like: Makes an allocator of optimizer states from the parameters by name.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -42,6 +59,7 @@ class TensorShards:
     """
 
     form_now: Callable[[], StateForm] = always_full
+    allocator_like: Callable[[Mapping[str, Tensor]], StateAllocator] = allocator_like
 
     def form(self) -> StateForm:
         """Return the form that `save_state` writes."""
@@ -62,13 +80,13 @@ class TensorShards:
         return named_state(optimizer.state_dict(), parameter_names(optimizer, models))
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
-        """Allocate tensors sharded like the parameter if the shapes are equal, else full on the CPU."""
+        """Allocate tensors as `allocator_like` does for the parameters."""
         groups = zip(parameter_names(optimizer, models), optimizer.param_groups, strict=True)
         parameters: dict[str, Tensor] = {}
         for names, group in groups:
             parameters |= zip(names, group["params"], strict=True)
 
-        return allocator_like(parameters)
+        return self.allocator_like(parameters)
 
     def load_optimizer(self, optimizer: Optimizer, models: Sequence[nn.Module], state: StateDict) -> None:
         """Load a state dict of the layout of `optimizer_tensors`."""
@@ -156,19 +174,3 @@ def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]])
 
 def _core(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
-    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full.
-
-    Args:
-        parameters: Parameters by name.
-    """
-
-    def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        parameter = parameters.get(name)
-        if parameter is not None and parameter.shape == shape and shape:
-            return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype)
-
-    return allocate

@@ -10,17 +10,14 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo  # pyright: ignore[reportPrivateUsage] - what the format's index consists of
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.tensor import DTensor
 
 from accel_plugins.dcp.layout import shard_file
+from accel_plugins.dcp.planners import TorchPlanners
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,22 +25,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from accel_ops.weights.stream import ByteSink
+    from accel_plugins.dcp.protocol import RankPlanners
 
 
 class ShardWriter:
     """Write one rank's shards of a state.
 
     Args:
-        state: Nested dictionaries and lists of tensors, DTensors and plain objects; the same names on all
-            ranks. Rank 0 writes replicated tensors and objects.
+        state: Nested dictionaries and lists of tensors and plain objects; the same names on all ranks.
         rank: Rank of this process.
+        planners: Plan what it writes; PyTorch's, for plain tensors and DTensors, if `None`.
     """
 
-    def __init__(self, state: Mapping[str, Any], rank: int) -> None:
-        self._planner = DefaultSavePlanner()
-        self._planner.set_up_planner(dict(state), is_coordinator=rank == 0)
-        plan = self._planner.create_local_plan()
-        self._plan = replace(plan, items=[item for item in plan.items if self._is_ours(item, rank)])
+    def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:
+        self._planner, self._plan = (planners or TorchPlanners()).plan_save(state, rank)
         self._file = shard_file(rank)
         self._results: list[WriteResult] = []
 
@@ -84,19 +79,6 @@ class ShardWriter:
         """Write this rank's metadata file; call it after `write_shards`."""
         del values
         sink.write(pickle.dumps((self._plan, self._results)))
-
-    def _is_ours(self, item: WriteItem, rank: int) -> bool:
-        value = self._planner.state_dict[item.index.fqn]
-        if item.type is not WriteItemType.SHARD or not isinstance(value, DTensor) or item.tensor_data is None:
-            return rank == 0
-        coordinate = value.device_mesh.get_coordinate() or ()  # a rank outside of the mesh has no item
-        replicas = [
-            index
-            for index, placement in zip(coordinate, value.placements, strict=True)
-            if placement.is_replicate()  # FSDP2 on tensor-parallel shards has `_StridedShard`
-        ]
-        has_any = math.prod(item.tensor_data.chunk.sizes) > 0
-        return not any(replicas) and (has_any or (not value.numel() and not any(coordinate)))
 
 
 class _Counted:

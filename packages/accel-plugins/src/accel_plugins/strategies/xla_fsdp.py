@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.dcp.protocol import StateForm
+from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.forms import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
@@ -13,6 +15,7 @@ from accel_plugins.strategies.replicated import ReplicatedPersister, check_mater
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategies.xla_move import move_to_xla
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
+from accel_plugins.xla.checkpoints import SpmdAllocator, SpmdPlanners
 from accel_plugins.xla.persist import CompilerShardedPersister
 from accel_plugins.xla.spmd import (
     BatchSharder,
@@ -129,6 +132,8 @@ def build(
         persister=CompilerShardedPersister(full=ReplicatedPersister(is_main=topology.is_main)),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
+        shards=TensorShards(form_now=partial(form_of, plugin), allocator_like=SpmdAllocator(mesh)),
+        planners=SpmdPlanners(),
         shard_sequences=BatchSharder(mesh, runtime.device, topology.world_size),
         after_micro_batch=own.flush,
         after_step=own.flush,
@@ -148,8 +153,8 @@ def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         )
     asked = [name for name in _UNSUPPORTED if getattr(plugin, name) is not None]
     asked += ["cpu_offload"] * bool(getattr(plugin.cpu_offload, "offload_params", False))
-    if (form := form_of(plugin)) is not StateForm.FULL:
-        asked.append(f"state_dict_type='{form.name}_STATE_DICT'")
+    if form_of(plugin) is StateForm.NATIVE:
+        asked.append("state_dict_type='LOCAL_STATE_DICT'")
     if asked:
         raise UnsupportedError(
             f"{SPMD_PLUGIN} does not go with {', '.join(asked)}: leave it out. mixed_precision='bf16' of "

@@ -61,6 +61,17 @@ def largest_dim(shape: Sequence[int]) -> tuple[str | None, ...]:
     return tuple(AXIS if dim == largest else None for dim in range(len(shape)))
 
 
+def shard(tensor: Tensor, mesh: Any) -> None:
+    """Shard a tensor along its largest dimension, unless it is sharded or has none.
+
+    Args:
+        tensor: On the device.
+        mesh: Of `start_mesh`.
+    """
+    if tensor.dim() and not library()._XLAC._get_xla_sharding_spec(tensor):
+        xla_module("distributed.spmd").mark_sharding(tensor, mesh, largest_dim(tensor.shape))
+
+
 def first_dim(tensor: Tensor) -> tuple[str | None, ...]:
     """Return the partition of a batch, or of activations: the first dimension is sharded."""
     return (AXIS, *(None for _ in tensor.shape[1:]))
@@ -100,15 +111,15 @@ def checkpoint_blocks(blocks: Sequence[nn.Module]) -> None:
 def shard_optimizer(optimizer: Optimizer, mesh: Any) -> None:
     """Shard the state of an optimizer as its parameters, whenever it is loaded or made."""
 
-    def shard(optimizer: Optimizer, *_: Any) -> None:
+    def shard_state(optimizer: Optimizer, *_: Any) -> None:
         for parameter, values in optimizer.state.items():
             for value in values.values():
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and not value.is_cpu:
-                    _shard(value, mesh)
+                    shard(value, mesh)
 
-    optimizer.register_load_state_dict_post_hook(shard)
-    optimizer.register_step_post_hook(shard)
-    shard(optimizer)
+    optimizer.register_load_state_dict_post_hook(shard_state)
+    optimizer.register_step_post_hook(shard_state)
+    shard_state(optimizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +159,4 @@ def quiet_backward() -> Generator[None]:
 
 def _shard_parameters(model: nn.Module, mesh: Any) -> None:
     for parameter in model.parameters():
-        _shard(parameter, mesh)
-
-
-def _shard(tensor: Tensor, mesh: Any) -> None:
-    if tensor.dim() and not library()._XLAC._get_xla_sharding_spec(tensor):
-        xla_module("distributed.spmd").mark_sharding(tensor, mesh, largest_dim(tensor.shape))
+        shard(parameter, mesh)

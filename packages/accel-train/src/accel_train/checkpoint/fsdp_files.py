@@ -71,7 +71,8 @@ def save_fsdp_model(
         access.local.save_model(model, folder, model_index)
     else:
         state = _adapter_of(model, access.shards.model_tensors(model), adapter_only)
-        _write_folder(accelerator, folder / layout.sharded_model_name(model_index), {MODEL_KEY: state})
+        target = folder / layout.sharded_model_name(model_index)
+        _write_folder(access, accelerator, target, {MODEL_KEY: state})
     accelerator.wait_for_everyone()
 
 
@@ -143,9 +144,8 @@ def save_fsdp_optimizer(
         access.local.save_optimizer(inner, model, folder, optimizer_index)
     else:
         state = access.shards.optimizer_tensors(inner, [model])
-        _write_folder(
-            accelerator, folder / layout.sharded_optimizer_name(optimizer_index), {OPTIMIZER_KEY: state}
-        )
+        target = folder / layout.sharded_optimizer_name(optimizer_index)
+        _write_folder(access, accelerator, target, {OPTIMIZER_KEY: state})
     accelerator.wait_for_everyone()
 
 
@@ -217,14 +217,14 @@ def _form(plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> StateForm
     return StateForm.NATIVE if form is StateForm.SHARDED and not use_dcp else form
 
 
-def _write_folder(accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:
+def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:
     """Write the shards of this rank; after all ranks, the main process writes the index."""
     make_folder(folder)
     if accelerator.is_main_process:
         for path in folder.iterdir():
             remove(path)  # of an earlier save, of perhaps more ranks
     accelerator.wait_for_everyone()
-    for part in parts_of_folder(folder.name, state, accelerator.process_index):
+    for part in parts_of_folder(access.run, folder.name, state):
         writer = FileWriter(folder.parent / part.name, to_disk=True)
         try:
             part.write_to(writer)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from accel_plugins.dcp.protocol import ShardedStates
+    from accel_plugins.dcp.protocol import RankPlanners, ShardedStates
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_plugins.recipe import Recipe
     from accel_plugins.roles import Persister, PrecisionPolicy
@@ -41,6 +41,7 @@ class Run:
         synchronizer: Counts micro-batches.
         persister: The strategy's persister.
         shards: The strategy's sharded states; `None` where one rank writes everything.
+        planners: The strategy's.
         precision: With the loss scaler.
         recipe: The precision recipe, if there is one.
         custom: Registered objects.
@@ -57,6 +58,7 @@ class Run:
     precision: PrecisionPolicy
     recipe: Recipe | None = None
     shards: ShardedStates | None = None
+    planners: RankPlanners | None = None
     custom: list[Any] = field(default_factory=list[Any])
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)

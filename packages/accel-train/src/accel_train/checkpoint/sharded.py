@@ -61,18 +61,19 @@ def sharded_parts(run: Run) -> list[Part]:
     for index, optimizer in enumerate(prepared.optimizers):
         state = shards.optimizer_tensors(optimizer.optimizer, prepared.models)
         states[layout.sharded_optimizer_name(index)] = {OPTIMIZER_KEY: state}
-    return [part for folder, state in states.items() for part in parts_of_folder(folder, state, run.rank)]
+    return [part for folder, state in states.items() for part in parts_of_folder(run, folder, state)]
 
 
-def parts_of_folder(folder: str, state: Mapping[str, Any], rank: int) -> list[Part]:
-    """Return the two files of a rank.
+def parts_of_folder(run: Run, folder: str, state: Mapping[str, Any]) -> list[Part]:
+    """Return the two files of this rank.
 
     Args:
+        run: The run with the strategy.
         folder: Inside the checkpoint.
         state: What all ranks hold of it.
-        rank: Index of this process.
     """
-    writer = dcp.ShardWriter(state, rank)
+    rank = run.rank
+    writer = dcp.ShardWriter(state, rank, run.planners)
     return [
         Part(name=f"{folder}/{shard_file(rank)}", read=writer.local_values, write=writer.write_shards),
         Part(name=f"{folder}/{local_metadata_file(rank)}", read=list, write=writer.write_local_metadata),
@@ -212,7 +213,7 @@ def restore_model_shards(
                 f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have; pass "
                 "strict=False to load the rest."
             )
-    dcp.read_into(folder, wrapped, strict=strict)
+    dcp.read_into(folder, wrapped, strict=strict, planners=run.planners)
     run.shards.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
 
 
@@ -238,7 +239,7 @@ def restore_optimizer_shards(run: Run, folder: Path, optimizer: Optimizer) -> No
             return make(str(entry.path[2]), entry.shape or torch.Size(), entry.dtype or torch.float32)
         return _full(entry)
 
-    state = _inside(dcp.read_all(folder, allocate))
+    state = _inside(dcp.read_all(folder, allocate, run.planners))
     state.setdefault("state", {})
     run.shards.load_optimizer(optimizer, models, state)
 

@@ -42,6 +42,8 @@ class ShardPlan:
         even: Complete the last round with samples from the epoch's beginning, for the ranks to have equally
             many batches of one size; with whole batches from there where the size is not known. Otherwise
             some ranks may get a shorter last batch, or one batch less.
+        static_shapes: Complete the last batch where there is only one rank, too, for devices that compile
+            anew for every shape; needs `even`.
     """
 
     num_processes: int = 1
@@ -50,6 +52,7 @@ class ShardPlan:
     drop_last: bool = False
     split: bool = False
     even: bool = True
+    static_shapes: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.process_index < self.num_processes:
@@ -81,7 +84,7 @@ class ShardPlan:
     @property
     def pads(self) -> bool:
         """Whether a last round that is not complete gets samples from the epoch's beginning."""
-        return self.even and self.num_processes > 1 and not self.drop_last
+        return self.even and not self.drop_last and (self.num_processes > 1 or self.static_shapes)
 
     def count(self, total: int) -> int:
         """Return how many batches this rank gets out of `total` samples."""
@@ -187,6 +190,7 @@ class BatchSamplerShard(BatchSampler):
         even_batches: Where the samples run out before every rank has a whole batch, begin again with the
             first ones, so that all ranks get equally many batches of the same size. Of batch samplers
             without a `batch_size`, whole batches are repeated.
+        static_shapes: As for `ShardPlan`.
 
     Raises:
         ValueError: The arguments do not fit together.
@@ -204,6 +208,8 @@ class BatchSamplerShard(BatchSampler):
         process_index: int = 0,
         split_batches: bool = False,
         even_batches: bool = True,
+        *,
+        static_shapes: bool = False,
     ) -> None:
         self.batch_sampler: Any = batch_sampler
         self.batch_size: Any = getattr(batch_sampler, "batch_size", None)
@@ -212,6 +218,7 @@ class BatchSamplerShard(BatchSampler):
         self.process_index = process_index
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.static_shapes = static_shapes
         _ = self.plan  # refuses what does not fit together
         self.padded: dict[int, int] = {}
         """Of the iteration begun last: number of a padded batch -> how many of its samples are real."""
@@ -232,6 +239,7 @@ class BatchSamplerShard(BatchSampler):
             drop_last=self.drop_last,
             split=self.split_batches,
             even=self.even_batches,
+            static_shapes=self.static_shapes,
         )
 
     @property
@@ -306,11 +314,12 @@ class BatchSamplerShard(BatchSampler):
             self.order = record_order(sampler) if order is None else order
             known = known_order(sampler) if self.counts_samples else None
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
-            if known is not None and plan.num_processes > 1:
+            shards = plan.num_processes > 1 or plan.pads
+            if known is not None and shards:
                 batches, parts = iter(()), _cut(known, plan.spans(len(known), position))
             else:
                 batches, head = self._rest(position, known)
-                parts = None if plan.num_processes == 1 else plan.assign(batches, head)
+                parts = plan.assign(batches, head) if shards else None
         for number, (batch, real) in enumerate(parts or ()):
             if real != len(batch):
                 padded[number] = real

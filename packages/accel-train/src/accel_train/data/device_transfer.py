@@ -133,6 +133,16 @@ def warn_of_shapes() -> None:
     )
 
 
+@functools.cache
+def warn_of_padding() -> None:
+    """Warn that a last batch is completed for the sake of its shape; once per process."""
+    logger.warning(
+        "The device compiles anew for every shape: a last batch that is shorter is completed with samples "
+        "from the epoch's beginning, which gather_for_metrics leaves out. drop_last=True of the DataLoader "
+        "drops it; even_batches=False of DataLoaderConfiguration yields it as it is."
+    )
+
+
 def _hides_tensors(leaf: Any) -> bool:
     """Whether an object moves tensors that nobody can record: the stream that uses them must own them."""
     return (

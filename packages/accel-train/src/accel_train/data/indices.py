@@ -55,6 +55,7 @@ def index_source(
     process_index: int = 0,
     split_batches: bool = False,
     even_batches: bool = True,
+    static_shapes: bool = False,
 ) -> IndexSource:
     """Find the indices behind the arguments of a torch loader, and shard them.
 
@@ -65,6 +66,7 @@ def index_source(
         process_index: This rank.
         split_batches: As for `BatchSamplerShard`.
         even_batches: As for `BatchSamplerShard`.
+        static_shapes: As for `ShardPlan`.
 
     Raises:
         ValueError: Batches are to be split that the dataset itself makes.
@@ -89,7 +91,9 @@ def index_source(
                 "Let the main process read and split them, with dispatch_batches=True."
             )
         batches = BatchSampler(cast("Any", batches), 1, drop_last=False)
-    shard = BatchSamplerShard(batches, num_processes, process_index, split_batches, even_batches)
+    shard = BatchSamplerShard(
+        batches, num_processes, process_index, split_batches, even_batches, static_shapes=static_shapes
+    )
     return IndexSource(shard=shard, collates=collates, single=single)
 
 

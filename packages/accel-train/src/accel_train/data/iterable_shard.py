@@ -118,6 +118,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         even_batches: Whether to complete the last round; otherwise some ranks may get less of it.
         mark_padding: Yield what completes a round as `PaddedSample`, for `MetaCollate`.
         starts: How many samples of the epoch are already consumed, for every worker of the loader.
+        static_shapes: As for `ShardPlan`.
 
     Raises:
         ValueError: `split_batches` is asked for with a batch size that does not divide.
@@ -140,6 +141,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         even_batches: bool = True,
         mark_padding: bool = False,
         starts: tuple[int, ...] = (),
+        static_shapes: bool = False,
     ) -> None:
         self.dataset: Any = dataset
         self.batch_size = batch_size
@@ -150,6 +152,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.even_batches = even_batches
         self.mark_padding = mark_padding
         self.starts = starts
+        self.static_shapes = static_shapes
         self._epoch = torch.tensor(-1).share_memory_()  # workers that live on see it change
         _ = self.plan  # refuses what does not fit together
 
@@ -163,6 +166,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             drop_last=self.drop_last,
             split=self.split_batches,
             even=self.even_batches,
+            static_shapes=self.static_shapes,
         )
 
     @property
@@ -240,5 +244,8 @@ class IterableDatasetShard(IterableDataset[Any]):
         if isinstance(self.dataset, EpochAware):
             if in_worker and self._epoch >= 0:
                 self.dataset.set_epoch(self.epoch)
-        elif isinstance(generator := getattr(self.dataset, "generator", None), torch.Generator):
+            return
+        generator = getattr(self.dataset, "generator", None)
+        alone = self.static_shapes and self.num_processes == 1  # then the order is the dataset's own
+        if isinstance(generator, torch.Generator) and not alone:
             generator.manual_seed(self.epoch)

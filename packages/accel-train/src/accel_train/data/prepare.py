@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from accel_state.devices.kinds import own_runtime_of
 from accel_state.labels import RNGType
 from accel_state.runtime import current_or_single
+from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.data_parallel_rank import shard_of_ranks
+from accel_train.data.device_transfer import warn_of_padding
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.indices import INDEXING, index_source, loader_options
 from accel_train.data.iterable_shard import IterableDatasetShard
@@ -21,8 +25,6 @@ from accel_train.data.stateful import is_stateful
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    import torch
 
     from accel_train.data.row_split import SliceFn
 
@@ -66,7 +68,8 @@ def prepare_data_loader(
         dispatch_batches: Whether the main process reads for all and sends the others their parts. If `None`,
             it does so for iterable datasets if batches are put on the device and there are several ranks.
         even_batches: Whether samples from the beginning complete the last batches where the data does not
-            divide, so that all ranks have equally many batches of one size.
+            divide, so that all ranks have equally many batches of one size. With devices that compile anew
+            for every shape, as those of XLA, the last batch of a single rank, too.
         slice_fn_for_dispatch: As `slice_fn` of `DataLoaderDispatcher`; without effect where nothing is
             dispatched.
         use_seedable_sampler: Whether shuffling depends on the seed and the epoch alone.
@@ -94,11 +97,13 @@ def prepare_data_loader(
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
+    device = (runtime.device if device is None else torch.device(device)) if put_on_device else None
     shards: dict[str, Any] = {
         "num_processes": world,
         "process_index": index,
         "split_batches": split_batches and world > 1,
         "even_batches": even_batches,
+        "static_shapes": device is not None and own_runtime_of(device) is not None and dataloader.in_order,
     }
     dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
     if data_seed is not None and not use_seedable_sampler:
@@ -110,11 +115,13 @@ def prepare_data_loader(
     )
     options = loader_options(dataloader) | order.options() | _copied_arguments(dataloader)
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
-    options["device"] = (runtime.device if device is None else device) if put_on_device else None
+    options["device"] = device
     options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
         return _dispatcher(dataloader, shards, options | {"slice_fn": slice_fn_for_dispatch})
     dataset, options = _sharded(dataloader, options, shards)
+    if shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
+        warn_of_padding()
     shared = {"rng_types": order.rng_types, "synchronized_generator": order.generator}
     loader = DataLoaderShard(dataset, **shared, **options)
     if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):
@@ -158,12 +165,14 @@ def _sharded(
         indexing = {name: value for name, value in options.items() if name in INDEXING}
         plain = {name: value for name, value in options.items() if name not in INDEXING}
         return dataset, plain | index_source(dataset, indexing, **shards).options()
-    if shards["num_processes"] == 1 or _is_sharded_dataset(dataset):
+    if _is_sharded_dataset(dataset):
+        return dataset, options
+    size = dataloader.batch_size
+    if shards["num_processes"] == 1 and (size is None or not shards["static_shapes"]):
         return dataset, options
     if _shards_itself(dataset, shards):
         own: Any = dataset
         return own.shard(num_shards=shards["num_processes"], index=shards["process_index"]), options
-    size = dataloader.batch_size
     if shards["split_batches"] and size is None:
         raise ValueError(
             "split_batches=True cannot split the batches that a dataset makes itself (batch_size=None). Let "
@@ -171,6 +180,15 @@ def _sharded(
         )
     shard = IterableDatasetShard(dataset, size or 1, dataloader.drop_last, mark_padding=True, **shards)
     return shard, {**options, "batch_size": None if size is None else shard.plan.rows}
+
+
+def _may_pad(dataset: Any, options: dict[str, Any]) -> bool:
+    """Whether the last batch of one rank's loader will be completed, or may be."""
+    if isinstance(dataset, IterableDataset):
+        return isinstance(dataset, IterableDatasetShard) and dataset.plan.pads
+    shard: Any = options.get("batch_sampler")
+    pads = isinstance(shard, BatchSamplerShard) and shard.batch_size is not None and shard.plan.pads
+    return pads and shard.remainder_from(0) != 0
 
 
 def _dispatcher(
@@ -244,9 +262,10 @@ def _shards_itself(dataset: Any, shards: dict[str, Any]) -> bool:
     Others are read by every rank: one that has more shards than another would have more batches for sure.
     """
     count = getattr(dataset, "num_shards", getattr(dataset, "n_shards", 0))
+    world = shards["num_processes"]
     if shards["split_batches"] or not isinstance(count, int) or not callable(getattr(dataset, "shard", None)):
         return False
-    return count > 0 and count % shards["num_processes"] == 0
+    return world > 1 and count > 0 and count % world == 0
 
 
 def _dispatches(

@@ -234,8 +234,9 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         """Find out how many samples the last round has, where that was not known before."""
         if loaded is not None and loaded.real_in_step is not None:
             self.remainder = loaded.real_in_step % self.stride
-        elif self.remainder < 0 and not self.is_sharded and (rows := self.batch_size_seen) is not None:
-            self.remainder = rows % self.stride
+        elif self.remainder < 0 and not self.is_sharded:
+            rows = self.batch_size_seen if self.real_in_batch is None else self.real_in_batch
+            self.remainder = -1 if rows is None else rows % self.stride
 
 
 def _sharding_first(shard: Callable[[Any], Any], start_copy: StartCopy | None) -> StartCopy:
