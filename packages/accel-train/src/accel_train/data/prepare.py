@@ -119,14 +119,8 @@ def prepare_data_loader(
     options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
         return _dispatcher(dataloader, shards, options | {"slice_fn": slice_fn_for_dispatch})
-    dataset, options = _sharded(dataloader, options, shards)
-    if shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
-        warn_of_padding()
-    shared = {"rng_types": order.rng_types, "synchronized_generator": order.generator}
-    loader = DataLoaderShard(dataset, **shared, **options)
-    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):
-        loader.dataset_parts = world
-    return loader
+    options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
+    return _shard(dataloader, options, shards)
 
 
 def _data_parallel_shape(
@@ -154,6 +148,18 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
         <torch.utils.data.sampler.RandomSampler object at ...>
     """
     return innermost_sampler(_indices_of(dataloader))
+
+
+def _shard(dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any]) -> DataLoaderShard:
+    """Make the loader of a rank that reads by itself."""
+    dataset, options = _sharded(dataloader, options, shards)
+    world = shards["num_processes"]
+    if shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
+        warn_of_padding()
+    loader = DataLoaderShard(dataset, **options)
+    if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):
+        loader.dataset_parts = world
+    return loader
 
 
 def _sharded(
