@@ -6,6 +6,7 @@ holds the types; the two conftest.py files hold that no test leaks. The rest is 
     module-length     a module has at most 400 lines
     function-length   a function has at most 50 lines without its docstring
     environment       only accel_state/environ.py touches the environment
+    environment-read  only the command and the places in the list of exceptions ask that module
     labels            only accel_state/labels.py compares a DistributedType
     late-import       imports are at the top; laziness is in tables
     streams           only accel_state/streams.py touches streams, events and pinned memory; tests use
@@ -40,6 +41,7 @@ MAX_MODULE = 400
 MAX_FUNCTION = 50
 VAGUE = {"utils", "helpers", "misc", "common", "util", "helper"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+READERS = {"read", "publish", "parse_flag_from_env", "parse_choice_from_env", "get_int_from_env"}
 FOLDERS = {".ci", "packages", "tests-integration", "tools"}
 STREAMS = re.compile(
     r"torch\.(Stream|Event"
@@ -142,6 +144,22 @@ def environment(source: Source) -> Iterator[Breach]:
         yield Breach("environment", f"{source.path}::{named}", f"line {node.lineno}: ask accel_state.environ")
 
 
+def environment_read(source: Source) -> Iterator[Breach]:
+    """Settings are resolved at the edge: below it, modules take values as arguments."""
+    if not source.packaged or "/accel_cli/" in source.path:
+        return
+    for node in source.tree.body:  # not what only type checkers import
+        match node:
+            case ast.ImportFrom(module="accel_state", names=names):
+                asks = any(alias.name == "environ" for alias in names)
+            case ast.ImportFrom(module="accel_state.environ", names=names):
+                asks = bool(READERS & {alias.name for alias in names})
+            case _:
+                asks = False
+        if asks:
+            yield Breach("environment-read", source.path, f"line {node.lineno}: take its values as arguments")
+
+
 def labels(source: Source) -> Iterator[Breach]:
     """A DistributedType is a label for users: nothing decides by it."""
     if not source.packaged or source.path.endswith("accel_state/labels.py"):
@@ -230,6 +248,7 @@ RULES: tuple[Callable[[Source], Iterator[Breach]], ...] = (
     module_length,
     function_length,
     environment,
+    environment_read,
     labels,
     late_import,
     streams,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.deepspeed.fill import KnownValue, Mismatch, fill, leaves, put, refuse_mismatches
@@ -13,10 +13,9 @@ from accel_plugins.deepspeed.leaf_modules import mark_leaf_modules
 from accel_plugins.deepspeed.rules import KEYS, check_fields, without_none
 from accel_plugins.deepspeed.transformers_link import link
 from accel_plugins.kwargs.base import expect_flags
-from accel_state import environ
+from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
-from accel_state.settings import combine, parse_environ
 from accel_state.settings.engines import DeepSpeedSettings
 from accel_state.settings.model import BASE_PRECISIONS
 
@@ -87,7 +86,10 @@ class DeepSpeedPlugin:
     msamp_opt_level: str | None = None
 
     def __post_init__(self) -> None:
-        sources = self._read_environment()
+        sources = resolve_fields(self, "deepspeed")
+        for name in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
+            if str(getattr(self, name)).lower() == "none":
+                setattr(self, name, None)
         expect_flags(self, "is_train_batch_min")
         expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", optional=True)
         if self.enable_msamp or self.msamp_opt_level is not None:
@@ -313,23 +315,6 @@ class DeepSpeedPlugin:
         fresh._link = None
         memo[id(self)] = fresh
         return fresh
-
-    def _read_environment(self) -> dict[str, str]:
-        """Set absent fields from the environment; return the source of every field."""
-        merged = combine(parse_environ(environ.read()))
-        section = merged.settings.deepspeed
-        sources: dict[str, str] = {}
-        present = set() if section is None else {one.name for one in fields(section)}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            sources[one.name] = f"DeepSpeedPlugin({one.name}={value!r})"
-            if value is None and one.name in present:
-                setattr(self, one.name, getattr(section, one.name))
-                sources[one.name] = merged.source_of(f"deepspeed.{one.name}").origin
-        for name in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
-            if str(getattr(self, name)).lower() == "none":
-                setattr(self, name, None)
-        return sources
 
     def _resolve_init_flag(self) -> None:
         if self.hf_ds_config.is_zero3():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -24,14 +24,13 @@ from torch.distributed.fsdp import (
 
 from accel_plugins.fsdp.autowrap import POLICIES, classes_named, size_policy, transformer_policy
 from accel_plugins.fsdp.dtypes import policy_of
-from accel_plugins.fsdp.env_flags import SWITCH, enable_fsdp_ram_efficient_loading
+from accel_plugins.fsdp.env_flags import enable_fsdp_ram_efficient_loading
 from accel_plugins.fsdp.fields import RESHARDS, member_of, prefetch_of, reshard_of
 from accel_plugins.kwargs.base import expect_flags, is_count
-from accel_state import environ
+from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.settings.engines import FsdpSettings
-from accel_state.settings.environ import from_environ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -165,14 +164,7 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         arguments = {name for name in _OF_POLICIES if getattr(self, name)}
-        from_outside = from_environ({**environ.read(), SWITCH: "true"}).fsdp or FsdpSettings()
-        field_names = {one.name for one in fields(from_outside)}
-        for name in (one.name for one in fields(self)):
-            if getattr(self, name) is None and name in field_names:
-                setattr(self, name, getattr(from_outside, name))
-        for name, default in _DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
+        resolve_fields(self, "fsdp", _DEFAULTS)
         if self.fsdp_version not in {1, 2}:
             raise SettingsError(f"{self._field_of('fsdp_version')}: expected 1 or 2.")
         expect_flags(self, *_FLAGS)

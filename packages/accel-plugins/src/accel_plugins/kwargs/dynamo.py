@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
-from accel_state import environ
+from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.labels import DynamoBackend
-from accel_state.settings import combine, parse_environ
-from accel_state.settings.merge import DEFAULT
 
 _DEFAULTS = {
     "backend": DynamoBackend.NO.value.lower(),
@@ -57,15 +55,9 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        environment = combine(parse_environ(environ.read()))
-        settings = environment.settings.dynamo
-        self.backend = _backend(settings.backend if self.backend is None else self.backend)
-        self.mode = settings.mode if self.mode is None else self.mode
-        self.fullgraph = settings.use_fullgraph if self.fullgraph is None else self.fullgraph
-        if self.dynamic is None and environment.source_of("dynamo.use_dynamic") is not DEFAULT:
-            self.dynamic = settings.use_dynamic
-        if self.use_regional_compilation is None:
-            self.use_regional_compilation = settings.use_regional_compilation
+        names = {"fullgraph": "use_fullgraph", "dynamic": "use_dynamic"}
+        resolve_fields(self, "dynamo", {**_DEFAULTS, "use_regional_compilation": False}, names)
+        self.backend = _backend(cast("Any", self.backend))
         expect(self, "mode", "a text", lambda value: isinstance(value, str))
         expect_flags(self, "fullgraph", "disable", "use_regional_compilation")
         expect_flags(self, "dynamic", optional=True)

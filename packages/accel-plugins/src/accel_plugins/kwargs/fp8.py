@@ -7,11 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
-from accel_state import environ
+from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.available import is_installed
 from accel_state.errors import SettingsError
-from accel_state.settings.engines import Fp8Settings
-from accel_state.settings.environ import from_environ
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -77,7 +75,7 @@ class AORecipeKwargs(KwargsHandler):
                 "that are scaled tensorwise are all-gathered in 8 bits; leave one of the two out."
             )
         if self.config is None or isinstance(self.config, str):
-            _fill(self, {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
+            resolve_fields(self, "fp8", {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
             self.enable_fsdp_float8_all_gather = tensorwise and bool(self.enable_fsdp_float8_all_gather)
             return
         for name in flags:
@@ -141,7 +139,7 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         blocks = self.use_mxfp8_block_scaling
-        _fill(self, self.DEFAULTS)
+        resolve_fields(self, "fp8", self.DEFAULTS)
         expect_flags(self, "use_autocast_during_eval", "use_mxfp8_block_scaling")
         expect(self, "margin", "a whole number of at least 0", lambda value: is_count(value, least=0))
         for name in ("interval", "amax_history_len"):
@@ -187,7 +185,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
-        _fill(self, {"opt_level": "O2"})
+        resolve_fields(self, "fp8", {"opt_level": "O2"})
         expect(self, "opt_level", "'O1' or 'O2'", lambda value: value in {"O1", "O2"})
 
 
@@ -221,17 +219,8 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             stacklevel=3,
         )
         only_msamp = is_installed("msamp") and not is_installed("transformer_engine")
-        _fill(self, {"backend": "MSAMP" if only_msamp else "TE"})
+        resolve_fields(self, "fp8", {"backend": "MSAMP" if only_msamp else "TE"})
         self.backend = str(self.backend).upper()  # pyright: ignore[reportAttributeAccessIssue] - checked next
         expect(self, "backend", "'TE' or 'MSAMP'", lambda value: value in {"TE", "MSAMP"})
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
-
-
-def _fill(handler: KwargsHandler, defaults: Mapping[str, Any]) -> None:
-    """Take fields that are `None` from the environment, else from defaults."""
-    found = from_environ(environ.read()).fp8 or Fp8Settings()
-    for name, default in defaults.items():
-        if getattr(handler, name) is None:
-            value = getattr(found, name)
-            setattr(handler, name, default if value is None else value)

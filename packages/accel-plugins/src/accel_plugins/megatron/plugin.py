@@ -6,14 +6,13 @@ from argparse import Namespace
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.kwargs.resolve import resolve_fields
 from accel_plugins.megatron.library import EXTRA
 from accel_plugins.megatron.megatron_args import base_args, optimizer_args, precision_args, schedule_args
 from accel_plugins.megatron.model_args import enter_network_args
 from accel_plugins.megatron.rules import DEFAULTS, check_combinations, check_supported, check_values
-from accel_state import environ
 from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.settings import combine, parse_environ
 from accel_state.settings.engines import MegatronSettings
 from accel_state.settings.merge import TITLES
 
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
     from accel_state.settings.model import Settings
-
-_SWITCH = "ACCELERATE_USE_MEGATRON_LM"
 
 
 @dataclass
@@ -189,10 +186,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        sources = self._read_environment()
-        for name, default in DEFAULTS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, default)
+        sources = resolve_fields(self, "megatron", DEFAULTS)
         if isinstance(self.attention_backend, bool):
             self.attention_backend = "auto" if self.attention_backend else "unfused"
         values = {one.name: getattr(self, one.name) for one in fields(self)}
@@ -306,18 +300,3 @@ class MegatronLMPlugin:
         """
         names = {one.name for one in fields(config)}
         return {name: value for name, value in (self.other_megatron_args or {}).items() if name in names}
-
-    def _read_environment(self) -> dict[str, str]:
-        """Set absent fields from the environment; return the source of every field, for messages."""
-        merged = combine(parse_environ({**environ.read(), _SWITCH: "true"}))
-        section = merged.settings.megatron or MegatronSettings()
-        present = {one.name for one in fields(section)}
-        sources: dict[str, str] = {}
-        for one in fields(self):
-            value = getattr(self, one.name)
-            sources[one.name] = f"MegatronLMPlugin({one.name}={value!r})"
-            if value is None and one.name in present and getattr(section, one.name) is not None:
-                setattr(self, one.name, getattr(section, one.name))
-                origin = merged.source_of(f"megatron.{one.name}").origin
-                sources[one.name] = f"{origin}={getattr(self, one.name)!r}"
-        return sources

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from accel_plugins.kwargs.base import is_count
+from accel_plugins.kwargs.resolve import resolve_fields
 from accel_plugins.parallelism.handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
-    from_outside,
 )
 from accel_plugins.parallelism.mesh import mesh_of
 from accel_state.errors import SettingsError
@@ -78,18 +78,14 @@ class ParallelismConfig:
     device_mesh: DeviceMesh | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        outside = from_outside()
+        resolve_fields(self, "parallelism", {**{f"{axis}_size": 1 for axis in AXES}, **_BACKENDS})
         for name in (f"{axis}_size" for axis in AXES):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(outside, name) or 1)
             if not is_count(getattr(self, name), least=1):
                 raise SettingsError(
                     f"ParallelismConfig({name}={getattr(self, name)!r}): expected a whole number of 1 or "
                     "more."
                 )
         for name, only in _BACKENDS.items():
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(outside, name) or only)
             if getattr(self, name) != only:
                 raise SettingsError(
                     f"ParallelismConfig({name}={getattr(self, name)!r}): only {only!r} is supported."

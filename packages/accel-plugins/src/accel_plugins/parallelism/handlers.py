@@ -6,25 +6,17 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.kwargs.base import expect, expect_flags, is_count
-from accel_state import environ
+from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings.engines import ParallelismSettings
-from accel_state.settings.environ import from_environ
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_state.settings.model import Settings
 
-SWITCH = "ACCELERATE_USE_PARALLELISM_CONFIG"
-
 _ROTATIONS = ("allgather", "alltoall")
 _ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3")
-
-
-def from_outside() -> ParallelismSettings:
-    """Read the parallelism settings of the environment, even if their switch is off."""
-    return from_environ({**environ.read(), SWITCH: "true"}).parallelism or ParallelismSettings()
 
 
 @dataclass
@@ -47,8 +39,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
-        if self.cp_comm_strategy is None:
-            self.cp_comm_strategy = from_outside().cp_comm_strategy or "allgather"
+        resolve_fields(self, "parallelism", {"cp_comm_strategy": "allgather"})
         expect(self, "cp_comm_strategy", f"one of {[*_ROTATIONS]}", lambda value: value in _ROTATIONS)
 
 
@@ -73,15 +64,9 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
-        outside = from_outside()
-        if self.sp_seq_length is None:
-            self.sp_seq_length = outside.sp_seq_length
-        if self.sp_seq_length_is_variable is None:
-            self.sp_seq_length_is_variable = outside.sp_seq_length_is_variable
+        resolve_fields(self, "parallelism", {"sp_attn_implementation": "sdpa"})
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = self.sp_seq_length is None
-        if self.sp_attn_implementation is None:
-            self.sp_attn_implementation = outside.sp_attn_implementation or "sdpa"
         expect_flags(self, "sp_seq_length_is_variable")
         expect(
             self,
