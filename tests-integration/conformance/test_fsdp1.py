@@ -153,7 +153,7 @@ def test_only_rank_0_needs_values():
 def test_a_local_state_dict_is_for_as_many_ranks(tmp_path):
     strategy = make_strategy(state_dict_type="LOCAL_STATE_DICT")
     model = wrap(strategy, make_model())
-    strategy.persister.save_model(model, tmp_path, 0)
+    strategy.native.save_model(model, tmp_path, 0)
     dist.barrier()
     assert {path.name for path in tmp_path.iterdir()} == {
         "pytorch_model_fsdp_rank0.bin",
@@ -163,7 +163,7 @@ def test_a_local_state_dict_is_for_as_many_ranks(tmp_path):
     saved = torch.load(path)
     torch.save(saved | {"world_size": 3}, path)
     with pytest.raises(CheckpointError, match=r"with world size 3, but this run has 2"):
-        strategy.persister.load_model(model, tmp_path, 0)
+        strategy.native.load_model(model, tmp_path, 0)
 
 
 @distributed(world_size=2)

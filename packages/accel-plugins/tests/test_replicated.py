@@ -15,8 +15,6 @@ from accel_state.errors import SettingsError
 from accel_state.runtime import Runtime
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from accel_plugins.strategy import Strategy
 
 CPU = torch.device("cpu")
@@ -43,28 +41,11 @@ def test_a_lazy_model_is_refused_until_it_has_seen_a_batch():
     make().wrapper.check(Bundle(models=[lazy]))
 
 
-def test_compiled_models_are_saved_under_their_own_names(tmp_path: Path):
+def test_compiled_models_are_saved_under_their_own_names():
     strategy, model = make(), nn.Linear(2, 1)
     compiled = cast("nn.Module", torch.compile(model, backend="eager"))
-    strategy.persister.save_model(compiled, tmp_path, 0)
-    saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    saved = strategy.persister.full_state_dict(compiled)
     assert [*saved] == ["weight", "bias"]
     twin = nn.Linear(2, 1)
-    strategy.persister.load_model(twin, tmp_path, 0)
+    strategy.persister.load_full_state_dict(twin, saved)
     assert torch.equal(twin.weight, model.weight)
-
-
-def test_several_models_get_files_of_their_own(tmp_path: Path):
-    persister = make().persister
-    for index in range(3):
-        model = nn.Linear(1, 1)
-        persister.save_model(model, tmp_path, index)
-        persister.save_optimizer(torch.optim.SGD(model.parameters()), model, tmp_path, index)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "optimizer.bin",
-        "optimizer_1.bin",
-        "optimizer_2.bin",
-        "pytorch_model.bin",
-        "pytorch_model_1.bin",
-        "pytorch_model_2.bin",
-    ]

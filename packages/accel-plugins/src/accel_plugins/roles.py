@@ -165,47 +165,7 @@ Write: TypeAlias = "Callable[[Any, Path], object]"
 
 
 class Persister(Protocol):
-    """Saves and loads models and optimizers. Called on every rank; complete after the next barrier."""
-
-    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = ...) -> None:
-        """Write the model that was prepared as number `index` into an existing directory.
-
-        Args:
-            model: Prepared.
-            directory: Exists already.
-            index: As which it was prepared.
-            write: Called as `write(state, path)` for each file. It may write later, while the model stays as
-                it is.
-        """
-        ...
-
-    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back into the wrapped model."""
-        ...
-
-    def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        directory: Path,
-        index: int,
-        *,
-        write: Write = ...,
-    ) -> None:
-        """Write the optimizer that was prepared as number `index`; `model` owns its parameters.
-
-        Args:
-            optimizer: Prepared, without any wrapper of ours.
-            model: Prepared.
-            directory: Exists already.
-            index: As which it was prepared.
-            write: As in `save_model`.
-        """
-        ...
-
-    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Read it back."""
-        ...
+    """Reads and loads full state dicts of models and optimizers. Called on every rank."""
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """Return the full state dict under the unwrapped model's names; on the CPU if models are sharded.
@@ -255,6 +215,50 @@ class Persister(Protocol):
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         """Load such a state dict, which every rank has."""
+        ...
+
+
+class NativeFiles(Protocol):
+    """Saves and loads a strategy's own files. Called on every rank; complete after the next barrier."""
+
+    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = ...) -> None:
+        """Write the model that was prepared as number `index` into an existing directory.
+
+        Args:
+            model: Prepared.
+            directory: Exists already.
+            index: As which it was prepared.
+            write: Called as `write(state, path)` for each file. It may write later, while the model stays as
+                it is.
+        """
+        ...
+
+    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back into the wrapped model."""
+        ...
+
+    def save_optimizer(
+        self,
+        optimizer: Optimizer,
+        model: nn.Module,
+        directory: Path,
+        index: int,
+        *,
+        write: Write = ...,
+    ) -> None:
+        """Write the optimizer that was prepared as number `index`; `model` owns its parameters.
+
+        Args:
+            optimizer: Prepared, without any wrapper of ours.
+            model: Prepared.
+            directory: Exists already.
+            index: As which it was prepared.
+            write: As in `save_model`.
+        """
+        ...
+
+    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
+        """Read it back."""
         ...
 
 

@@ -16,7 +16,14 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_plugins.dcp.protocol import RankPlanners, ShardedStates
-    from accel_plugins.roles import ModelWrapper, Persister, PrecisionPolicy, Stepper, TrainStep
+    from accel_plugins.roles import (
+        ModelWrapper,
+        NativeFiles,
+        Persister,
+        PrecisionPolicy,
+        Stepper,
+        TrainStep,
+    )
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
     from accel_state.topology import Topology
@@ -102,6 +109,7 @@ class Strategy:
             one rank writes everything.
         planners: Plan what a rank writes and reads of `shards`; PyTorch's, for plain tensors and DTensors, if
             `None`.
+        native: Saves and loads the files of a strategy whose `shards` are `NATIVE`.
         wrap_optimizer: Makes the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
             `wrapper(optimizer, step=…, discard=…)` makes one that steps and gives its gradients up through an
             engine. By default optimizers step through the `stepper`.
@@ -129,6 +137,7 @@ class Strategy:
     release: Callable[[], None] | None = None
     shards: ShardedStates | None = None
     planners: RankPlanners | None = None
+    native: NativeFiles | None = None
     wrap_optimizer: Callable[[Any, Callable[..., Any]], Any] | None = None
     wrap_scheduler: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
     compiles_in_place: bool = False

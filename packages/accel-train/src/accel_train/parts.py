@@ -240,6 +240,7 @@ def _checkpoints(
         persister=strategy.persister,
         shards=strategy.shards,
         planners=strategy.planners,
+        native=strategy.native,
         precision=precision,
         recipe=recipe,
     )

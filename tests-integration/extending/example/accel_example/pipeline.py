@@ -94,7 +94,7 @@ def build(settings, runtime, precision, handlers):
         name="example_pipeline",
         wrapper=engine,
         stepper=Stepper(precision=precision),
-        persister=Persister(is_main=topology.is_main, engine=engine),
+        persister=Persister(engine=engine),
         sharding=BatchSharding(num_shards=1, shard_index=0, repeats=topology.rank > 0),
         features=frozenset({Feature.NO_SYNC, Feature.MODEL_WITHOUT_OPTIMIZER}),
         train_step=engine.train_step,

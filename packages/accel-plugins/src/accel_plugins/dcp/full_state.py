@@ -5,85 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
-from accel_plugins.dcp.local import LocalFiles
-from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.dcp.tensors import named_state, numbered_state
 from accel_plugins.sharding.shards import gather_full_tensor, names_of_each, shard_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
     from accel_plugins.dcp.protocol import ShardedStates
-    from accel_plugins.roles import StateDict, Write
-    from accel_state.topology import Topology
+    from accel_plugins.roles import StateDict
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsPersister:
-    """Save and load full state dicts through any `ShardedStates`.
+    """Gather and load full state dicts through any `ShardedStates`.
 
     Args:
         shards: The sharded states of models and optimizers.
         device: Device of the collectives.
-        topology: Rank and world size.
     """
 
     shards: ShardedStates
     device: torch.device
-    topology: Topology
-
-    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
-        """Write `pytorch_model.bin`; `pytorch_model_<index>.bin` from the second model on.
-
-        In the native form every rank writes its own file, `pytorch_model_fsdp_rank<rank>.bin`.
-        """
-        if self.shards.form() is StateForm.NATIVE:
-            self._local.save_model(model, directory, index, write=write)
-            return
-        state = self.full_state_dict(model, keep=self.topology.is_main)
-        if self.topology.is_main:
-            write(state, directory / _file("pytorch_model", index))
-
-    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Load what `save_model` wrote."""
-        if self.shards.form() is StateForm.NATIVE:
-            self._local.load_model(model, directory, index)
-            return
-        path = directory / _file("pytorch_model", index)
-        self.load_full_state_dict(model, torch.load(path, map_location="cpu", weights_only=True))
-
-    def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        directory: Path,
-        index: int,
-        *,
-        write: Write = torch.save,
-    ) -> None:
-        """Write `optimizer.bin`; `optimizer_<index>.bin` from the second optimizer on."""
-        if self.shards.form() is StateForm.NATIVE:
-            self._local.save_optimizer(optimizer, model, directory, index, write=write)
-            return
-        state = self.full_optimizer_state(optimizer, [model], keep=self.topology.is_main)
-        if self.topology.is_main:
-            write(state, directory / _file("optimizer", index))
-
-    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Load what `save_optimizer` wrote."""
-        if self.shards.form() is StateForm.NATIVE:
-            self._local.load_optimizer(optimizer, model, directory, index)
-            return
-        path = directory / _file("optimizer", index)
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        self.load_full_optimizer_state(optimizer, [model], state)
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """Gather the full state dict to the CPU; tied tensors share memory."""
@@ -129,10 +77,6 @@ class ShardsPersister:
         }
         self.shards.load_optimizer(optimizer, models, named)
 
-    @property
-    def _local(self) -> LocalFiles:
-        return LocalFiles(shards=self.shards, topology=self.topology)
-
     def _iter_full(self, state: StateDict, *, keep: bool) -> Iterator[StateDict]:
         for names, value in names_of_each(state):
             full = self._full(value, keep=keep)
@@ -155,7 +99,3 @@ def _shard(value: Any, like: Any) -> Any:
     if not isinstance(value, Tensor) or not isinstance(like, Tensor) or value.shape != like.shape:
         return value
     return shard_like(value.to(like.dtype), like)
-
-
-def _file(stem: str, index: int) -> str:
-    return f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin"

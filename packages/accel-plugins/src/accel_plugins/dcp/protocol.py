@@ -27,7 +27,7 @@ class StateForm(Enum):
     SHARDED = auto()
     """Every rank writes its shards, to a folder that PyTorch Distributed Checkpoint reads."""
     NATIVE = auto()
-    """The strategy writes its own files, through its `Persister`."""
+    """The strategy writes its own files, through its `NativeFiles`."""
 
 
 class ShardedStates(Protocol):

@@ -66,8 +66,13 @@ class TensorShards:
         return self.form_now()
 
     def model_tensors(self, model: nn.Module) -> StateDict:
-        """Return the state dict of the model."""
-        return {plain_name(name): value for name, value in _core(model).state_dict().items()}
+        """Return the state dict of the model; tied weights are one object."""
+        state = _core(model).state_dict(keep_vars=True)
+        detached = {
+            id(value): value.detach() if isinstance(value, torch.Tensor) else value
+            for value in state.values()
+        }
+        return {plain_name(name): detached[id(value)] for name, value in state.items()}
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
         """Load a state dict of the layout of `model_tensors`."""

@@ -115,7 +115,7 @@ def build(
             join_of=_join,
             around_backward=partial(hang_monitor.collective_scope, "backward"),
         ),
-        persister=ReplicatedPersister(is_main=topology.is_main),
+        persister=ReplicatedPersister(),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
     )

@@ -214,6 +214,7 @@ def build(
         precision=EnginePrecision(name=first.mixed_precision, device_type=runtime.device.type),
         release=partial(_release, stepper, sequences),
         shards=DeepSpeedShards(persister=persister),
+        native=persister,
         wrap_optimizer=stepper.wrap_optimizer,
         wrap_scheduler=stepper.wrap_scheduler,
         compiles_in_place=True,

@@ -42,7 +42,8 @@ class DeepSpeedPersister:
         """Write the engine's native checkpoint, which includes the optimizer."""
         owner = self.stepper.owner_of(model)
         if owner is None:
-            self._plain.save_model(model, directory, index, write=write)
+            if self.runtime.topology.is_main:
+                write(self._plain.full_state_dict(model), directory / _weights_name(index))
         else:
             save_engine(owner.engine, directory, index, write=write)
 
@@ -50,7 +51,9 @@ class DeepSpeedPersister:
         """Load the native checkpoint, also one that was written with another sharding."""
         owner = self.stepper.owner_of(model)
         if owner is None:
-            self._plain.load_model(model, directory, index)
+            path = directory / _weights_name(index)
+            state = torch.load(path, map_location="cpu", weights_only=True)
+            self._plain.load_full_state_dict(model, state)
         else:
             load_engine(owner.engine, EngineState(owner.engine, owner.groups), directory, index)
 
@@ -112,7 +115,7 @@ class DeepSpeedPersister:
 
     @property
     def _plain(self) -> ReplicatedPersister:
-        return ReplicatedPersister(is_main=self.runtime.topology.is_main)
+        return ReplicatedPersister()
 
     def _state_of(self, model: nn.Module) -> EngineState | None:
         owner = self.stepper.owner_of(model)
@@ -159,6 +162,10 @@ class DeepSpeedShards:
         """Load a state dict that is keyed by parameter name into the optimizer."""
         del optimizer, models
         self.persister.state.load_named_optimizer(state)
+
+
+def _weights_name(index: int) -> str:
+    return f"pytorch_model_{index}.bin" if index else "pytorch_model.bin"
 
 
 def _full(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

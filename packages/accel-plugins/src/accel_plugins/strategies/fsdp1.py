@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, Shardin
 
 from accel_ops.modules import unwrap_once, without_compiler
 from accel_plugins.dcp.full_state import ShardsPersister
+from accel_plugins.dcp.local import LocalFiles
 from accel_plugins.fsdp.forms import form_of
 from accel_plugins.fsdp.loading import (
     ensure_weights_retied,
@@ -190,8 +191,9 @@ def build(
                 around_backward=partial(hang_monitor.collective_scope, "backward"),
             ),
         ),
-        persister=ShardsPersister(shards=shards, device=runtime.device, topology=topology),
+        persister=ShardsPersister(shards=shards, device=runtime.device),
         shards=shards,
+        native=LocalFiles(shards=shards, topology=topology),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=frozenset(
             {

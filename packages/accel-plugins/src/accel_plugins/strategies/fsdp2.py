@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_plugins.dcp.full_state import ShardsPersister
+from accel_plugins.dcp.local import LocalFiles
 from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.fsdp.apply import FullSharding
 from accel_plugins.fsdp.forms import form_of
@@ -14,7 +16,6 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.axes import Axes, axes_of
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel
-from accel_plugins.sharding.states import ShardedPersister
 from accel_plugins.strategies.sharded_step import ShardedStepper
 from accel_plugins.strategies.sharded_wrap import ShardedWrapper
 from accel_plugins.strategy import PLAIN_FEATURES, Feature, Strategy
@@ -65,6 +66,7 @@ def build(
     context = _context(axes)
     stages = [*(() if tensor is None else (tensor,)), full]
     shard = [*stages, *(() if context is None else (context.prepare,))]
+    shards = TensorShards(form_now=partial(form_of, plugin))
     return Strategy(
         name="fsdp2",
         fsdp_version=2,
@@ -77,12 +79,13 @@ def build(
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
         ),
         stepper=ShardedStepper(precision=precision, name="fsdp2"),
-        persister=ShardedPersister(is_main=runtime.topology.is_main, device=runtime.device),
+        persister=ShardsPersister(shards=shards, device=runtime.device),
         sharding=axes.sharding,
         features=FEATURES,
         mesh=axes.mesh,
         split_sequences=context,
-        shards=TensorShards(form_now=partial(form_of, plugin)),
+        shards=shards,
+        native=LocalFiles(shards=shards, topology=runtime.topology),
     )
 
 

@@ -376,7 +376,7 @@ def build(
             runtime=runtime, plugin=plugin, precision=precision.name, trained=trained, groups=groups
         ),
         stepper=stepper,
-        persister=MegatronPersister(is_main=runtime.topology.is_main),
+        persister=MegatronPersister(),
         shards=MegatronShards(device_type=runtime.device.type),
         sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
         features=frozenset(

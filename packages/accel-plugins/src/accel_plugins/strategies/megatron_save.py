@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     from accel_plugins.roles import StateDict
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronPersister(ReplicatedPersister):
     """Persister that gathers weights from all stages and tensor-parallel ranks, and shards them again."""
 

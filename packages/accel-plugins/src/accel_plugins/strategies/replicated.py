@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.nn.parameter import is_lazy
 
 from accel_ops.modules import extract_model_from_parallel
@@ -13,13 +11,13 @@ from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
+    import torch
     from torch import nn
     from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
-    from accel_plugins.roles import StateDict, Write
+    from accel_plugins.roles import StateDict
 
 
 def check_materialised(bundle: Bundle) -> None:
@@ -53,45 +51,10 @@ def move_to_device(bundle: Bundle, device: torch.device) -> list[nn.Module]:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicatedPersister:
-    """Persister of replicated models: the main process writes, all ranks read.
+    """Persister of replicated models."""
 
-    Args:
-        is_main: Whether this process writes.
-    """
-
-    is_main: bool
-
-    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
-        """Write `pytorch_model.bin`, with `_<index>` before the ending from the second model on."""
-        if self.is_main:
-            write(self.full_state_dict(model), directory / _file("pytorch_model", index))
-
-    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the file that `save_model` wrote."""
-        state = torch.load(directory / _file("pytorch_model", index), map_location="cpu", weights_only=True)
-        _core(model).load_state_dict(state)
-
-    def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        directory: Path,
-        index: int,
-        *,
-        write: Write = torch.save,
-    ) -> None:
-        """Write `optimizer.bin`, with `_<index>` before the ending from the second optimizer on."""
-        del model
-        if self.is_main:
-            write(optimizer.state_dict(), directory / _file("optimizer", index))
-
-    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the file that `save_optimizer` wrote."""
-        del model
-        state = torch.load(directory / _file("optimizer", index), map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state)
+    __slots__ = ()
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """Return the state dict of the unwrapped model."""
@@ -123,7 +86,3 @@ class ReplicatedPersister:
 
 def _core(model: nn.Module) -> nn.Module:
     return extract_model_from_parallel(model, keep_torch_compile=False)
-
-
-def _file(stem: str, index: int) -> str:
-    return f"{stem}.bin" if index == 0 else f"{stem}_{index}.bin"

@@ -60,7 +60,7 @@ def build(
         name="single",
         wrapper=SingleWrapper(device=runtime.device),
         stepper=TorchStepper(precision=precision),
-        persister=ReplicatedPersister(is_main=True),
+        persister=ReplicatedPersister(),
         sharding=BatchSharding(num_shards=1, shard_index=0),
         features=PLAIN_FEATURES,
     )

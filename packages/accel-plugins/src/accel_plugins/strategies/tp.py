@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from accel_plugins.dcp.full_state import ShardsPersister
+from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.parallelism.axes import axes_of
 from accel_plugins.parallelism.tensor import TensorParallel
-from accel_plugins.sharding.states import ShardedPersister
 from accel_plugins.strategies.fsdp2 import FEATURES
 from accel_plugins.strategies.sharded_step import ShardedStepper
 from accel_plugins.strategies.sharded_wrap import ShardedWrapper
@@ -49,7 +50,7 @@ def build(
             runtime=runtime, shard=stage, validate=stage.validate, parameters_on=runtime.device
         ),
         stepper=ShardedStepper(precision=precision, name="tp"),
-        persister=ShardedPersister(is_main=runtime.topology.is_main, device=runtime.device),
+        persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
         sharding=axes.sharding,
         features=FEATURES,
         mesh=axes.mesh,

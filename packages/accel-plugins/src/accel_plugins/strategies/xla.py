@@ -80,7 +80,7 @@ def build(
         name="xla",
         wrapper=XlaWrapper(device=runtime.device, average=average),
         stepper=stepper,
-        persister=ReplicatedPersister(is_main=topology.is_main),
+        persister=ReplicatedPersister(),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES - ({Feature.UNEVEN_INPUTS} if average is not None else set()),
         after_micro_batch=own.flush,

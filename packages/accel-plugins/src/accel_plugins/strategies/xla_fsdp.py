@@ -129,7 +129,7 @@ def build(
         name="xla_fsdp",
         wrapper=ShardedXlaWrapper(device=runtime.device, plugin=plugin, mesh=mesh),
         stepper=TorchStepper(precision=precision, around_backward=quiet_backward),
-        persister=CompilerShardedPersister(full=ReplicatedPersister(is_main=topology.is_main)),
+        persister=CompilerShardedPersister(full=ReplicatedPersister()),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
         shards=TensorShards(form_now=partial(form_of, plugin), allocator_like=SpmdAllocator(mesh)),

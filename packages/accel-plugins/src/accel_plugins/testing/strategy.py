@@ -242,36 +242,32 @@ def saved_state_is_loaded(subject: StrategySubject) -> None:
     """Model and optimizer go on after loading as if nothing had been in between."""
     problem = subject.problem()
     trained = prepare(subject.make(), problem.model(), adamw)
-    persister, folder, barrier = (
-        trained.strategy.persister,
-        subject.directory,
-        subject.runtime.collectives.barrier,
-    )
+    folder, barrier = subject.directory, subject.runtime.collectives.barrier
     trained.backward(problem.shard(0))
     trained.step()
     before = trained.state()
     one_by_one = {
         name: full(value)
-        for part in persister.iter_full_state_dict(trained.model)
+        for part in trained.strategy.persister.iter_full_state_dict(trained.model)
         for name, value in part.items()
     }
     demand_equal(one_by_one, before, 0.0, "the state dict in parts")
-    for index in (0, 1):
-        persister.save_model(trained.model, folder, index)
-        persister.save_optimizer(trained.optimizer, trained.model, folder, index)
+    loads = [Trained.load_full, *([] if trained.strategy.native is None else [Trained.load_native])]
+    trained.save_full(folder, keep=subject.runtime.topology.is_main)
+    trained.save_native(folder)
     barrier()
-    other = prepare(subject.make(), problem.model(seed=7), adamw)
-    other.backward(problem.shard(3))
-    other.step()
-    for index in (1, 0):
-        other.strategy.persister.load_model(other.model, folder, index)
-        other.strategy.persister.load_optimizer(other.optimizer, other.model, folder, index)
-    barrier()
-    demand_equal(other.state(), before, 0.0, "the loaded model")
-    for one in (trained, other):
+    others = [prepare(subject.make(), problem.model(seed=7), adamw) for _ in loads]
+    for other, load in zip(others, loads, strict=True):
+        other.backward(problem.shard(3))
+        other.step()
+        load(other, folder)
+        barrier()
+        demand_equal(other.state(), before, 0.0, "the loaded model")
+    for one in (trained, *others):
         one.backward(problem.shard(1))
         one.step()
-    demand_equal(other.state(), trained.state(), subject.tolerance, "a step after loading")
+    for other in others:
+        demand_equal(other.state(), trained.state(), subject.tolerance, "a step after loading")
 
 
 def ranks_may_run_out_of_batches(subject: StrategySubject) -> None:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from accel_plugins.bundle import Bundle
@@ -14,6 +15,7 @@ from accel_plugins.testing.problem import loss_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -62,6 +64,34 @@ class Trained:
         return {
             name: full(value) for name, value in self.strategy.persister.full_state_dict(self.model).items()
         }
+
+    def save_full(self, folder: Path, *, keep: bool) -> None:
+        """Save the full states on the rank with `keep`."""
+        persister = self.strategy.persister
+        weights = persister.full_state_dict(self.model, keep=keep)
+        optimizer = persister.full_optimizer_state(self.optimizer, [self.model], keep=keep)
+        if keep:
+            torch.save([weights, optimizer], folder / "full.bin")
+
+    def load_full(self, folder: Path) -> None:
+        """Load what `save_full` has saved."""
+        weights, optimizer = torch.load(folder / "full.bin", map_location="cpu", weights_only=True)
+        self.strategy.persister.load_full_state_dict(self.model, weights)
+        self.strategy.persister.load_full_optimizer_state(self.optimizer, [self.model], optimizer)
+
+    def save_native(self, folder: Path) -> None:
+        """Save the strategy's own files, where it has some, as of two models and optimizers."""
+        for index in (0, 1):
+            if (native := self.strategy.native) is not None:
+                native.save_model(self.model, folder, index)
+                native.save_optimizer(self.optimizer, self.model, folder, index)
+
+    def load_native(self, folder: Path) -> None:
+        """Load what `save_native` has saved, the second first."""
+        for index in (1, 0):
+            if (native := self.strategy.native) is not None:
+                native.load_model(self.model, folder, index)
+                native.load_optimizer(self.optimizer, self.model, folder, index)
 
 
 def prepare(

@@ -12,12 +12,11 @@ from accel_ops.weights.tensors import id_tensor_storage
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_plugins.roles import StateDict, Write
+    from accel_plugins.roles import StateDict
     from accel_plugins.strategies.replicated import ReplicatedPersister
 
 
@@ -26,36 +25,10 @@ class CompilerShardedPersister:
     """Persister of models that the compiler shards.
 
     Args:
-        full: Saves and loads full states on the main process.
+        full: Reads and loads full states on the devices.
     """
 
     full: ReplicatedPersister
-
-    def save_model(self, model: nn.Module, directory: Path, index: int, *, write: Write = torch.save) -> None:
-        """Write what `ReplicatedPersister` writes."""
-        state = self.full_state_dict(model, keep=self.full.is_main)
-        self.full.save_model(model, directory, index, write=lambda _, path: write(state, path))
-
-    def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the file that `save_model` wrote."""
-        self.full.load_model(model, directory, index)
-
-    def save_optimizer(
-        self,
-        optimizer: Optimizer,
-        model: nn.Module,
-        directory: Path,
-        index: int,
-        *,
-        write: Write = torch.save,
-    ) -> None:
-        """Write what `ReplicatedPersister` writes."""
-        state = self.full_optimizer_state(optimizer, [model], keep=self.full.is_main)
-        self.full.save_optimizer(optimizer, model, directory, index, write=lambda _, path: write(state, path))
-
-    def load_optimizer(self, optimizer: Optimizer, model: nn.Module, directory: Path, index: int) -> None:
-        """Load the file that `save_optimizer` wrote."""
-        self.full.load_optimizer(optimizer, model, directory, index)
 
     def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
         """Copy the state dict of the model to the CPU; tied tensors share memory."""

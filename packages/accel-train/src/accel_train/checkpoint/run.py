@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accel_plugins.dcp.protocol import RankPlanners, ShardedStates
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_plugins.recipe import Recipe
-    from accel_plugins.roles import Persister, PrecisionPolicy
+    from accel_plugins.roles import NativeFiles, Persister, PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_train.checkpoint.store_gather import Agreement
     from accel_train.checkpoint.writer import Saving
@@ -42,6 +42,7 @@ class Run:
         persister: The strategy's persister.
         shards: The strategy's sharded states; `None` where one rank writes everything.
         planners: The strategy's.
+        native: The strategy's own files, where it has some.
         precision: With the loss scaler.
         recipe: The precision recipe, if there is one.
         custom: Registered objects.
@@ -59,6 +60,7 @@ class Run:
     recipe: Recipe | None = None
     shards: ShardedStates | None = None
     planners: RankPlanners | None = None
+    native: NativeFiles | None = None
     custom: list[Any] = field(default_factory=list[Any])
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)

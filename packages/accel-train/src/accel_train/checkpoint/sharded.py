@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.dcp import Entry
+    from accel_plugins.roles import NativeFiles
     from accel_train.checkpoint.apply import Source
     from accel_train.checkpoint.run import Run
 
@@ -102,17 +103,17 @@ def native_parts(run: Run, staging: Path) -> list[Part]:
         run: What is saved.
         staging: The folder of the checkpoint, to which the strategy may write small files at once.
     """
-    prepared = run.prepared
+    prepared, native = run.prepared, _native(run)
     parts: list[Part] = []
 
     def write(state: Any, path: Path) -> None:
         parts.append(Part(name=path.relative_to(staging).as_posix(), read=lambda: state))
 
     for index, model in enumerate(prepared.models):
-        run.persister.save_model(model, staging, index, write=write)
+        native.save_model(model, staging, index, write=write)
     for index, optimizer in enumerate(prepared.optimizers):
         owner = owner_of(optimizer, prepared.models)
-        run.persister.save_optimizer(optimizer.optimizer, owner, staging, index, write=write)
+        native.save_optimizer(optimizer.optimizer, owner, staging, index, write=write)
     return parts
 
 
@@ -136,7 +137,7 @@ def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] 
         dcp.read_index(folder)
         return partial(restore_model_shards, run, folder)
     if form_of(run) is StateForm.NATIVE and not _is_full(source, index):
-        return lambda model, **_: run.persister.load_model(model, source.folder, index)
+        return lambda model, **_: _native(run).load_model(model, source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
         return lambda model, **options: run.persister.load_full_state_dict(
@@ -160,7 +161,7 @@ def optimizer_loader(run: Run, source: Source, index: int) -> Callable[[Optimize
         dcp.read_index(folder)
         return partial(restore_optimizer_shards, run, folder)
     if form_of(run) is StateForm.NATIVE and not source.has(layout.optimizer_name(index)):
-        return lambda one: run.persister.load_optimizer(one, owner_of(one, models), source.folder, index)
+        return lambda one: _native(run).load_optimizer(one, owner_of(one, models), source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
         return partial(_restore_engine_optimizer, run, engine)
@@ -173,6 +174,12 @@ def _restore_engine_optimizer(run: Run, engine: Path, optimizer: Optimizer) -> N
     if state is None:
         state = numbered_state(saved.optimizer(), parameter_names(optimizer, models))
     run.persister.load_full_optimizer_state(optimizer, models, state)
+
+
+def _native(run: Run) -> NativeFiles:
+    if run.native is None:
+        raise CheckpointError("The strategy writes its own files, and has no `native` that does.")
+    return run.native
 
 
 def _is_full(source: Source, index: int) -> bool:

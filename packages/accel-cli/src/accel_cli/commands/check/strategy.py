@@ -183,7 +183,7 @@ def _fake_strategy(
         name=name,
         wrapper=UnchangedWrapper(),
         stepper=TorchStepper(precision=precision),
-        persister=ReplicatedPersister(is_main=topology.is_main),
+        persister=ReplicatedPersister(),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=frozenset(Feature),
         shards=shards,
