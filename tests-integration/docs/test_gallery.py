@@ -24,9 +24,3 @@ def test_an_example_has_a_page_with_its_output(example: Path) -> None:
 
 def test_no_page_shows_an_example_that_is_gone() -> None:
     assert sorted(PAGES) == EXAMPLES
-
-
-def test_notebooks_are_on_a_page() -> None:
-    page = (SUITE / "docs/examples/notebook.md").read_text()
-    for notebook in (SUITE / "examples").rglob("*.ipynb"):
-        assert f"../../{notebook.relative_to(SUITE)}" in page

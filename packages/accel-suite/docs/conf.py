@@ -22,12 +22,13 @@ version = release = version_of("accel-suite")
 extensions = [
     "api_pages",
     "link_names",
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-source_suffix = {".md": "markdown", ".rst": "restructuredtext"}
+source_suffix = {".md": "myst-nb", ".rst": "restructuredtext", ".ipynb": "myst-nb"}
+nb_execution_mode = "off"  # notebooks carry what their cells show; a test runs them and compares
 exclude_patterns = ["_static", "src"]
 nitpicky = True
 smartquotes = False  # two hyphens begin an option
