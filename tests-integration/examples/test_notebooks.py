@@ -14,7 +14,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 
 
 def shown_by(notebook: nbformat.NotebookNode) -> list[list[dict[str, str]]]:
-    """Return what each cell shows: text as it is, tables without their figures, of a picture that it is one."""
+    """Return what each cell shows: text as it is, tables without their figures, no pictures."""
     shown = []
     for cell in notebook.cells:
         if cell.cell_type == "code":
