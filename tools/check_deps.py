@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
 PACKAGES = Path(__file__).resolve().parents[1] / "packages"
-DOTTED = re.compile(r"(accel_[a-z]+)(?:\.\w+)+(?::\w*)?")
 METAPACKAGE = "accel-suite"
 
 
@@ -77,7 +76,7 @@ def normalised(name: str) -> str:
 def imported(folder: Path, distributions: dict[str, list[str]]) -> set[str]:
     """The distributions that a package's modules import."""
     found: set[str] = set()
-    for path in folder.glob("src/**/*.py"):
+    for path in (*folder.glob("src/**/*.py"), *folder.glob("src/**/*.pyi")):
         for module in roots(ast.parse(path.read_text())):
             if module not in sys.stdlib_module_names:
                 found.add(normalised(distributions.get(module, [module])[0]))
@@ -85,10 +84,8 @@ def imported(folder: Path, distributions: dict[str, list[str]]) -> set[str]:
 
 
 def roots(tree: ast.Module) -> Iterator[str]:
-    """The top-level modules that a file imports or names in an export table."""
-    nodes = list(ast.walk(tree))
-    is_table = any(isinstance(node, ast.alias) and node.name == "attach" for node in nodes)
-    for node in nodes:
+    """The top-level modules that a file imports or names in a table."""
+    for node in ast.walk(tree):
         match node:
             case ast.Import(names=names):
                 yield from (alias.name.partition(".")[0] for alias in names)
@@ -96,8 +93,6 @@ def roots(tree: ast.Module) -> Iterator[str]:
                 yield module.partition(".")[0]
             case ast.keyword(arg="module", value=ast.Constant(value=str(module))):  # a row of a table
                 yield module.partition(".")[0]
-            case ast.Constant(value=str(text)) if is_table and (named := DOTTED.fullmatch(text)) is not None:
-                yield named[1]
             case _:
                 pass
 

@@ -19,10 +19,7 @@ import textwrap
 import tomllib
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ROOT / "packages"
@@ -31,6 +28,7 @@ API = SUITE / "api.toml"
 ALIASES = SUITE / "aliases.toml"
 SURFACE = ROOT / "tools" / "surface.json"
 WIDTH = 108
+AS = "\N{NO-BREAK SPACE}as\N{NO-BREAK SPACE}"
 
 HEADER = """\
 # Every name that `accel` exports, by the module that documents it, and the module that implements it.
@@ -107,6 +105,7 @@ def main(argv: list[str] | None = None) -> int:
     wanted = {
         API: api_text(api),
         **{table_path(module, tables): table_text(module, tables) for module in tables},
+        **{table_path(module, tables).with_suffix(".pyi"): stub_text(module, tables) for module in tables},
         **programs(tables),
     }
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
@@ -231,14 +230,8 @@ def programs(api: Api) -> dict[Path, str]:
 
 
 def table_text(module: str, api: Api) -> str:
-    """The text of an export table: lazy at run time, plain imports for type checkers."""
-    by_source: defaultdict[str, list[str]] = defaultdict(list)
-    for name, where in api[module].items():
-        by_source[where].append(name)
-    sources = sorted(by_source.items())
+    """The text of a module whose names are those of its stub."""
     parent, _, own = module.rpartition(".")
-    children = sorted(other for other in api if other.rpartition(".")[0] == module)
-    children = [child for child in children if child.rpartition(".")[2] not in api[module]]
     is_callable = own in api.get(parent, {})
     is_program = module in COMMANDS and not is_package(module, api)
     lines = [
@@ -248,40 +241,36 @@ def table_text(module: str, api: Api) -> str:
         '"""',
         "",
         "# fmt: off",
-        "from __future__ import annotations",
-        "",
         *(["import sys"] if is_callable or is_program else []),
-        f"from typing import TYPE_CHECKING{', Any' if is_callable else ''}",
-        "",
+        *(["from typing import Any", ""] if is_callable else []),
         f"from accel_state._lazy import {'Table, ' if is_callable else ''}attach",
         "",
-        "if TYPE_CHECKING:",
-        *(
-            f"    from {module} import {child.rpartition('.')[2]} as {child.rpartition('.')[2]}"
-            for child in children
-        ),
-        *(packed(f"    from {where} import (", public(names), ")") for where, names in sources),
-        "",
-        packed("__all__ = [", [f'"{name}"' for name in public(api[module])], "]"),
-        "",
         *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
-        "_EXPORTS = {",
-        *(f'    "{child.rpartition(".")[2]}": "{child}:",' for child in children),
-        *(
-            packed("    **dict.fromkeys((", [f'"{n}"' for n in names], f'), "{where}"),')
-            for where, names in sources
-        ),
-        "}",
-        "__getattr__, __dir__ = attach(__name__, _EXPORTS)",
+        "attach(__name__)",
         *([CALLABLE_MODULE.format(name=own).removesuffix("\n")] if is_callable else []),
         *([main_text(module).removesuffix("\n")] if is_program else []),
     ]
     return "\n".join(lines) + "\n"
 
 
-def public(names: Iterable[str]) -> list[str]:
-    """The names without those that programs in use import although they are private."""
-    return [name for name in names if not name.startswith("_")]
+def stub_text(module: str, api: Api) -> str:
+    """The text of a stub: the names that a module has, with where they are defined."""
+    by_source: defaultdict[str, list[str]] = defaultdict(list)
+    for name, where in api[module].items():
+        by_source[where].append(name)
+    children = (other.rpartition(".")[2] for other in api if other.rpartition(".")[0] == module)
+    by_source[module] += sorted(child for child in children if child not in api[module])
+    lines = (
+        packed(f"from {where} import (", [f"{name}{AS}{name}" for name in names], ")")
+        for where, names in sorted(by_source.items())
+        if names
+    )
+    start = ["# fmt: off"]
+    if any(name.startswith("_") for name in api[module]):  # that programs in use import nevertheless
+        start.append("# pyright: reportPrivateUsage=false")
+    if module == "accel":
+        start.append("__version__: str")
+    return "\n".join([*start, *lines]).replace(AS, " as ") + "\n"
 
 
 def main_text(module: str) -> str:
@@ -290,13 +279,12 @@ def main_text(module: str) -> str:
 
 
 def packed(before: str, items: list[str], after: str) -> str:
-    """`before`, the items with commas, `after`: on one line if they fit, else on filled lines."""
-    line = f"{before}{', '.join(items)}{',' if before.endswith('((') and len(items) == 1 else ''}{after}"
+    """`before`, the items with commas, `after`: without the brackets if they fit on one line."""
+    line = f"{before}{', '.join(items)}".replace("import (", "import ")
     if len(line) <= WIDTH:
-        return line.replace("import (", "import ").removesuffix(")") if "import (" in line else line
-    indent = " " * (len(before) - len(before.lstrip()) + 4)
-    filled = textwrap.fill(", ".join(items) + ",", WIDTH, initial_indent=indent, subsequent_indent=indent)
-    return f"{before}\n{filled}\n{indent[4:]}{after}"
+        return line
+    filled = textwrap.fill(", ".join(items) + ",", WIDTH, initial_indent="    ", subsequent_indent="    ")
+    return f"{before}\n{filled}\n{after}"
 
 
 def version() -> str:

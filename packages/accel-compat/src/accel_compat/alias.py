@@ -132,7 +132,7 @@ class TopLevelLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Set what is not accel's."""
-        vars(module).update(__version__=REFERENCE_VERSION, __all__=list(accel.__all__))
+        vars(module).update(__version__=REFERENCE_VERSION, __all__=[*vars(accel)["__all__"]])
 
 
 class TopLevel(ModuleType):

@@ -1,14 +1,15 @@
-"""The export table of a package: names are imported at their first use (PEP 562)."""
+"""The exports of a package: names of other modules, imported at their first use (PEP 562)."""
 
 from __future__ import annotations
 
+import re
 import sys
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+_IMPORT = re.compile(r"^from (\S+) import (\([^)]*\)|.*)$", re.MULTILINE)
+_AS_ITSELF = re.compile(r"\b(\w+) as \1\b")
 
 
 class Table(ModuleType):
@@ -40,37 +41,53 @@ def replace(name: str, before: object, after: object) -> None:
             vars(module)[name] = after
 
 
-def attach(
-    package: str, exports: Mapping[str, str]
-) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Make `__getattr__` and `__dir__` for a package whose names live in other modules.
+def attach(package: str) -> None:
+    """Give a module the names that its stub imports from other modules, each imported at its first use.
+
+    The stub, the file beside the module that ends in `.pyi`, is the one list of them: type checkers read it
+    as it is. `__all__` has the public names without submodules.
 
     Args:
-        package: The package's `__name__`.
-        exports: Public name to the dotted module that defines it. A module itself is exported as
-            `"name": "dotted.module.name:"`, with a trailing colon.
-
-    Returns:
-        The two functions to bind in the package's `__init__`.
-
-    Example:
-        >>> __getattr__, __dir__ = attach("json_api", {"dumps": "json"})
-        >>> __getattr__("dumps")({})
-        '{}'
+        package: The module's `__name__`.
     """
+    module: Any = sys.modules[package]
+    spec = module.__spec__
+    stub: bytes = spec.loader.get_data(f"{spec.origin.rpartition('.')[0]}.pyi")
+    exports = exports_of(stub.decode(), spec.name)
 
     def __getattr__(name: str) -> object:  # noqa: N807 - PEP 562
         if name not in exports:
             raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name)
         target = exports[name]
         value = import_module(target[:-1]) if target.endswith(":") else getattr(import_module(target), name)
-        if package in sys.modules:
-            vars(sys.modules[package])[name] = value
+        vars(module)[name] = value
         return value
 
-    def __dir__() -> list[str]:  # noqa: N807 - PEP 562
-        return sorted(exports)
+    vars(module).update(
+        __getattr__=__getattr__,
+        __dir__=lambda: sorted(exports),
+        __all__=sorted(name for name in exports if name[0] != "_" and exports[name][-1] != ":"),
+        _EXPORTS=exports,
+    )
+    module.__class__ = Table
 
-    if package in sys.modules:
-        sys.modules[package].__class__ = Table
-    return __getattr__, __dir__
+
+def exports_of(stub: str, package: str) -> dict[str, str]:
+    r"""Return the names that a stub exports: those that it imports as themselves.
+
+    Args:
+        stub: The text of the stub.
+        package: The full name of the module that it describes.
+
+    Returns:
+        Name to the dotted module that defines it, or to that of a submodule with a trailing colon.
+
+    Example:
+        >>> exports_of("from json import dumps as dumps\nfrom zoo import keepers as keepers", "zoo")
+        {'dumps': 'json', 'keepers': 'zoo.keepers:'}
+    """
+    return {
+        name: f"{source}.{name}:" if source == package else source
+        for source, names in _IMPORT.findall(stub)
+        for name in _AS_ITSELF.findall(names)
+    }

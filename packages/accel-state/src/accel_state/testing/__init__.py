@@ -28,30 +28,6 @@ All host threads count as one: what one of them has waited for, the others know.
         assert ThreadRanks(size=2).run(lambda rank: my_sum(rank)) == [1, 1]
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 from accel_state._lazy import attach
 
-if TYPE_CHECKING:
-    from accel_state.testing.clocks import Race as Race
-    from accel_state.testing.late import LateDevice as LateDevice
-    from accel_state.testing.late import RaceError as RaceError
-    from accel_state.testing.late import late_device as late_device
-    from accel_state.testing.thread_ranks import ThreadCollectives as ThreadCollectives
-    from accel_state.testing.thread_ranks import ThreadRanks as ThreadRanks
-
-__all__ = ["LateDevice", "Race", "RaceError", "ThreadCollectives", "ThreadRanks", "late_device"]
-
-__getattr__, __dir__ = attach(
-    __name__,
-    {
-        "LateDevice": "accel_state.testing.late",
-        "Race": "accel_state.testing.clocks",
-        "RaceError": "accel_state.testing.late",
-        "ThreadCollectives": "accel_state.testing.thread_ranks",
-        "ThreadRanks": "accel_state.testing.thread_ranks",
-        "late_device": "accel_state.testing.late",
-    },
-)
+attach(__name__)

@@ -4,22 +4,10 @@ Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING
-
 from accel_state._lazy import attach
 
-if TYPE_CHECKING:
-    from accel_cli.command_functions import estimate_command, estimate_command_parser
-
-__all__ = ["estimate_command", "estimate_command_parser"]
-
-_EXPORTS = {
-    **dict.fromkeys(("estimate_command", "estimate_command_parser"), "accel_cli.command_functions"),
-}
-__getattr__, __dir__ = attach(__name__, _EXPORTS)
+attach(__name__)
 
 if __name__ == "__main__":
     from accel_cli.main import main

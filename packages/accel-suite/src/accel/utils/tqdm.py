@@ -4,22 +4,12 @@ Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
 """
 
 # fmt: off
-from __future__ import annotations
-
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from accel_state._lazy import Table, attach
 
-if TYPE_CHECKING:
-    from accel_state.progress import tqdm
-
-__all__ = ["tqdm"]
-
-_EXPORTS = {
-    **dict.fromkeys(("tqdm",), "accel_state.progress"),
-}
-__getattr__, __dir__ = attach(__name__, _EXPORTS)
+attach(__name__)
 
 class _CallableModule(Table):
     def __call__(self, *arguments: Any, **options: Any) -> Any:

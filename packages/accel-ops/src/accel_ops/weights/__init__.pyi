@@ -1,0 +1,1 @@
+from accel_ops.weights import write as write

@@ -1,0 +1,1 @@
+from accel_plugins.sharding import optimizers as optimizers

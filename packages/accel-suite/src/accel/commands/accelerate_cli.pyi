@@ -1,0 +1,2 @@
+# fmt: off
+from accel_cli.main import main as main

@@ -1,0 +1,2 @@
+# fmt: off
+from accel_cli.config.basic import write_basic_config as write_basic_config

@@ -1,0 +1,4 @@
+# fmt: off
+from accel_cli.command_functions import (
+    estimate_command as estimate_command, estimate_command_parser as estimate_command_parser,
+)

@@ -1,0 +1,2 @@
+# fmt: off
+from accel_train.local_sgd import LocalSGD as LocalSGD

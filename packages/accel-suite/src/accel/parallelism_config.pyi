@@ -1,0 +1,2 @@
+# fmt: off
+from accel_plugins.parallelism.config import ParallelismConfig as ParallelismConfig

@@ -1,0 +1,2 @@
+# fmt: off
+from accel_train.scheduler import AcceleratedScheduler as AcceleratedScheduler

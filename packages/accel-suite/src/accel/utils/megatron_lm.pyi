@@ -1,0 +1,9 @@
+# fmt: off
+from accel_plugins.megatron.dummy import (
+    MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler as MegatronLMDummyScheduler,
+)
+from accel_plugins.megatron.losses import (
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+)
+from accel_state.available import is_megatron_lm_available as is_megatron_lm_available

@@ -1,0 +1,2 @@
+# fmt: off
+from accel_state.progress import tqdm as tqdm

@@ -1,0 +1,8 @@
+from accel_trackers.general import GeneralTracker as GeneralTracker
+from accel_trackers.general import on_main_process as on_main_process
+from accel_trackers.registry import LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS
+from accel_trackers.registry import filter_trackers as filter_trackers
+from accel_trackers.registry import get_available_trackers as get_available_trackers
+from accel_trackers.registry import register_tracker_class as register_tracker_class
+from accel_trackers.registry import tracker_class as tracker_class
+from accel_trackers.session import TrackerSession as TrackerSession
