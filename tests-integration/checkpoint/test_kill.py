@@ -16,7 +16,7 @@ from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_train import Accelerator
 from accel_train.checkpoint import files
 from harness.killing import Crowd, Killer, mortal
-from harness.pool import Nursery
+from harness.pool import shared_nursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,13 +60,6 @@ def train(folder: str, result: str, moment: int | None, blocking: bool, in_place
         torch.save([p.detach() for p in model.parameters()], result)
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
-
-
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
     """A folder in memory where there is such a thing: only processes die here, so that no disk is needed."""
@@ -79,9 +72,9 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
-    nursery: Nursery, memory: Path, world_size: int, kills: int
+    memory: Path, world_size: int, kills: int
 ) -> None:
-    crowd, chance = Crowd(nursery, world_size), random.Random(world_size)
+    crowd, chance = Crowd(shared_nursery(), world_size), random.Random(world_size)
     assert crowd.run(train, folder=str(memory / "whole"), result=str(memory / "r"), moment=None, **PLAIN)
     expected = torch.load(memory / "r")
     killed = run = 0

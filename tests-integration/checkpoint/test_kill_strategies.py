@@ -20,7 +20,7 @@ from equality_alone import LENGTH, ROWS, batches_of, fresh
 from equality_strategies import STRATEGIES, Cell
 from harness.engines import deepspeed_process
 from harness.killing import Crowd, Killer, mortal
-from harness.pool import Nursery
+from harness.pool import shared_nursery
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -97,13 +97,6 @@ def train(strategy: str, world_size: int, folder: str, result: str, moment: int 
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery("deepspeed")
-    yield nursery
-    nursery.close()
-
-
-@pytest.fixture(scope="module")
 def undisturbed() -> dict:
     """What a run of one process finds that nothing disturbs."""
     return run(None, {})[1]
@@ -125,10 +118,10 @@ def memory(tmp_path: Path) -> Iterator[Path]:
     ],
 )
 def test_a_killed_run_ends_like_the_undisturbed_one(
-    number: int, strategy: str, nursery: Nursery, undisturbed: dict, memory: Path
+    number: int, strategy: str, undisturbed: dict, memory: Path
 ) -> None:
     world_size = STRATEGIES[strategy].smallest
-    crowd = Crowd(nursery, world_size)
+    crowd = Crowd(shared_nursery(), world_size)
     how = {"strategy": strategy, "world_size": world_size, "folder": str(memory / "run")}
     victim, moment = number % world_size, number % 4
     assert not crowd.run(train, victim, result=str(memory / "killed"), moment=moment, **how), "it lives"

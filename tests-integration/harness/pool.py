@@ -43,6 +43,13 @@ GRACE = 2.0  # seconds for the other ranks once one has failed: they may be stuc
 START = 120.0  # seconds for the nursery to import torch
 LOG_TAIL = 20000  # characters of the ranks' output shown with a failure; a crash alone fills thousands
 FOLDER = Path(__file__).resolve().parent
+PRELOADED = (
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "deepspeed",
+    "megatron.core",
+)
+"""What many bodies import: 6 s of computing, once for all ranks instead of once for each."""
 
 bodies: dict[tuple[str, str], Callable[..., None]] = {}
 
@@ -260,13 +267,18 @@ def close_all() -> None:
         _nurseries.pop().close()
 
 
-def _pool(world_size: int) -> Pool:
+def shared_nursery() -> Nursery:
+    """The nursery of this session's pools, started when it is first asked for."""
     if not _nurseries:
-        _nurseries.append(Nursery())
+        _nurseries.append(Nursery(*PRELOADED))
         atexit.register(close_all)
-    pool = _pools.setdefault(world_size, Pool(_nurseries[0]))
+    return _nurseries[0]
+
+
+def _pool(world_size: int) -> Pool:
+    pool = _pools.setdefault(world_size, Pool(shared_nursery()))
     if not pool.ranks:
-        pool.ranks = _nurseries[0].spawn(world_size)
+        pool.ranks = pool.nursery.spawn(world_size)
     return pool
 
 

@@ -102,7 +102,8 @@ def ran(tmp_path_factory):
         name: Program(LATE.replace("END", code), world_size=1, variables=ALONE)
         for name, (code, _) in ENDS.items()
     }
-    return run_programs(programs, base), base
+    imports = ("accel_train.accelerator", "torch._dynamo", "torch.utils.tensorboard")
+    return run_programs(programs, base, imports), base
 
 
 def lines(folder, rank=0):
