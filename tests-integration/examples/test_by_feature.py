@@ -7,8 +7,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
-import sys
 from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
@@ -20,6 +18,7 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
+from harness.engines import deepspeed_process
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "packages/accel-suite/examples/by_feature"
 INFERENCE = EXAMPLES.with_name("inference")
@@ -126,22 +125,16 @@ def test_the_same_script_trains_by_megatron(tmp_path):
         assert re.search(SAYS["megatron_lm_gpt_pretraining"], said), said
 
 
-@pytest.mark.slow
-def test_deepspeed_trains_as_its_configuration_says(tmp_path):
-    script = str(EXAMPLES / "deepspeed_with_config_support.py")
-    launch = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2", script]
-    done = subprocess.run(
-        launch,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr[-4000:]}"
-    losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\d\.\d+)", done.stdout, re.MULTILINE)]
-    assert len(losses) == 3
-    assert losses[-1] < 0.7
+@distributed(world_size=2)
+def test_deepspeed_trains_as_its_configuration_says():
+    name = "deepspeed_with_config_support"
+    with deepspeed_process():
+        said = run(name)
+    if dist.get_rank() == 0:
+        losses = [float(loss) for loss in re.findall(r"^epoch \d: loss (\d\.\d+)", said, re.MULTILINE)]
+        assert len(losses) == 3
+        assert losses[-1] < 0.7
+        assert last_line(said) == last_line(on_the_page(name))
 
 
 def test_every_example_is_run():

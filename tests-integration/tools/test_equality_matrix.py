@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from equality_alone import FAULTS, Arithmetic, batches_of, is_clipped, train_alone
-from equality_matrix import cells_of, distance, is_wrong, table
+from equality_matrix import (
+    HARDEST,
+    QUICKEST,
+    cells_of,
+    distance,
+    faults_of,
+    is_wrong,
+    shown,
+    table,
+    work,
+)
 from equality_strategies import STRATEGIES
+from harness import distributed
+from harness.engines import deepspeed_process
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,18 +51,31 @@ def run(*arguments: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["fsdp2", "zero2"], pytest.param([*STRATEGIES], marks=pytest.mark.thorough)],
-    ids=["two strategies", "all"],
-)
-def test_every_strategy_equals_one_process_and_errors_are_noticed(names: list[str]) -> None:
+@distributed(world_size=2)
+def test_two_strategies_equal_one_process_and_errors_are_noticed(tmp_path: Path) -> None:
     """The hardest cells on two processes; and, for one strategy, with every error made on purpose."""
-    said = run("--quick", *(word for name in names for word in ("--strategy", name)))
+    cells = [*cells_of(["fsdp2", "zero2"], 2, HARDEST), *faults_of(QUICKEST, 2)]
+    task = tmp_path / "task.json"
+    if dist.get_rank() == 0:
+        task.write_text(json.dumps({"steps": 5, "cells": [asdict(cell) for cell in cells]}))
+    dist.barrier()
+    with deepspeed_process():
+        work(task)
+    values = json.loads((tmp_path / "results.json").read_text())
+    assert len(values) == len(cells)
+    assert not [
+        shown(cell, value) for cell, value in zip(cells, values, strict=True) if is_wrong(cell, value)
+    ]
+
+
+@pytest.mark.thorough
+def test_every_strategy_equals_one_process_and_errors_are_noticed() -> None:
+    """As the tool prints it, from a job of its own."""
+    said = run("--quick")
     rows = [line for line in said.splitlines() if line.startswith("| ") and re.search(r"\de[-+]0", line)]
     assert [row.split()[1] for row in rows] == [
-        *(name for name in names if STRATEGIES[name].smallest == 2),
-        "zero2",
+        *(name for name, strategy in STRATEGIES.items() if strategy.smallest == 2),
+        *QUICKEST,
     ]
 
 

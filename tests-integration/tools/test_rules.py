@@ -134,6 +134,7 @@ def test_an_exception_that_is_no_longer_needed_is_an_error(
     listed.write_text(exceptions)
     monkeypatch.setattr(house_rules, "EXCEPTIONS", listed)
     monkeypatch.setattr(house_rules, "sources", lambda: iter(()))
+    monkeypatch.setattr(house_rules, "texts", lambda: iter(()))
     assert house_rules.main() == bool(exceptions)
     assert ("no longer needed" in capsys.readouterr().out) == bool(exceptions)
 
