@@ -62,7 +62,6 @@ class Step:
         command: Runs it.
         thorough: Further arguments under `--all`.
         slow: Whether it runs under `--all`, or when it is named, alone.
-        cores: How many it keeps busy; steps with one run two at a time.
     """
 
     name: str
@@ -70,7 +69,6 @@ class Step:
     command: tuple[str, ...]
     thorough: tuple[str, ...] = ()
     slow: bool = False
-    cores: int = 1
 
     @property
     def is_pytest(self) -> bool:
@@ -89,7 +87,21 @@ class Result:
     flaky: tuple[str, ...] = ()
 
 
-STEPS = (
+STEPS = (  # those that take long first, so that two end at about the same time
+    Step(
+        name="integration",
+        about="SPMD tests on pooled ranks, and real launches",
+        command=(
+            *(*PYTEST, *NOT_THOROUGH, "-n", "2", "--dist", "loadfile", "--durations=30"),
+            *("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
+        ),
+        thorough=ALL_TESTS,
+    ),
+    Step(
+        name="unit",
+        about="each package's own tests and docstring examples",
+        command=(*PYTEST, "-n", "2", "--doctest-modules", "packages", "--ignore-glob=*/examples"),
+    ),
     Step(
         name="clients",
         about="transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
@@ -135,49 +147,29 @@ STEPS = (
         about="mutated files of every kind give their true content or a sentence, never anything else",
         command=(PYTHON, "tools/fuzz.py", "--seconds", "20"),
     ),
-    Step(
-        name="unit",
-        about="each package's own tests and docstring examples",
-        command=(*PYTEST, "-n", "2", "--doctest-modules", "packages", "--ignore-glob=*/examples"),
-        cores=2,
-    ),
-    Step(
-        name="integration",
-        about="SPMD tests on pooled ranks, and real launches",
-        command=(
-            *(*PYTEST, *NOT_THOROUGH, "-n", "2", "--dist", "loadfile", "--durations=30"),
-            *("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
-        ),
-        thorough=ALL_TESTS,
-        cores=2,
-    ),
     Step(name="xla", about="training on XLA devices, as on the CPU", command=(PYTHON, "tools/check_xla.py")),
     Step(
         name="examples",
         about="every example of the README files and the documentation",
         command=(*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
-        cores=2,
     ),
     Step(
         name="isolation",
         about="each wheel installs alone, imports, and runs the examples of its README",
         command=(PYTHON, "tools/check_isolation.py"),
         thorough=("--tests",),
-        cores=2,
     ),
     Step(
         name="behaviour",
         about="small programs do what they do with the reference, or differ for a reason (with --all)",
         command=(PYTHON, "tools/compare_behaviour.py"),
         slow=True,
-        cores=2,
     ),
     Step(
         name="ordering",
         about="without any one statement that orders asynchronous work, a test fails (with --all)",
         command=(PYTHON, "tools/delete_ordering.py"),
         slow=True,
-        cores=2,
     ),
 )
 
@@ -212,8 +204,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [replace(step, command=(*step.command, *step.thorough)) for step in chosen]
     if arguments.since:
         chosen = narrowed(chosen, affected_by(changed_since(arguments.since)))
-    results = [*run_in_pairs([step for step in chosen if step.cores == 1])]
-    results += [run(step) for step in chosen if step.cores > 1]
+    results = [*run_in_pairs(chosen)] if len(chosen) > 1 else [run(step) for step in chosen]
     print_summary(results, time.monotonic() - started)
     failed = any(result.status for result in results)
     partial = arguments.only or arguments.since
@@ -248,7 +239,7 @@ def narrowed(steps: list[Step], affected: Affected) -> list[Step]:
 
 
 def run_in_pairs(steps: list[Step]) -> Iterator[Result]:
-    """Run steps that keep one core busy each, two at a time; print what each has printed when it ends."""
+    """Run two steps at a time: while one waits, the other computes. Print the output of each at its end."""
 
     def run_quietly(step: Step) -> Result:
         lines: list[str] = []
