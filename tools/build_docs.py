@@ -1,5 +1,7 @@
 """Build the documentation: every warning is an error, and so is a reference that leads nowhere.
 
+The pictures of packages are drawn anew from their imports.
+
     uv run python tools/build_docs.py [--online] [--fresh] [--out build/docs/html]
 
 `--online` also links to the documentation of Python, NumPy and PyTorch, whose indexes it downloads.
@@ -16,6 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "packages" / "accel-suite" / "docs"
 OUT = ROOT / "build" / "docs" / "html"
+PICTURES = SOURCE / "pictures"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -32,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     options += ["--fresh-env", "--write-all"] * arguments.fresh + ["-D", "online=1"] * arguments.online
     command = [sys.executable, "-m", "sphinx", *options, "-d", str(out.with_name("doctrees"))]
     started = time.monotonic()
+    subprocess.run([sys.executable, str(SOURCE / "src" / "package_graphs.py")], cwd=ROOT, check=True)
     done = subprocess.run([*command, str(SOURCE), str(out)], cwd=ROOT, check=False)
     if done.returncode == 0:
         pages = sum(1 for _ in out.rglob("*.html"))

@@ -2,9 +2,10 @@
 
     uv run python tools/check_docs.py [--screenshots FOLDER]
 
-Every public name has an entry and a docstring. In a browser, the search finds a method by its name, and no
-page is wider than a telephone, misses a picture, or has text that cannot be read on its background, light
-or dark. Where there is no Chromium, that part is left out and says so.
+Every public name has an entry and a docstring, and the pictures of packages are those of their imports. In a
+browser, the search finds a method by its name, and no page is wider than a telephone, misses a picture, or
+has text that cannot be read on its background, light or dark. Where there is no Chromium, that part is left
+out and says so.
 """
 
 from __future__ import annotations
@@ -81,9 +82,15 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Build the documentation, and look at it.")
     parser.add_argument("--screenshots", type=Path, help="a folder for pictures of five pages")
     arguments = parser.parse_args(argv)
+    drawn_before = {path: path.read_bytes() for path in build_docs.PICTURES.iterdir()}
     if status := build_docs.main([]):
         return status
-    wrong = [*names_without_entry(build_docs.OUT), *names_without_docstring()]
+    wrong = [
+        f"{path.name} was not the picture of its package; it is drawn anew: commit it"
+        for path, content in drawn_before.items()
+        if path.read_bytes() != content
+    ]
+    wrong += [*names_without_entry(build_docs.OUT), *names_without_docstring()]
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         print(f"not looked at in a browser: none of {', '.join(BROWSERS)} is on the path")
