@@ -22,7 +22,9 @@ class _OnCpu(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = {
-            name: _mapped(value) if name == "device" else value for name, value in (kwargs or {}).items()
+            name: _mapped(value) if name == "device" else value
+            for name, value in (kwargs or {}).items()
+            if name != "pin_memory"
         }
         if func is torch.Tensor.cuda:
             return args[0]

@@ -120,6 +120,12 @@ CASES = {
     "distributed optimizer": {"use_distributed_optimizer": True, "gradient_clipping": 0.5},
     "pipeline": {"pp_degree": 2, "num_micro_batches": 2, "gradient_clipping": 0.5},
     "virtual stages": {"pp_degree": 2, "num_micro_batches": 2, "num_layers_per_virtual_pipeline_stage": 1},
+    "context": {"context_parallel_size": 2, "num_micro_batches": 2, "gradient_clipping": 0.5},
+    "context, loss by token": {
+        "context_parallel_size": 2,
+        "calculate_per_token_loss": True,
+        "recompute_activations": True,
+    },
     "loss by token": {"calculate_per_token_loss": True, "recompute_activations": True},
 }
 
@@ -130,7 +136,7 @@ def test_two_ranks_train_a_llama_as_one_process(case):
     check_equal(make_llama, MegatronLMPlugin(**CASES[case]))
 
 
-@pytest.mark.parametrize("case", ["tensor, clipped", "pipeline"])
+@pytest.mark.parametrize("case", ["tensor, clipped", "pipeline", "context"])
 @distributed(world_size=2)
 def test_two_ranks_train_a_gpt2_as_one_process(case):
     check_equal(make_gpt2, MegatronLMPlugin(**CASES[case]))
@@ -147,8 +153,12 @@ def test_windows_of_several_calls_train_as_one_batch(case):
     [
         (make_llama, {"tp_degree": 2, "pp_degree": 2, "num_micro_batches": 2}),
         (make_gpt2, {"tp_degree": 2, "use_distributed_optimizer": True, "num_micro_batches": 2}),
+        (make_llama, {"tp_degree": 4}),  # twice the key-value heads
+        (make_llama, {"context_parallel_size": 2, "tp_degree": 2, "sequence_parallelism": True}),
+        (make_llama, {"context_parallel_size": 2, "pp_degree": 2, "num_micro_batches": 2}),
+        (make_llama, {"context_parallel_size": 2, "use_distributed_optimizer": True}),
     ],
-    ids=["tensor and pipeline", "tensor and data"],
+    ids=str,
 )
 @distributed(world_size=4)
 def test_four_ranks_train_as_one_process(make, options):
@@ -157,8 +167,12 @@ def test_four_ranks_train_as_one_process(make, options):
 
 @pytest.mark.parametrize(
     ("make", "options"),
-    [(make_llama, {"tp_degree": 2}), (make_gpt2, {"pp_degree": 2, "num_micro_batches": 2})],
-    ids=["tensor", "pipeline"],
+    [
+        (make_llama, {"tp_degree": 2}),
+        (make_gpt2, {"pp_degree": 2, "num_micro_batches": 2}),
+        (make_llama, {"context_parallel_size": 2, "num_micro_batches": 2}),
+    ],
+    ids=["tensor", "pipeline", "context"],
 )
 @distributed(world_size=2)
 def test_logits_in_evaluation_are_those_of_transformers_with_the_gathered_weights(make, options):

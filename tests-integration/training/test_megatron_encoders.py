@@ -137,9 +137,13 @@ def check_equal(name, options):
         ("pretraining", {"pp_degree": 2, "num_micro_batches": 2}),
         ("masked tokens", {"use_distributed_optimizer": True, "num_micro_batches": 2}),
         ("classes", {"tp_degree": 2, "gradient_clipping": 0.0}),
+        ("pretraining", {"tp_degree": 2, "sequence_parallelism": True}),
+        ("classes", {"tp_degree": 2, "sequence_parallelism": True}),
         ("t5", {"tp_degree": 2, "num_micro_batches": 2}),
         ("t5", {"tp_degree": 2, "sequence_parallelism": True}),
         ("gated t5", {"use_distributed_optimizer": True}),
+        ("t5", {"tp_degree": 2, "recompute_granularity": "full", "num_micro_batches": 2}),
+        ("gated t5", {"recompute_activations": True}),
     ],
     ids=str,
 )
@@ -151,11 +155,16 @@ def test_two_ranks_train_encoders_as_one_process(name, options):
 @distributed(world_size=2)
 def test_what_megatron_does_not_compute_of_an_encoder_is_refused():
     with cuda_answered_by_cpu():
-        plugin = MegatronLMPlugin(tp_degree=2, sequence_parallelism=True)
+        plugin = MegatronLMPlugin(context_parallel_size=2)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
         model = MODELS["masked tokens"]()
-        with pytest.raises(UnsupportedError, match="no sequence parallelism"):
+        with pytest.raises(UnsupportedError, match=r"context_parallel_size=2.*not those of 'bert'"):
             accelerator.prepare(model, make_optimizer(model))
+        accelerator.free_memory()
+        plugin = MegatronLMPlugin(recompute_granularity="full", recompute_num_layers=2)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        with pytest.raises(UnsupportedError, match="recompute_num_layers=2: a T5 recomputes layer by layer"):
+            accelerator.prepare(make_t5())
         model = make_bert(BertForMaskedLM)
         model.extra = torch.nn.Linear(1, 1)
         with pytest.raises(SettingsError, match=r"weights without a row.*extra\.weight, extra\.bias"):

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -83,6 +88,28 @@ def test_layers_of_transformer_engine_train_as_the_local_ones():
     torch.testing.assert_close(losses, losses_of("bf16", attention_backend="local"), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("backend", ["auto", "local"])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="context parallelism needs two GPUs")
+def test_context_parallel_ranks_train_as_one(tmp_path, backend):
+    if backend == "auto":
+        pytest.importorskip("transformer_engine")
+    line = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__, str(tmp_path / "losses")]
+    subprocess.run([sys.executable, "-m", *line, backend], check=True)
+    found = json.loads((tmp_path / "losses").read_text())
+    expected = losses_of("bf16", attention_backend="local")
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def test_a_model_on_a_gpu_continues_prompts_as_transformers_does():
+    accelerator, model, _ = start(attention_backend="local")
+    prompts = torch.arange(1, 9, device=accelerator.device).view(2, 4)
+    found = model.megatron_generate(prompts, max_new_tokens=8, eos_token_id=[])
+    plain = make_llama().cuda()
+    plain.generation_config.eos_token_id = None
+    assert torch.equal(found, plain.generate(prompts, max_new_tokens=8, do_sample=False))
+    accelerator.free_memory()
+
+
 def test_a_run_on_a_gpu_goes_on_where_it_was_saved(tmp_path):
     accelerator, model, optimizer = start("bf16", attention_backend="local")
     some = batches(accelerator.device)
@@ -95,3 +122,9 @@ def test_a_run_on_a_gpu_goes_on_where_it_was_saved(tmp_path):
     found = train(model, optimizer, accelerator.backward, some[5:])
     accelerator.free_memory()
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+
+
+if __name__ == "__main__":  # a rank of the test of context parallelism
+    trained = losses_of("bf16", context_parallel_size=2, attention_backend=sys.argv[2])
+    if torch.distributed.get_rank() == 0:
+        Path(sys.argv[1]).write_text(json.dumps(trained))

@@ -34,6 +34,10 @@ CASES = {
     "gated": (gated(), tensors(8, 8)),
     "attention": (attention(HEADS, GROUPS, SIZE), tensors(HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE)),
     "keys and values": (keys_values(HEADS, SIZE), tensors(HEADS * SIZE, HEADS * SIZE)),
+    "attention with fewer key-value heads than ranks": (
+        attention(HEADS, 2, SIZE),
+        tensors(HEADS * SIZE, 2 * SIZE, 2 * SIZE),
+    ),
     "attention's biases": (
         attention(HEADS, GROUPS, SIZE),
         tensors(HEADS * SIZE, GROUPS * SIZE, GROUPS * SIZE, shape=()),
@@ -51,7 +55,9 @@ CASES = {
 def test_the_parts_of_all_ranks_make_the_weights_again(case, size):
     packing, weights = CASES[case]
     shards = [packing.shard(packing.pack(weights), rank, size) for rank in range(size)]
-    torch.testing.assert_close([*packing.unpack(packing.join(shards))], weights, rtol=0, atol=0)
+    joined = packing.join(shards)
+    torch.testing.assert_close([*packing.unpack(joined)], weights, rtol=0, atol=0)
+    assert packing.joined_shape(shards[0].shape, size) == joined.shape
 
 
 def test_every_rank_has_its_part_of_the_gate_before_its_part_of_the_other_projection():

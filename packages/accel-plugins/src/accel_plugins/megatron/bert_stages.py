@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -13,7 +14,7 @@ from accel_plugins.megatron.stages import TorchNorm, mask_padding, padded_vocabu
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
 
     from torch import Tensor
 
@@ -96,10 +97,6 @@ def build_bert(
         vp_stage: The virtual stage, if the rank has several.
     """
     backends = core("transformer.enums").AttnBackend
-    if config.sequence_parallel:
-        raise UnsupportedError(
-            "megatron-core's head of BERT has no sequence parallelism: leave out sequence_parallelism."
-        )
     if config.attention_backend not in {backends.auto, backends.local}:
         raise UnsupportedError(
             f"attention_backend={config.attention_backend.name!r}: BERT is trained with megatron-core's own "
@@ -107,15 +104,16 @@ def build_bert(
         )
     labels, dropout = arguments.pop("num_labels"), arguments.pop("classifier_dropout")
     padded = padded_vocabulary(vocabulary, config)
-    made: Any = core("models.bert.bert_model").BertModel(
-        config=config,
-        transformer_layer_spec=layer_spec(config),
-        vocab_size=padded,
-        pre_process=pre_process,
-        post_process=post_process,
-        vp_stage=vp_stage,
-        **arguments,
-    )
+    with _sharded_norms():
+        made: Any = core("models.bert.bert_model").BertModel(
+            config=config,
+            transformer_layer_spec=layer_spec(config),
+            vocab_size=padded,
+            pre_process=pre_process,
+            post_process=post_process,
+            vp_stage=vp_stage,
+            **arguments,
+        )
     made.encoder.final_layernorm = None
     if pre_process:
         _norm_embeddings(made.embedding, config)
@@ -127,6 +125,18 @@ def build_bert(
     return made
 
 
+@contextmanager
+def _sharded_norms() -> Generator[None]:
+    """Give the head and the end of the encoder norms that sequence parallelism shards: no argument does."""
+    head, block = core("models.bert.bert_lm_head"), core("transformer.transformer_block")
+    before = head.LNImpl, block.LayerNormImpl
+    head.LNImpl = block.LayerNormImpl = TorchNorm
+    try:
+        yield
+    finally:
+        head.LNImpl, block.LayerNormImpl = before
+
+
 def _norm_embeddings(embedding: Any, config: Any) -> None:
     """Norm the sum of the embeddings, before the dropout."""
     dropout = embedding.embedding_dropout
@@ -135,6 +145,8 @@ def _norm_embeddings(embedding: Any, config: Any) -> None:
 
     def normed(module: Any, inputs: Any, output: Tensor) -> Tensor:
         del inputs
-        return functional.dropout(module.norm(output), dropout.p, module.training)
+        tracker = core("tensor_parallel").get_cuda_rng_tracker()
+        with tracker.fork() if config.sequence_parallel else nullcontext():
+            return functional.dropout(module.norm(output), dropout.p, module.training)
 
     embedding.register_forward_hook(normed)

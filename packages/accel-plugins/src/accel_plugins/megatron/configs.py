@@ -44,6 +44,7 @@ def transformer_config(
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
         "virtual_pipeline_model_parallel_size": virtual,
+        "context_parallel_size": plugin.context_parallel_size or 1,
         "sequence_parallel": bool(plugin.sequence_parallelism) and (plugin.tp_degree or 1) > 1,
         "num_layers_in_last_pipeline_stage": plugin.decoder_last_pipeline_num_layers,
         "params_dtype": dtype_of(precision),

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.quiet import without_core_warnings
 from accel_state import hang_monitor
@@ -99,6 +100,58 @@ class MegatronEngine(nn.Module):
         """
         return self.run(args, batch, forward_only=True)
 
+    def megatron_generate(
+        self,
+        inputs: Tensor,
+        attention_mask: Tensor | None = None,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        num_beams: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        length_penalty: float | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Continue prompts by a GPT-2 or Llama; all ranks of a replica call it with the same prompts.
+
+        Tokens are the most probable ones, unless one of `temperature`, `top_k` and `top_p` asks to draw them
+        or `num_beams` to search.
+
+        Args:
+            inputs: Tokens of shape `[rows, width]`.
+            attention_mask: Of the same shape, 0 for padding, which is on one side of each prompt. Prompts
+                that are padded on the right are continued in place of their padding.
+            max_length: The most tokens of a prompt and its continuation, padding included.
+            max_new_tokens: The most tokens beyond `width`, instead.
+            num_beams: Beams of a search.
+            temperature: Divides logits before the draw.
+            top_k: Draw only from so many of the most probable tokens.
+            top_p: Draw only from the most probable tokens with this probability together.
+            length_penalty: Power of the length by which scores of beams are divided; default 1.
+            **kwargs: `top_p_decay`, the factor of `top_p` after each token, and `top_p_bound`, the least it
+                becomes; `random_seed` of the draws; `add_BOS`, whether to put the `bos_token_id` before every
+                prompt; `do_sample`, `eos_token_id` and `pad_token_id` as in transformers.
+
+        Returns:
+            Prompts and continuations of shape `[rows, longest]`, on every rank of the replica.
+
+        Raises:
+            SettingsError: Values are out of range, or sequences longer than the model has positions.
+            UnsupportedError: The model is no decoder, or an option is not known.
+        """
+        given = {
+            "max_length": max_length,
+            "max_new_tokens": max_new_tokens,
+            "num_beams": num_beams,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "length_penalty": length_penalty,
+            **kwargs,
+        }
+        return generate(self, inputs, attention_mask, given)
+
     def run(
         self,
         args: Sequence[Any],
@@ -122,6 +175,10 @@ class MegatronEngine(nn.Module):
         if not forward_only and self._is_reduced:
             self.discard()
         config = self.transformer_config
+        # A global of megatron-core, which decides on the schedule; models of one process may differ in it.
+        core("parallel_state").set_virtual_pipeline_model_parallel_world_size(
+            config.virtual_pipeline_model_parallel_size
+        )
         reduce = core("distributed").finalize_model_grads
         config.finalize_model_grads_func = reduce if sync and not forward_only else None
         config.grad_scale_func = None if self.optimizer is None else self.optimizer.scale_loss
@@ -178,12 +235,7 @@ class MegatronEngine(nn.Module):
                 "batch size a multiple of it, or leave out the last batch (drop_last=True)."
             )
         lengths = [one.shape[1] for one in batch.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
-        length = next((one for one in lengths if one % self.groups.tensor), None)
-        if self.transformer_config.sequence_parallel and length is not None:
-            raise SettingsError(
-                f"Sequences of {length} tokens cannot be divided by tp_degree={self.groups.tensor}, as "
-                "sequence_parallelism does: pad them (pad_to_multiple_of), or leave it out."
-            )
+        self._check_lengths(lengths)
         each = rows // number
         return [
             {
@@ -192,6 +244,21 @@ class MegatronEngine(nn.Module):
             }
             for i in range(number)
         ]
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        tensor, context = self.groups.tensor, self.groups.context
+        shares = [(tensor, f"tp_degree={tensor}, as sequence_parallelism does")]
+        if not self.transformer_config.sequence_parallel:
+            shares = []
+        if context > 1:  # two chunks of each rank, which sequence parallelism divides in turn
+            shares = [(2 * context * (tensor if shares else 1), f"twice context_parallel_size={context}")]
+        for size, what in shares:
+            length = next((one for one in lengths if one % size), None)
+            if length is not None:
+                raise SettingsError(
+                    f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
+                    f"{size} (pad_to_multiple_of), or leave it out."
+                )
 
     def _reduced(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor | None]:
         """Return the mean loss over the micro-batches, and logits, as the last stage has computed them."""

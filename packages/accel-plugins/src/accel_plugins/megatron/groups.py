@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from accel_plugins.megatron.check import data_parallel_size
 from accel_plugins.megatron.library import core
 from accel_state import group_end
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
 
 _LARGEST_SEED = 2**31
 _made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +34,14 @@ class Groups:
         pipeline: Pipeline-parallel size.
         data: Data-parallel size.
         rank: Global rank.
+        context: Context-parallel size.
     """
 
     tensor: int
     pipeline: int
     data: int
     rank: int
+    context: int = 1
 
     @property
     def tensor_rank(self) -> int:
@@ -43,14 +49,19 @@ class Groups:
         return self.rank % self.tensor
 
     @property
+    def context_rank(self) -> int:
+        """The rank in the context-parallel group."""
+        return self.rank // self.tensor % self.context
+
+    @property
     def data_rank(self) -> int:
         """The rank in the data-parallel group."""
-        return self.rank // self.tensor % self.data
+        return self.rank // (self.tensor * self.context) % self.data
 
     @property
     def pipeline_rank(self) -> int:
         """The pipeline stage."""
-        return self.rank // (self.tensor * self.data)
+        return self.rank // (self.tensor * self.context * self.data)
 
     @property
     def is_last_stage(self) -> bool:
@@ -60,12 +71,30 @@ class Groups:
     @property
     def repeats(self) -> bool:
         """Whether another rank computes the same with the same batches."""
-        return self.tensor_rank > 0 or self.pipeline_rank > 0
+        return self.tensor_rank > 0 or self.context_rank > 0 or self.pipeline_rank > 0
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the axes of a mesh of all ranks, the outermost first."""
-        return {"pp": self.pipeline, "dp_replicate": self.data, "tp": self.tensor}
+        context = {"cp": self.context} if self.context > 1 else {}
+        return {"pp": self.pipeline, "dp_replicate": self.data, **context, "tp": self.tensor}
+
+
+class Lease:
+    """The groups of one strategy, which shares them with others of the same sizes.
+
+    Args:
+        groups: Sizes and ranks.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self.groups = groups
+
+    def end(self) -> None:
+        """Give up the groups; the last destroys them."""
+        _leases.discard(self)
+        if not _leases:
+            _stop()
 
 
 def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
@@ -85,19 +114,55 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
         {'pp': 1, 'dp_replicate': 2, 'tp': 2}
     """
     tensor, pipeline = plugin.tp_degree or 1, plugin.pp_degree or 1
-    data = data_parallel_size(tensor, pipeline, plugin.context_parallel_size or 1, world_size)
-    return Groups(tensor=tensor, pipeline=pipeline, data=data, rank=rank)
+    context = plugin.context_parallel_size or 1
+    data = data_parallel_size(tensor, pipeline, context, world_size)
+    return Groups(tensor=tensor, pipeline=pipeline, data=data, context=context, rank=rank)
 
 
-def start(plugin: MegatronLMPlugin, runtime: Runtime, virtual: int | None) -> Groups:
+def start(plugin: MegatronLMPlugin, runtime: Runtime) -> Lease:
     """Make the process groups, and seed the random states of tensor parallelism.
+
+    Groups of the same sizes that another strategy has are shared: megatron-core has one set per process.
 
     Args:
         plugin: Sizes of the groups.
         runtime: Topology and device. A single process gets a process group of one rank.
-        virtual: Virtual stages of a rank, if it has several.
+
+    Raises:
+        SettingsError: Another strategy has groups of other sizes.
     """
     found = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
+    lease = Lease(found)
+    if not _is_shared(found):
+        _make(found, runtime)
+    _leases.add(lease)
+    return lease
+
+
+def _is_shared(found: Groups) -> bool:
+    """Return whether groups of these sizes are there.
+
+    Raises:
+        SettingsError: Another strategy has groups of other sizes.
+    """
+    if _leases and not core("parallel_state").model_parallel_is_initialized():
+        _leases.clear()  # of a process group that was destroyed
+    if any(one.groups != found for one in _leases):
+        gc.collect()  # which may find strategies that nobody has
+    other = next((one.groups for one in _leases if one.groups != found), None)
+    if other is not None:
+        raise SettingsError(
+            f"Another Accelerator trains by Megatron with groups of {_sizes(other)}, here they are of "
+            f"{_sizes(found)}, but megatron-core has one set per process: call free_memory() on it first."
+        )
+    return bool(_leases)
+
+
+def _sizes(groups: Groups) -> str:
+    return ", ".join(f"{name} {size}" for name, size in groups.axes.items())
+
+
+def _make(found: Groups, runtime: Runtime) -> None:
     if not dist.is_initialized():
         dist.init_process_group(
             runtime.kind.backend or "gloo",
@@ -106,23 +171,21 @@ def start(plugin: MegatronLMPlugin, runtime: Runtime, virtual: int | None) -> Gr
             world_size=1,
         )
         group_end.joined()
-    stop()
+    _stop()
     state = core("parallel_state")
     before = set(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public list
     state.initialize_model_parallel(
         tensor_model_parallel_size=found.tensor,
         pipeline_model_parallel_size=found.pipeline,
-        virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=found.context,
         create_gloo_process_groups=False,
     )
     _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]
     seed = torch.initial_seed() % _LARGEST_SEED
     core("tensor_parallel.random").model_parallel_cuda_manual_seed(seed)
-    return found
 
 
-def stop() -> None:
-    """Destroy the process groups."""
+def _stop() -> None:
     state = core("parallel_state")
     if state.model_parallel_is_initialized():
         state.destroy_model_parallel()

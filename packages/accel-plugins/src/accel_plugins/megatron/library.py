@@ -6,7 +6,9 @@ import importlib
 import warnings
 from typing import Any
 
-from accel_state.available import require
+import torch
+
+from accel_state.available import is_installed, require
 
 EXTRA = "accel-plugins[megatron]"
 
@@ -35,3 +37,12 @@ def core(name: str) -> Any:
         for kind in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
         return importlib.import_module(f"megatron.core.{name}")
+
+
+def uses_transformer_engine(backend: Any) -> bool:
+    """Return whether decoders are made of TransformerEngine's layers: on a GPU, where it is installed.
+
+    Args:
+        backend: `attention_backend` of the plugin.
+    """
+    return torch.cuda.is_available() and is_installed("transformer_engine") and backend != "local"

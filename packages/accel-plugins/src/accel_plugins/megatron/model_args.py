@@ -147,6 +147,19 @@ def enter_network_args(
     _PARSERS[model_type](plugin, model, batch_data)
 
 
+_DESCRIBED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
+
+
+def described(plugin: MegatronLMPlugin) -> dict[str, Any]:
+    """Return fields of megatron-core's `TransformerConfig` for a model that has no row.
+
+    Args:
+        plugin: Its arguments have the sizes of the model.
+    """
+    args = plugin.megatron_lm_default_args
+    return {name: args[name] for name in _DESCRIBED if name in args}
+
+
 def _shared(plugin: MegatronLMPlugin, model: Any, family: str) -> Sizes:
     sizes = model_sizes(model.config, type(model).__name__)
     plugin.megatron_lm_default_args |= {

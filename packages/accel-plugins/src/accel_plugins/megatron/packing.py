@@ -44,10 +44,11 @@ class Packing:
             rank: Tensor-parallel rank.
             size: Tensor-parallel size.
         """
+        if self.dim == 0:  # ranks may be more than leading rows: key-value heads are split between some
+            packed = self._flat(packed)
         if self.dim is not None:
             packed = _padded(packed, self.dim, size).chunk(size, dim=self.dim)[rank]
-        own = packed
-        return own.reshape(-1, *own.shape[len(self.leading) :]) if self.leading else own
+        return packed if self.dim == 0 else self._flat(packed)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
         """Return the packed weight from the parameters of all tensor-parallel ranks.
@@ -55,8 +56,26 @@ class Packing:
         Args:
             shards: One parameter per rank; one is enough if they are not split.
         """
-        parts = [one.reshape(*self.leading, *one.shape[1:]) if self.leading else one for one in shards]
+        if self.dim == 0:
+            return self._shaped(torch.cat([*shards]))
+        parts = [self._shaped(one) for one in shards]
         return parts[0] if self.dim is None else torch.cat(parts, dim=self.dim)
+
+    def joined_shape(self, own: torch.Size, size: int) -> torch.Size:
+        """Return the shape of the packed weight.
+
+        Args:
+            own: Shape of one rank's parameter.
+            size: Tensor-parallel size.
+        """
+        part = torch.empty(own, device="meta")
+        return self.join([part] * (1 if self.dim is None else size)).shape
+
+    def _flat(self, packed: Tensor) -> Tensor:
+        return packed.reshape(-1, *packed.shape[len(self.leading) :]) if self.leading else packed
+
+    def _shaped(self, flat: Tensor) -> Tensor:
+        return flat.reshape(*self.leading, *flat.shape[1:]) if self.leading else flat
 
 
 def same(dim: int | None = None) -> Packing:

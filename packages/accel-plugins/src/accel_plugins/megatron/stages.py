@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_plugins.megatron.attention import ContextAttention
 from accel_plugins.megatron.families import FAMILIES
-from accel_plugins.megatron.library import core
-from accel_state.available import is_installed
+from accel_plugins.megatron.library import core, uses_transformer_engine
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.groups import Groups
@@ -47,12 +47,13 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
     specs = core("models.gpt.gpt_layer_specs")
     block = core("transformer.transformer_block")
     number = block.get_num_layers_to_build(config, vp_stage=vp_stage)
-    local = core("transformer.enums").AttnBackend.local
-    if torch.cuda.is_available() and is_installed("transformer_engine") and config.attention_backend != local:
+    if uses_transformer_engine(config.attention_backend.name):
         layer, norm = specs.get_gpt_layer_with_transformer_engine_spec(), block.LayerNormImpl
     else:
         layer, norm = specs.get_gpt_layer_local_spec(normalization=config.normalization), TorchNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
+        if config.context_parallel_size > 1:
+            layer.submodules.self_attention.submodules.core_attention = ContextAttention
     return block.TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=norm)
 
 
@@ -109,11 +110,12 @@ def mask_padding(layer: nn.Module, vocabulary: int) -> None:
     layer.register_forward_hook(partial(_masked, vocabulary))
 
 
-def _masked(vocabulary: int, layer: nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
-    del layer, inputs
+def _masked(vocabulary: int, layer: Any, inputs: Any, output: tuple[torch.Tensor, Any]) -> Any:
+    del inputs
     logits, bias = output
     own = logits.shape[-1]
-    first = own * core("parallel_state").get_tensor_model_parallel_rank()
+    is_gathered = own == layer.output_size
+    first = 0 if is_gathered else own * core("parallel_state").get_tensor_model_parallel_rank()
     is_padding = torch.arange(first, first + own, device=logits.device) >= vocabulary
     return logits.masked_fill(is_padding, torch.finfo(logits.dtype).min), bias
 

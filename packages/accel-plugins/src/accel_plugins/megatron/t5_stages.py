@@ -3,64 +3,16 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-from torch.nn import functional
-
+from accel_plugins.megatron.attention import BiasedAttention
 from accel_plugins.megatron.library import core
+from accel_plugins.megatron.recompute import recompute
 from accel_plugins.megatron.stages import TorchNorm, mask_padding, padded_vocabulary
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
-
-class BiasedAttention(nn.Module):
-    """PyTorch's attention, with megatron-core's arguments; its own takes no bias.
-
-    Args:
-        config: The `TransformerConfig`.
-        softmax_scale: Factor of the scores.
-        **_: Further arguments of megatron-core's attention, not used.
-    """
-
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.scale = softmax_scale
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor,
-        attention_bias: Tensor | None = None,
-        **_: Any,
-    ) -> Tensor:
-        """Return the context of shape `[queries, batch, heads * features]`.
-
-        Args:
-            query: Of shape `[queries, batch, heads, features]`.
-            key: Of shape `[keys, batch, heads, features]`.
-            value: As `key`.
-            attention_mask: True where attention is masked; broadcast to `[batch, heads, queries, keys]`.
-            attention_bias: Added to the scores, likewise.
-            **_: Not used.
-        """
-        queries, keys, values = (one.permute(1, 2, 0, 3) for one in (query, key, value))
-        bias = query.new_zeros(()) if attention_bias is None else attention_bias.to(query.dtype)
-        bias = torch.where(attention_mask, torch.finfo(query.dtype).min, bias)
-        tracker = core("tensor_parallel").get_cuda_rng_tracker()
-        with nullcontext() if self.config.sequence_parallel else tracker.fork():
-            dropout = self.config.attention_dropout if self.training else 0.0
-            found = functional.scaled_dot_product_attention(
-                queries, keys, values, bias, dropout, scale=self.scale
-            )
-        return found.permute(2, 0, 1, 3).flatten(2)
+    from torch import nn
 
 
 def _spec(layer: Any, layers: int) -> Any:
@@ -97,11 +49,15 @@ def build_t5(
         vp_stage: Not used.
     """
     del vp_stage
-    if config.recompute_granularity is not None:
+    granularity, method = config.recompute_granularity, config.recompute_method
+    number = config.recompute_num_layers
+    if method == "uniform" and number > 1:
         raise UnsupportedError(
-            "megatron-core does not recompute attention with relative positions: leave out "
-            "recompute_activations and recompute_granularity."
+            f"recompute_num_layers={number}: a T5 recomputes layer by layer; leave it out, or use "
+            "recompute_method='block'."
         )
+    # megatron-core's own recompute loses the gradient of relative positions.
+    config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
     specs = core("models.T5.t5_spec")
     encoder = copy.deepcopy(config)
     encoder.num_layers = arguments.pop("encoder_layers")
@@ -121,4 +77,9 @@ def build_t5(
     made.lm_head.register_forward_pre_hook(lambda _, inputs: (inputs[0] * factor, *inputs[1:]))
     if padded > vocabulary:
         mask_padding(made.output_layer, vocabulary)
+    if granularity == "selective":
+        recompute(one for one in made.modules() if isinstance(one, BiasedAttention))
+    elif granularity == "full":
+        for side in (made.encoder, made.decoder):
+            recompute(side.layers[: number if method == "block" else None])
     return made

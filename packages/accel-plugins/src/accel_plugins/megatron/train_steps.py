@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from accel_plugins.megatron.library import core
+from accel_plugins.megatron.context import gather_chunks, own_chunks, sum_over_context
+from accel_plugins.megatron.library import core, uses_transformer_engine
 from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -98,13 +100,15 @@ class GPTTrainStep(TokenTrainStep):
         own = accelerator.state.megatron_lm_plugin.custom_get_batch_function
         if own is not None:
             return own
-        return _indexed_batch if megatron_dataset_flag else _decoder_batch
+        by_engine = uses_transformer_engine(accelerator.state.megatron_lm_plugin.attention_backend)
+        return _indexed_batch if megatron_dataset_flag else partial(_decoder_batch, padding_at_end=by_engine)
 
     def get_forward_step_func(self) -> Callable[..., Any]:
         """Return the forward step."""
 
         def forward_step(data_iterator: Iterator[Any], model: Any) -> tuple[Any, Callable[..., Any]]:
-            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            batch = own_chunks(self.get_batch(data_iterator))
+            tokens, labels, loss_mask, attention_mask, position_ids = batch
             if not self.return_logits:
                 output = model(tokens, position_ids, attention_mask, labels=labels)
             else:
@@ -117,6 +121,8 @@ class GPTTrainStep(TokenTrainStep):
 def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tuple[Any, ...]:
     """Return the mean loss of the tokens of a micro-batch, as a schedule takes it.
 
+    Context-parallel ranks have chunks of its sequences, and a part of the mean each.
+
     Args:
         loss_mask: 0 for tokens that are left out.
         output_tensor: Their losses, or a pair of these and of logits split by the vocabulary.
@@ -125,10 +131,11 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
     losses, logits = output_tensor if isinstance(output_tensor, tuple) else (output_tensor, None)
     mask = loss_mask.view(-1).float()
     total, count = (losses.float().view(-1) * mask).sum(), mask.sum()
-    mean = total / count
-    reduced = {"lm loss": avg_losses_across_data_parallel_group([mean])[0]}
+    mean = total / sum_over_context(count)
+    reduced = {"lm loss": avg_losses_across_data_parallel_group([sum_over_context(mean)])[0]}
     if logits is not None:
-        reduced["logits"] = gather_vocabulary(logits.detach())
+        whole = gather_chunks(gather_vocabulary(logits.detach()).transpose(0, 1))
+        reduced["logits"] = whole.transpose(0, 1)
     return (total, count.int(), reduced) if per_token else (mean, reduced)
 
 
@@ -159,7 +166,7 @@ def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
     return inner.compute_language_model_loss(labels, by_position), output
 
 
-def _decoder_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
+def _decoder_batch(data_iterator: Iterator[Any], *, padding_at_end: bool) -> tuple[Any, ...]:
     batch = next(data_iterator)
     tokens = batch["input_ids"]
     targets = batch.get("labels")
@@ -167,15 +174,17 @@ def _decoder_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
     position_ids = batch.get("position_ids")
     if position_ids is None:
         position_ids = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    mask = causal_mask(batch.get("attention_mask"))
+    mask = causal_mask(batch.get("attention_mask"), padding_at_end=padding_at_end)
     return tokens, shifted.clamp(min=0), shifted != IGNORED, mask, position_ids
 
 
-def causal_mask(attention_mask: Tensor | None) -> Tensor | None:
+def causal_mask(attention_mask: Tensor | None, *, padding_at_end: bool = False) -> Tensor | None:
     """Return which positions a token may not attend to.
 
     Args:
         attention_mask: Of shape `[batch, sequence]`, 0 for padding.
+        padding_at_end: Whether padding can only follow tokens, where the mask of the future keeps it out:
+            TransformerEngine's causal attention reads no other mask.
 
     Returns:
         A bool tensor `[batch, 1, sequence, sequence]`, true where attention is masked; `None` if nothing is
@@ -184,8 +193,18 @@ def causal_mask(attention_mask: Tensor | None) -> Tensor | None:
     Example:
         >>> causal_mask(torch.tensor([[0, 1]])).tolist()
         [[[[True, True], [True, False]]]]
+
+    Raises:
+        UnsupportedError: Padding comes before tokens, and cannot.
     """
     if attention_mask is None or bool(attention_mask.all()):
+        return None
+    if padding_at_end:
+        if bool((attention_mask.diff(dim=1) > 0).any()):
+            raise UnsupportedError(
+                "attention_mask has padding before tokens, which TransformerEngine's causal attention would "
+                "read: pad on the right, or use MegatronLMPlugin(attention_backend='local')."
+            )
         return None
     length = attention_mask.shape[1]
     future = torch.ones(length, length, dtype=torch.bool, device=attention_mask.device).triu(1)

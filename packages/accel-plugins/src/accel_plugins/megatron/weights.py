@@ -144,7 +144,7 @@ def gather(
     state = core("parallel_state")
     pipeline = state.get_pipeline_model_parallel_group()
     own = [
-        (one.name, one.names, tuple(_joined_shape(one, value, groups)), value.dtype)
+        (one.name, one.names, tuple(one.packing.joined_shape(value.shape, groups.tensor)), value.dtype)
         for one, value in zip(placed, values, strict=True)
     ]
     plans = gather_plan(own, groups)
@@ -178,14 +178,6 @@ def gather_plan(own: Any, groups: Groups) -> list[Any]:
     plans: list[Any] = [None] * groups.pipeline
     dist.all_gather_object(plans, own, group=core("parallel_state").get_pipeline_model_parallel_group())
     return plans
-
-
-def _joined_shape(one: Placed, value: Tensor, groups: Groups) -> list[int]:
-    part = value.reshape(*one.packing.leading, *value.shape[1:]) if one.packing.leading else value
-    shape = [*part.shape]
-    if one.packing.dim is not None:
-        shape[one.packing.dim] *= groups.tensor
-    return shape
 
 
 def _join(one: Placed, value: Tensor, groups: Groups) -> Tensor:

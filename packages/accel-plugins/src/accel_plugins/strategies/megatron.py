@@ -15,11 +15,11 @@ from accel_plugins.megatron.configs import ddp_config, transformer_config
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext
 from accel_plugins.megatron.families import find_family
-from accel_plugins.megatron.groups import start, stop
+from accel_plugins.megatron.groups import start
 from accel_plugins.megatron.library import core, load_library
 from accel_plugins.megatron.loaders import micro_batch_sizes, with_all_micro_batches, with_real_loaders
 from accel_plugins.megatron.megatron_args import optimizer_args
-from accel_plugins.megatron.model_args import model_sizes
+from accel_plugins.megatron.model_args import described, model_sizes
 from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_of, make_optimizer, names_of
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.quiet import without_core_warnings
@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from accel_plugins.bundle import Bundle
-    from accel_plugins.megatron.groups import Groups
+    from accel_plugins.megatron.groups import Groups, Lease
+    from accel_plugins.megatron.model_family import ModelFamily
     from accel_plugins.roles import PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
@@ -58,12 +59,14 @@ class Trained:
         optimizer: The optimizer of PyTorch.
         is_ready: Whether gradients are unscaled, and finite.
         schedules: Megatron's, which steps advance.
+        lease: The process groups.
     """
 
     engine: MegatronEngine | None = None
     optimizer: Optimizer | None = None
     is_ready: bool = False
     schedules: list[MegatronSchedule] = field(default_factory=list[MegatronSchedule])
+    lease: Lease | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,9 +106,17 @@ class MegatronWrapper:
                 self._check_optimizer(optimizer)
             if self.plugin.custom_model_provider_function is None:
                 family = find_family(model)
+                self._check_context(family)
                 family.check(model.config)
                 check_covered(model, family.weights(model.config))
                 check_model(self.plugin, model_sizes(model.config, type(model).__name__))
+
+    def _check_context(self, family: ModelFamily) -> None:
+        if self.groups.context > 1 and family.kind != "gpt":
+            raise UnsupportedError(
+                f"MegatronLMPlugin(context_parallel_size={self.groups.context}): megatron-core divides "
+                f"sequences of decoders (GPT-2, Llama), not those of {family.name!r}; leave it out."
+            )
 
     def _check_optimizer(self, optimizer: object) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -151,11 +162,9 @@ class MegatronWrapper:
         if optimizer is not None:
             plugin.set_optimizer_type(optimizer)
         family = None if plugin.custom_model_provider_function is not None else find_family(model)
-        fields = find_family(model).transformer_config(model.config)
+        fields = family.transformer_config(model.config) if family else described(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
         groups = self.groups
-        if virtual is not None:
-            start(plugin, self.runtime, virtual)
         config = transformer_config(plugin, fields, self.precision, virtual)
         stages = build_stages(family, plugin, config, model, groups)
         placed = [] if family is None else find_rows(stages, family.weights(model.config))
@@ -309,7 +318,9 @@ class MegatronStepper:
         """Give up the engine and the process groups."""
         self.trained.engine = self.trained.optimizer = None
         self.trained.schedules.clear()
-        stop()
+        if self.trained.lease is not None:
+            self.trained.lease.end()
+            self.trained.lease = None
 
     def _engine(self) -> MegatronEngine:
         if self.trained.engine is None:
@@ -352,22 +363,16 @@ def build(
 
     Raises:
         MissingDependencyError: megatron-core is not installed.
-        SettingsError: Sizes of groups do not fit the world size.
-        UnsupportedError: The plugin asks for context parallelism.
+        SettingsError: Sizes of groups do not fit the world size, or another run's of this process.
     """
     del settings
     load_library("the strategy 'megatron'")
     plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
     plugin.set_mixed_precision(precision.name)
-    if (plugin.context_parallel_size or 1) > 1:
-        raise UnsupportedError(
-            f"MegatronLMPlugin(context_parallel_size={plugin.context_parallel_size}): this version does not "
-            "shard batches for Megatron's context parallelism; use sequence_parallelism, or "
-            "ParallelismConfig(cp_size=…) without Megatron."
-        )
     with without_core_warnings():
-        groups = start(plugin, runtime, None)
-    trained = Trained()
+        lease = start(plugin, runtime)
+    groups = lease.groups
+    trained = Trained(lease=lease)
     stepper = MegatronStepper(trained=trained, clipping=plugin.gradient_clipping or 0.0)
     unwrap_once.register(MegatronEngine, lambda engine: engine.source)
     return Strategy(

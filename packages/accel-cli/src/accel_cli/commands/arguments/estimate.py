@@ -70,6 +70,13 @@ def _add_training(made: Parser) -> None:
     training.add_argument(
         "--sequence_length", type=number(1), default=512, metavar="N", help="tokens (default: %(default)s)"
     )
+    for flag, what in (("tp", "tensor"), ("pp", "pipeline")):
+        training.add_argument(
+            f"--megatron_lm_{flag}_degree",
+            type=number(1),
+            metavar="N",
+            help=f"{what}-parallel size; adds the rows of Megatron",
+        )
     training.add_argument(
         "--gradient_checkpointing",
         action="store_true",

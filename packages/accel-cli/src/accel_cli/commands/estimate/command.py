@@ -13,13 +13,15 @@ import yaml
 from accel_bigmodel.device_map.infer import infer_auto_device_map
 from accel_bigmodel.explanation import explain
 from accel_cli.commands.estimate.inputs import passes_of_batch
-from accel_cli.commands.estimate.memory import STRATEGIES, Job, estimate
+from accel_cli.commands.estimate.memory import MEGATRON, STRATEGIES, Job, estimate
 from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.commands.estimate.suggest import Suggestion, devices_needed, fits, suggest
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.commands.estimate.weights import sizes_of, weights_in
 from accel_cli.output import Table, show, working
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
+from accel_plugins.megatron.check import data_parallel_size
+from accel_plugins.megatron.sizes import stage_elements
 from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
 
@@ -59,6 +61,7 @@ def run(options: Namespace) -> int:
         job, again = _jobs(model, options)
         alone = (*list(STRATEGIES)[:1], "FSDP2, offloaded", "ZeRO-2, offloaded", "ZeRO-3, offloaded")
         names = alone if job.devices == 1 else tuple(STRATEGIES)[1:]
+        names += MEGATRON if job.on_rank else ()
         estimates = [estimate(name, again if options.gradient_checkpointing else job) for name in names]
         suggestion = None if memory is None else suggest(
             job, again, memory, host=host, per_machine=options.devices_per_machine
@@ -98,9 +101,23 @@ def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
     width = 4 if options.mixed_precision == "no" else 2
     sizes = sizes_of(model)
     devices = options.num_devices or 1
+    tensor, pipeline = options.megatron_lm_tp_degree, options.megatron_lm_pp_degree
+    on_rank = 0
+    if tensor or pipeline:
+        tensor, pipeline = tensor or 1, pipeline or 1
+        data_parallel_size(tensor, pipeline, 1, devices)
+        on_rank = max(stage_elements(model, tensor, pipeline))
 
     def job(moments: tuple[Moment, ...]) -> Job:
-        return Job(sizes=sizes, devices=devices, width=width, moments=moments)
+        return Job(
+            sizes=sizes,
+            devices=devices,
+            width=width,
+            moments=moments,
+            tensor=tensor or 1,
+            pipeline=pipeline or 1,
+            on_rank=on_rank,
+        )
 
     if options.batch_size is None:
         return job(()), job(())

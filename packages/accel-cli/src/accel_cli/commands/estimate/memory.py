@@ -98,6 +98,7 @@ class Job:
         buckets: The buckets of DeepSpeed.
         tensor: Tensor-parallel size of Megatron.
         pipeline: Pipeline-parallel size of Megatron.
+        on_rank: Elements of parameters on the rank of Megatron that has most; 0 for an even part.
     """
 
     sizes: Sizes
@@ -108,6 +109,7 @@ class Job:
     buckets: Buckets = field(default_factory=Buckets)
     tensor: int = 1
     pipeline: int = 1
+    on_rank: int = 0
 
     @property
     def passes(self) -> tuple[Moment, ...]:
@@ -305,12 +307,13 @@ def _megatron(job: Job, *, distributed: bool) -> Parts:
     many micro-batches as there are stages, each of its own layers.
     """
     shares = job.tensor * job.pipeline
-    trained = _ceil(job.sizes.trainable, shares)
+    weights = job.on_rank or _ceil(job.sizes.parameters, shares)
+    trained = _ceil(weights * job.sizes.trainable, job.sizes.parameters) if job.sizes.parameters else 0
     replicas = max(job.devices // shares, 1) if distributed else 1
     masters = MASTER if job.width < MASTER else 0
     passing = max(one.activations for one in job.passes) // job.tensor
     return {
-        "parameters": job.width * _ceil(job.sizes.parameters, shares) + job.sizes.buffers,
+        "parameters": job.width * weights + job.sizes.buffers,
         "gradients": MASTER * trained,
         "optimizer": (masters + ADAM) * _ceil(trained, replicas),
         "communication": 0,
@@ -336,10 +339,12 @@ STRATEGIES: Mapping[str, Callable[[Job], Parts]] = {
 }
 """The strategies, from fast to slow and from much to little device memory."""
 
+MEGATRON = ("Megatron", "Megatron, distributed optimizer")
+"""The variants of Megatron, which have as many rows."""
+
 VARIANTS: Mapping[str, Callable[[Job], Parts]] = {
     "DDP, gradients in buckets": partial(_replicated, buckets=0),
-    "Megatron": partial(_megatron, distributed=False),
-    "Megatron, distributed optimizer": partial(_megatron, distributed=True),
+    **{name: partial(_megatron, distributed=index > 0) for index, name in enumerate(MEGATRON)},
     "ZeRO-1, offloaded": partial(_zero, stage=1, optimizer_offloaded=True),
     "ZeRO-3, optimizer offloaded": partial(_zero, stage=3, optimizer_offloaded=True),
     "ZeRO-3, weights offloaded": partial(_zero, stage=3, weights_offloaded=True),

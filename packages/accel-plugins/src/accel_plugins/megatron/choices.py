@@ -1,0 +1,199 @@
+"""How `megatron_generate` chooses tokens: its options, checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_plugins.megatron.rules import is_number
+from accel_state.did_you_mean import did_you_mean
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+_DEFAULT_LENGTH = 20  # of transformers, where no configuration has one
+_COUNT = "a whole number above 0"
+_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "max_length": (_COUNT, lambda value: isinstance(value, int) and value > 0),
+    "max_new_tokens": (_COUNT, lambda value: isinstance(value, int) and value > 0),
+    "num_beams": (_COUNT, lambda value: isinstance(value, int) and value > 0),
+    "temperature": ("a number above 0", lambda value: is_number(value) and value > 0),
+    "top_k": ("a whole number, 0 or more", lambda value: isinstance(value, int) and value >= 0),
+    "top_p": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
+    "length_penalty": ("a number", lambda value: is_number(value, -float("inf"))),
+    "top_p_decay": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
+    "top_p_bound": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
+    "random_seed": ("a whole number", lambda value: isinstance(value, int)),
+}
+_OTHERS = ("do_sample", "add_BOS", "eos_token_id", "pad_token_id")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """How tokens are chosen and when a sequence ends.
+
+    Args:
+        num_beams: Beams of a beam search; 1 for none.
+        length_penalty: Power of the length by which scores of beams are divided.
+        is_sampled: Whether tokens are drawn; else the most probable one is taken.
+        temperature: Divides logits.
+        top_k: Draw only from so many of the most probable tokens; 0 for all.
+        top_p: Draw only from the most probable tokens that have this probability together; 0 for all.
+        top_p_decay: Factor of `top_p` after each token; 0 for none.
+        top_p_bound: The least `top_p` becomes by that.
+        seed: Of the draws; `None` for one from the random state of PyTorch.
+        ends: Tokens that end a sequence.
+        pad: Token that follows the end.
+        start: Token to put before every prompt, if any.
+    """
+
+    num_beams: int
+    length_penalty: float
+    is_sampled: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    top_p_decay: float
+    top_p_bound: float
+    seed: int | None
+    ends: tuple[int, ...]
+    pad: int
+    start: int | None
+
+
+def check_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not `None`.
+
+    Args:
+        given: Options by name.
+
+    Raises:
+        SettingsError: A value is out of range.
+        UnsupportedError: There is no such option, or it does not go with another.
+    """
+    for name, value in given.items():
+        if name not in {*_WANTED, *_OTHERS}:
+            known = [*_WANTED, *_OTHERS]
+            hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
+            raise UnsupportedError(f"megatron_generate() has no option {name!r}: {hint}")
+        wanted, holds = _WANTED.get(name, ("", lambda _: True))
+        if value is not None and not holds(value):
+            raise SettingsError(f"megatron_generate({name}={value!r}): expected {wanted}.")
+    options = {name: value for name, value in given.items() if value is not None}
+    sampling = [name for name in ("temperature", "top_k", "top_p") if name in options]
+    if options.get("num_beams", 1) > 1 and options.get("do_sample", bool(sampling)):
+        raise UnsupportedError(
+            f"megatron_generate(num_beams={options['num_beams']}) searches, and does not draw: leave out "
+            f"{', '.join(sampling) or 'do_sample'}."
+        )
+    return options
+
+
+def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> Choice:
+    """Return how tokens are chosen.
+
+    Args:
+        options: Of `check_options`.
+        config: The generation configuration of the model, if it has one.
+        model: Its configuration.
+
+    Raises:
+        SettingsError: A start is asked for, and the configurations have none.
+
+    Example:
+        >>> choice = choice_of({"top_k": 3}, None, None)
+        >>> choice.is_sampled, choice.num_beams, choice.ends
+        (True, 1, ())
+    """
+
+    def token(name: str) -> Any:
+        found = (options.get(name), getattr(config, name, None), getattr(model, name, None))
+        return next((one for one in found if one is not None), None)
+
+    start = token("bos_token_id") if options.get("add_BOS") else None
+    if options.get("add_BOS") and start is None:
+        raise SettingsError("megatron_generate(add_BOS=True): the model's configuration has no bos_token_id.")
+    ends = token("eos_token_id")
+    ends = () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
+    pad = token("pad_token_id")
+    is_sampled = options.get("do_sample", not {"temperature", "top_k", "top_p"}.isdisjoint(options))
+    return Choice(
+        num_beams=options.get("num_beams", 1),
+        length_penalty=options.get("length_penalty", 1.0),
+        is_sampled=is_sampled,
+        temperature=options.get("temperature", 1.0),
+        top_k=options.get("top_k", 0),
+        top_p=options.get("top_p", 0.0),
+        top_p_decay=options.get("top_p_decay", 0.0),
+        top_p_bound=options.get("top_p_bound", 0.0),
+        seed=options.get("random_seed"),
+        ends=ends,
+        pad=pad if pad is not None else (*ends, 0)[0],
+        start=start,
+    )
+
+
+def steps_of(options: Mapping[str, Any], config: Any, width: int) -> int:
+    """Return how many tokens may follow prompts.
+
+    Args:
+        options: Of `check_options`.
+        config: The generation configuration of the model, if it has one.
+        width: Tokens of a prompt, with its padding.
+
+    Raises:
+        SettingsError: The longest sequence is no longer than the prompts.
+
+    Example:
+        >>> steps_of({"max_length": 8}, None, 5)
+        3
+    """
+    own = {name: getattr(config, name, None) for name in ("max_new_tokens", "max_length")}
+    found = options if {"max_new_tokens", "max_length"} & options.keys() else own
+    new, length = found.get("max_new_tokens"), found.get("max_length") or _DEFAULT_LENGTH
+    if new is None and length <= width:
+        raise SettingsError(
+            f"megatron_generate(): prompts of {width} tokens leave none of max_length={length} to generate; "
+            "give max_new_tokens, or a larger max_length."
+        )
+    return length - width if new is None else new
+
+
+@dataclass(slots=True)
+class Sampler:
+    """Draw tokens by logits.
+
+    Args:
+        choice: How.
+        generator: Random state, the same on all ranks that draw the same.
+    """
+
+    choice: Choice
+    generator: torch.Generator
+    _top_p: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._top_p = self.choice.top_p
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return a token for each row.
+
+        Args:
+            logits: Of shape `[rows, vocabulary]`.
+        """
+        processors = import_module("transformers.generation.logits_process")
+        choice = self.choice
+        scores = logits / choice.temperature
+        if 0 < choice.top_k < logits.shape[-1]:
+            scores = processors.TopKLogitsWarper(choice.top_k)(None, scores)
+        if 0 < self._top_p < 1:
+            scores = processors.TopPLogitsWarper(self._top_p)(None, scores)
+        if choice.top_p_decay > 0:
+            self._top_p = max(self._top_p * choice.top_p_decay, choice.top_p_bound)
+        return torch.multinomial(scores.softmax(-1), 1, generator=self.generator).squeeze(1)

@@ -1,0 +1,125 @@
+"""Continue prompts by a decoder that Megatron trains: greedily, by samples, or by beams."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from accel_plugins.megatron.beams import beam_search
+from accel_plugins.megatron.cached import CachedDecoder, whole_sequences
+from accel_plugins.megatron.choices import Sampler, check_options, choice_of, steps_of
+from accel_plugins.megatron.library import core
+from accel_plugins.megatron.prompts import aligned, in_layout, with_start
+from accel_plugins.megatron.quiet import without_core_warnings
+from accel_state import hang_monitor
+from accel_state.errors import SettingsError, UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from torch import Tensor
+
+    from accel_plugins.megatron.choices import Choice
+    from accel_plugins.megatron.engine import MegatronEngine
+    from accel_plugins.megatron.prompts import Prompts
+
+
+def generate(
+    engine: MegatronEngine, inputs: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]
+) -> Tensor:
+    """Continue prompts; see `MegatronEngine.megatron_generate`.
+
+    Args:
+        engine: The prepared model.
+        inputs: Tokens of shape `[rows, width]`.
+        attention_mask: Of the same shape, 0 for padding; `None` if there is none.
+        given: Options by name.
+    """
+    if engine.family is None or engine.family.kind != "gpt":
+        raise UnsupportedError(
+            f"{type(engine.source).__name__} does not generate with Megatron, which continues prompts by "
+            "decoders (GPT-2, Llama): load the weights of get_state_dict() into a model of transformers."
+        )
+    if engine.groups.context > 1:
+        raise UnsupportedError(
+            "megatron_generate() computes whole sequences, but ranks have chunks of them with "
+            f"context_parallel_size={engine.groups.context}: generate from saved weights in a run without it."
+        )
+    options = check_options(given)
+    config: Any = getattr(engine.source, "generation_config", None)
+    choice = choice_of(options, config, engine.config)
+    if choice.start is not None:
+        inputs, attention_mask = with_start(inputs, attention_mask, choice.start)
+    prompts = aligned(inputs, attention_mask, steps_of(options, config, inputs.shape[1]))
+    _check_positions(engine, int(prompts.limits.max()))
+    scope = hang_monitor.collective_scope("generation")
+    with without_core_warnings(), scope, whole_sequences(engine):
+        return (_search if choice.num_beams > 1 else _continue)(engine, prompts, choice)
+
+
+def _check_positions(engine: MegatronEngine, longest: int) -> None:
+    inner = core("utils").unwrap_model(engine.chunks[0])
+    if inner.position_embedding_type == "learned_absolute" and longest > inner.max_sequence_length:
+        raise SettingsError(
+            f"megatron_generate(): a prompt and its continuation have {longest} tokens, but the model has "
+            f"{inner.max_sequence_length} positions; make max_new_tokens or max_length smaller."
+        )
+
+
+def _continue(engine: MegatronEngine, prompts: Prompts, choice: Choice) -> Tensor:
+    """Continue all prompts together: the shortest first, each other from where it ends."""
+    start, end = int(prompts.lengths.min()), int(prompts.limits.max())
+    found = functional.pad(prompts.tokens, (0, end - prompts.tokens.shape[1]), value=choice.pad)
+    ends = torch.tensor(choice.ends, dtype=found.dtype, device=found.device)
+    pick = _picker(choice, found.device)
+    stops = prompts.limits.clone()
+    decoder = CachedDecoder(engine, len(found), end)
+    logits = decoder.logits(found[:, :start])
+    for position in range(start, end):
+        is_new = position >= prompts.lengths
+        runs = is_new & (position < stops)
+        token = torch.where(runs, pick(logits), choice.pad)
+        found[:, position] = torch.where(is_new, token, found[:, position])
+        stops = torch.where(runs & torch.isin(token, ends), position + 1, stops)
+        if bool((stops <= position + 1).all()):
+            break
+        logits = decoder.logits(found[:, position : position + 1])
+    rows = [row[:stop] for row, stop in zip(found, stops.tolist(), strict=True)]
+    return in_layout(prompts, rows, choice.pad)
+
+
+def _picker(choice: Choice, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Return what takes a token of each row's logits: the same one on all ranks of a replica."""
+    if not choice.is_sampled:
+        return lambda logits: logits.argmax(-1)
+    state = core("parallel_state")
+    own = torch.randint(2**31, ()).item() if choice.seed is None else choice.seed
+    seed = torch.tensor(own, device=device)
+    dist.broadcast(seed, state.get_model_parallel_src_rank(), state.get_model_parallel_group())
+    return Sampler(choice, torch.Generator(device).manual_seed(int(seed)))
+
+
+def _search(engine: MegatronEngine, prompts: Prompts, choice: Choice) -> Tensor:
+    """Continue one prompt after another by beams."""
+    rows: list[Tensor] = []
+    sizes = zip(prompts.lengths.tolist(), prompts.limits.tolist(), strict=True)
+    for tokens, (length, limit) in zip(prompts.tokens, sizes, strict=True):
+        decoder = CachedDecoder(engine, choice.num_beams, limit)
+
+        def advance(beams: Tensor, last: Tensor, decoder: CachedDecoder = decoder) -> Tensor:
+            decoder.select(beams)
+            return decoder.logits(last[:, None])
+
+        best = beam_search(
+            decoder.logits(tokens[:length].expand(choice.num_beams, -1)),
+            advance,
+            beams=choice.num_beams,
+            steps=limit - length,
+            ends=choice.ends,
+            length_penalty=choice.length_penalty,
+        )
+        rows.append(torch.cat([tokens[:length], tokens.new_tensor(best)]))
+    return in_layout(prompts, rows, choice.pad)

@@ -1,0 +1,265 @@
+"""Megatron with the user's own functions, in float16, beside itself, and in the memory that is estimated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from accel_plugins.megatron.gpt2 import GPT2
+from accel_plugins.megatron.groups import groups_of
+from accel_plugins.megatron.library import core
+from accel_plugins.megatron.model_args import add_model_config_to_megatron_parser
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.sizes import stage_elements
+from accel_plugins.megatron.weights import find_rows, load
+from accel_state.errors import SettingsError
+from accel_train import Accelerator
+from harness import distributed
+from harness.cuda_names import cuda_answered_by_cpu
+
+TOKENS, LENGTH, STEPS, SAMPLES = 32, 8, 10, 4
+SIZES = {"n_embd": 16, "n_layer": 4, "n_head": 4, "vocab_size": TOKENS, "n_positions": 16}
+
+
+def make_gpt2(**options):
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**SIZES | options, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
+
+
+def make_wider_gpt2():
+    return make_gpt2(vocab_size=TOKENS + 1)  # which two ranks cannot split evenly
+
+
+class Unknown(GPT2LMHeadModel):
+    """A model without a row."""
+
+    class Config(GPT2Config):
+        model_type = "unknown_to_megatron"
+
+    config_class = Config
+
+
+def make_unknown():
+    torch.manual_seed(0)
+    config = Unknown.Config(**SIZES, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0)
+    return Unknown(config)
+
+
+def describe(plugin, model, batch):
+    del batch
+    plugin.megatron_lm_default_args |= {
+        "model_type_name": "gpt",
+        "num_layers": model.config.n_layer,
+        "hidden_size": model.config.n_embd,
+        "num_attention_heads": model.config.n_head,
+        "return_logits": False,
+    }
+
+
+def make_rows():
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(0, TOKENS, (STEPS * SAMPLES, LENGTH), generator=generator)
+    return [{"words": row} for row in rows]
+
+
+def provider(plugin):
+    """Return a function that makes the stages of a GPT-2, with the weights of `make_gpt2`."""
+
+    def provide(pre_process, post_process, add_encoder, add_decoder):
+        assert add_encoder
+        assert add_decoder
+        config = core("transformer.transformer_config").TransformerConfig(
+            **GPT2.transformer_config(make_gpt2().config),
+            tensor_model_parallel_size=plugin.tp_degree,
+            pipeline_model_parallel_size=plugin.pp_degree,
+            pipeline_dtype=torch.float32,
+        )
+        module = core("models.gpt.gpt_model").GPTModel(
+            config=config,
+            transformer_layer_spec=core("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(),
+            vocab_size=TOKENS,
+            pre_process=pre_process,
+            post_process=post_process,
+            **GPT2.model_arguments(make_gpt2()),
+        )
+        rank = torch.distributed.get_rank()
+        groups = groups_of(plugin, torch.distributed.get_world_size(), rank)
+        source = make_gpt2()
+        load(find_rows([module], GPT2.weights(source.config)), source.state_dict(), groups)
+        return module
+
+    return provide
+
+
+def next_batch(data_iterator):
+    words = next(data_iterator)["words"]
+    mask = torch.ones(words.shape)
+    mask[:, -1] = 0
+    return words, words.roll(-1, 1), mask, None, torch.arange(LENGTH).expand_as(words)
+
+
+def doubled(loss_mask, losses):
+    loss = 2 * (losses * loss_mask).sum() / loss_mask.sum()
+    return loss, {"doubled": loss.detach()}
+
+
+@pytest.mark.parametrize("sizes", [{"tp_degree": 2}, {"pp_degree": 2, "num_micro_batches": 2}], ids=str)
+@distributed(world_size=2)
+def test_a_model_batches_and_a_loss_of_the_users_functions_train_as_plain_pytorch(sizes):
+    add_model_config_to_megatron_parser("unknown_to_megatron")(describe)
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(
+            **sizes, gradient_clipping=0.5, custom_get_batch_function=next_batch, custom_loss_function=doubled
+        )
+        plugin.custom_model_provider_function = provider(plugin)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make_unknown()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(make_rows(), batch_size=SAMPLES // plugin.num_micro_batches)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses = []
+        for batch in loader:
+            loss = model(**batch)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    plain = make_gpt2()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    expected = []
+    for batch in DataLoader(make_rows(), batch_size=SAMPLES):
+        loss = 2 * plain(input_ids=batch["words"], labels=batch["words"]).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
+    accelerator.free_memory()
+
+
+def make_llama():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": TOKENS + 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+
+
+@distributed(world_size=2)
+def test_float16_trains_with_a_loss_scale_that_follows_overflows():
+    with cuda_answered_by_cpu():
+        scales = {"initial_loss_scale": 2.0**30, "hysteresis": 1, "loss_scale_window": 8}
+        plugin = MegatronLMPlugin(tp_degree=2, gradient_clipping=0.0, other_megatron_args=scales)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, mixed_precision="fp16")
+        model = make_llama()
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        before = [one.clone() for one in model.parameters()]
+        losses, skipped, last = [], [], None
+        for row in make_rows():
+            loss = model(input_ids=row["words"][None]).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            skipped.append(optimizer.step_was_skipped)
+            if skipped == [True]:
+                torch.testing.assert_close([*model.parameters()], before, rtol=0, atol=0)
+            losses.append(loss.item())
+            last = model.optimizer.get_loss_scale().item()
+        masters = {one.dtype for one in model.optimizer.chained_optimizers[0].get_parameters()}
+    assert skipped[0]
+    assert not all(skipped)
+    assert last < 2.0**30
+    assert {one.dtype for one in model.parameters()} == {torch.float16}
+    assert masters == {torch.float32}
+    plain = make_llama()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.05)
+    for row, skip, found in zip(make_rows(), skipped, losses, strict=False):
+        tokens = row["words"][None]
+        loss = plain(input_ids=tokens, labels=tokens).loss
+        assert found == pytest.approx(loss.item(), abs=0.02)
+        if not skip:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_a_second_accelerator_shares_the_groups_of_a_live_one():
+    row = make_rows()[0]["words"][None]
+    with cuda_answered_by_cpu():
+        first = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+        model = make_llama()
+        model, _ = first.prepare(model, torch.optim.AdamW(model.parameters()))
+        before = model(input_ids=row).loss
+        second = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+        other = second.prepare(make_llama())
+        other.eval()
+        torch.testing.assert_close(other(input_ids=row).loss, before)
+        second.free_memory()
+        torch.testing.assert_close(model(input_ids=row).loss, before)
+        with pytest.raises(SettingsError, match=r"of pp 1, dp_replicate 1, tp 2, here .* tp 1,.*free_memory"):
+            Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+        first.free_memory()
+        third = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
+        third.free_memory()
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (make_llama, {"tp_degree": 2}),
+        (make_wider_gpt2, {"pp_degree": 2, "num_micro_batches": 2}),
+        (make_llama, {"use_distributed_optimizer": True}),
+    ],
+    ids=["tensor", "pipeline", "distributed optimizer"],
+)
+@distributed(world_size=2)
+def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(**options)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make()
+        estimated = stage_elements(model, plugin.tp_degree, plugin.pp_degree)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        rows = torch.zeros(plugin.num_micro_batches, LENGTH, dtype=torch.long)
+        accelerator.backward(model(input_ids=rows).loss)
+        optimizer.step()
+        own = estimated[model.groups.pipeline_rank]
+        assert sum(one.numel() for one in model.parameters()) == own
+        gradients = sum(one.main_grad.numel() for one in model.parameters())
+        state = sum(
+            value.numel()
+            for one in model.optimizer.chained_optimizers
+            for entry in one.optimizer.state.values()
+            for name, value in entry.items()
+            if name != "step"
+        )
+    assert gradients == own
+    replicas = 2 if plugin.use_distributed_optimizer else 1
+    assert state == pytest.approx(2 * own / replicas, rel=0.05)  # slices are rounded to whole cache lines
+    accelerator.free_memory()
+
+
+def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(tmp_path):
+    config = make_gpt2().config
+    config.architectures = ["GPT2LMHeadModel"]
+    config.save_pretrained(tmp_path)
+    line = ["estimate-memory", str(tmp_path), "--num_devices", "8", "--mixed_precision", "no", "--json"]
+    sizes = ["--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_cli", *line, *sizes], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["training"]
+    most = max(stage_elements(make_gpt2(), 2, 2))
+    for name, replicas in (("Megatron", 1), ("Megatron, distributed optimizer", 2)):
+        parts = rows[name]["parts"]
+        assert parts["parameters"] == 4 * most
+        assert parts["gradients"] == 4 * most
+        assert parts["optimizer"] == 8 * most / replicas
