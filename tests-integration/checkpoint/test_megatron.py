@@ -26,6 +26,7 @@ SIZES = {
     "tp2": {"tp_degree": 2},
     "pp2": {"pp_degree": 2, "num_micro_batches": 3},
     "dp2": {"use_distributed_optimizer": True},
+    "cp2dp2": {"context_parallel_size": 2, "use_distributed_optimizer": True},
 }
 
 
@@ -134,7 +135,7 @@ LEGS = {"1": leg_on_one, "2": leg_on_two, "3": leg_on_three, "4": leg_on_four}
     ("name", "journey"),
     [
         ("gpt2", ("tp2pp2@4", "fsdp2@3", "single@1")),
-        ("llama", ("fsdp2@2", "tp2pp2@4", "dp2@2", "tp2@2", "single@1")),
+        ("llama", ("fsdp2@2", "tp2pp2@4", "cp2dp2@4", "tp2@2", "single@1")),
         pytest.param("gpt2", ("single@1", "dp2@2", "pp2@2", "single@1"), marks=pytest.mark.slow),
     ],
     ids=str,

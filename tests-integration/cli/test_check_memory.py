@@ -18,6 +18,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from accel import Accelerator
 from accel.utils import ParallelismConfig
 from accel_ops.dtensors import local_part
+from accel_plugins.megatron.sizes import stage_elements
 from harness import distributed
 
 WIDTH, LAYERS = 256, 4
@@ -297,8 +298,8 @@ def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(tmp_path,
     assert found["problems"] == []
     one = found["ranks"]["3"]
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
-    elements = sum(value.numel() for value in model.parameters())
-    own = -(-elements // 4)
+    own = stage_elements(model, 2, 2)[0]  # rank 3 is in the first stage
+    assert own > sum(value.numel() for value in model.parameters()) / 4, "not all is split"
     assert one["strategy"].startswith("Megatron, distributed optimizer")
     held = {name: one["parts"][name] for name in ("gradients", "optimizer")}
     assert held == {"gradients": 4 * own, "optimizer": 12 * -(-own // 2)}

@@ -11,14 +11,16 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from accel_plugins.megatron.context import gather_chunks, own_chunks
 from accel_plugins.megatron.gpt2 import GPT2
 from accel_plugins.megatron.groups import groups_of
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.model_args import add_model_config_to_megatron_parser
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.sizes import stage_elements
+from accel_plugins.megatron.train_steps import causal_mask
 from accel_plugins.megatron.weights import find_rows, load
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
@@ -208,6 +210,46 @@ def test_a_second_accelerator_shares_the_groups_of_a_live_one():
         first.free_memory()
         third = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
         third.free_memory()
+
+
+@distributed(world_size=4)
+def test_context_parallel_ranks_have_two_chunks_of_sequences_and_gather_them():
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(context_parallel_size=4)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        rank = accelerator.process_index
+        chunks = torch.arange(2 * 8 * 3).view(2, 8, 3)  # eight chunks of three tokens
+        tokens = chunks.flatten(1)
+        square = torch.ones(24, 24).triu(1).expand(2, 1, 24, 24).contiguous()
+        own = own_chunks((tokens, tokens + 1, tokens > 5, square, tokens + 2))
+        right = chunks[:, [rank, 7 - rank]].flatten(1)
+        for found, expected in zip(own, (right, right + 1, right > 5, None, right + 2), strict=True):
+            if expected is not None:
+                torch.testing.assert_close(found, expected)
+        rows = tokens[0].view(8, 3)[[rank, 7 - rank]].flatten()
+        torch.testing.assert_close(own[3], square[:, :, rows])
+        mine = own[0].t().float().requires_grad_()
+        whole = gather_chunks(mine)
+        torch.testing.assert_close(whole, tokens.t().float())
+        (whole * (rank + 1)).sum().backward()  # what every rank computes of it counts
+        torch.testing.assert_close(mine.grad, torch.full_like(mine, 1 + 2 + 3 + 4))
+        model = accelerator.prepare(make_llama())
+        model.eval()
+        with pytest.raises(
+            SettingsError, match=r"of 12 tokens.*twice context_parallel_size=4.*multiple of 8"
+        ):
+            model(input_ids=torch.zeros(1, 12, dtype=torch.long))
+        with pytest.raises(UnsupportedError, match="context_parallel_size=4: generate from saved weights"):
+            model.megatron_generate(torch.zeros(1, 8, dtype=torch.long))
+    accelerator.free_memory()
+
+
+def test_padding_before_tokens_is_refused_where_the_mask_of_the_future_is_the_only_one():
+    right, left = torch.tensor([[1, 1, 0]]), torch.tensor([[0, 1, 1]])
+    assert causal_mask(right, padding_at_end=True) is None
+    assert causal_mask(right) is not None
+    with pytest.raises(UnsupportedError, match="pad on the right"):
+        causal_mask(left, padding_at_end=True)
 
 
 @pytest.mark.parametrize(

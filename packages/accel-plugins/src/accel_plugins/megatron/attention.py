@@ -83,17 +83,17 @@ class ContextAttention(nn.Module):
         """
         keys, values = gather_chunks(key), gather_chunks(value)
         if attention_mask is None:
-            places = torch.arange(len(keys), device=query.device)
-            attention_mask = places > _own_places(places)[:, None]
+            positions = torch.arange(len(keys), device=query.device)
+            attention_mask = positions > _own_positions(positions)[:, None]
         each = query.shape[2] // keys.shape[2]
         keys, values = (one.repeat_interleave(each, dim=2) for one in (keys, values))
         mask = ~attention_mask
         return _attend(self.config, query, keys, values, mask, self.scale, training=self.training)
 
 
-def _own_places(places: Tensor) -> Tensor:
+def _own_positions(positions: Tensor) -> Tensor:
     group = core("parallel_state").get_context_parallel_group()
-    chunks = places.chunk(2 * group.size())
+    chunks = positions.chunk(2 * group.size())
     return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]])
 
 

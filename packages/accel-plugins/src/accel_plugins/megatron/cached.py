@@ -68,7 +68,7 @@ class CachedDecoder:
             if index < last or not groups.is_last_stage:
                 transfer.send_to_next_pipeline_rank(output.contiguous(), pipeline)
         self._context.increment_sequence_len_offset(length)
-        vocabulary = engine.source.config.vocab_size  # pyright: ignore[reportAttributeAccessIssue]
+        vocabulary: int = engine.config.vocab_size  # pyright: ignore[reportOptionalMemberAccess]
         found = torch.empty(self._rows, vocabulary, device=tokens.device)
         if groups.is_last_stage:
             found.copy_(output[:, -1, :vocabulary])
@@ -86,7 +86,7 @@ class CachedDecoder:
 
 
 @contextmanager
-def whole_sequences(engine: MegatronEngine) -> Generator[None]:
+def full_sequences(engine: MegatronEngine) -> Generator[None]:
     """Compute in evaluation mode, without gradients and sequence parallelism: tokens come one at a time.
 
     Args:

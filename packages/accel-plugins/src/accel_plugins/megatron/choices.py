@@ -67,17 +67,17 @@ class Choice:
     start: int | None
 
 
-def check_options(given: Mapping[str, Any]) -> dict[str, Any]:
+def check_options(requested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are not `None`.
 
     Args:
-        given: Options by name.
+        requested: Options by name.
 
     Raises:
         SettingsError: A value is out of range.
         UnsupportedError: There is no such option, or it does not go with another.
     """
-    for name, value in given.items():
+    for name, value in requested.items():
         if name not in {*_WANTED, *_OTHERS}:
             known = [*_WANTED, *_OTHERS]
             hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
@@ -85,7 +85,7 @@ def check_options(given: Mapping[str, Any]) -> dict[str, Any]:
         wanted, holds = _WANTED.get(name, ("", lambda _: True))
         if value is not None and not holds(value):
             raise SettingsError(f"megatron_generate({name}={value!r}): expected {wanted}.")
-    options = {name: value for name, value in given.items() if value is not None}
+    options = {name: value for name, value in requested.items() if value is not None}
     sampling = [name for name in ("temperature", "top_k", "top_p") if name in options]
     if options.get("num_beams", 1) > 1 and options.get("do_sample", bool(sampling)):
         raise UnsupportedError(

@@ -37,17 +37,17 @@ def gather_chunks(tensor: Tensor) -> Tensor:
         return tensor
     gather = core("tensor_parallel.mappings").gather_from_sequence_parallel_region
     chunks = gather(tensor.contiguous(), group=group).chunk(2 * group.size())
-    return torch.cat([chunks[place] for place in places(group.size())])
+    return torch.cat([chunks[position] for position in positions(group.size())])
 
 
-def places(size: int) -> list[int]:
+def positions(size: int) -> list[int]:
     """Return where each chunk of a sequence is among those of all ranks, one rank after another.
 
     Args:
         size: Context-parallel size.
 
     Example:
-        >>> places(2)  # rank 0 has the first and the last
+        >>> positions(2)  # rank 0 has the first and the last
         [0, 2, 3, 1]
     """
     return [2 * chunk for chunk in range(size)] + [2 * chunk + 1 for chunk in reversed(range(size))]

@@ -140,7 +140,7 @@ class MegatronEngine(nn.Module):
             SettingsError: Values are out of range, or sequences longer than the model has positions.
             UnsupportedError: The model is no decoder, or an option is not known.
         """
-        given = {
+        requested = {
             "max_length": max_length,
             "max_new_tokens": max_new_tokens,
             "num_beams": num_beams,
@@ -150,7 +150,7 @@ class MegatronEngine(nn.Module):
             "length_penalty": length_penalty,
             **kwargs,
         }
-        return generate(self, inputs, attention_mask, given)
+        return generate(self, inputs, attention_mask, requested)
 
     def run(
         self,

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from accel_plugins.megatron.beams import beam_search
-from accel_plugins.megatron.cached import CachedDecoder, whole_sequences
+from accel_plugins.megatron.cached import CachedDecoder, full_sequences
 from accel_plugins.megatron.choices import Sampler, check_options, choice_of, steps_of
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.prompts import aligned, in_layout, with_start
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def generate(
-    engine: MegatronEngine, inputs: Tensor, attention_mask: Tensor | None, given: Mapping[str, Any]
+    engine: MegatronEngine, inputs: Tensor, attention_mask: Tensor | None, requested: Mapping[str, Any]
 ) -> Tensor:
     """Continue prompts; see `MegatronEngine.megatron_generate`.
 
@@ -36,7 +36,7 @@ def generate(
         engine: The prepared model.
         inputs: Tokens of shape `[rows, width]`.
         attention_mask: Of the same shape, 0 for padding; `None` if there is none.
-        given: Options by name.
+        requested: Options by name.
     """
     if engine.family is None or engine.family.kind != "gpt":
         raise UnsupportedError(
@@ -48,7 +48,7 @@ def generate(
             "megatron_generate() computes whole sequences, but ranks have chunks of them with "
             f"context_parallel_size={engine.groups.context}: generate from saved weights in a run without it."
         )
-    options = check_options(given)
+    options = check_options(requested)
     config: Any = getattr(engine.source, "generation_config", None)
     choice = choice_of(options, config, engine.config)
     if choice.start is not None:
@@ -56,7 +56,7 @@ def generate(
     prompts = aligned(inputs, attention_mask, steps_of(options, config, inputs.shape[1]))
     _check_positions(engine, int(prompts.limits.max()))
     scope = hang_monitor.collective_scope("generation")
-    with without_core_warnings(), scope, whole_sequences(engine):
+    with without_core_warnings(), scope, full_sequences(engine):
         return (_search if choice.num_beams > 1 else _continue)(engine, prompts, choice)
 
 

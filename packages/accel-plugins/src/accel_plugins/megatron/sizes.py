@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accel_plugins.megatron.check import check_model
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.model_args import model_sizes
@@ -41,7 +43,7 @@ def stage_elements(model: nn.Module, tensor: int, pipeline: int) -> list[int]:
     counted: set[int] = set()
     for row in family.weights(config):
         for layer, names in _parameters(row, weights):
-            parts = [weights[name].detach() for name in names]
+            parts = [torch.empty(weights[name].shape, device="meta") for name in names]
             if id(weights[names[0]]) in counted and not is_copied:
                 continue
             counted.add(id(weights[names[0]]))

@@ -134,8 +134,8 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
     mean = total / sum_over_context(count)
     reduced = {"lm loss": avg_losses_across_data_parallel_group([sum_over_context(mean)])[0]}
     if logits is not None:
-        whole = gather_chunks(gather_vocabulary(logits.detach()).transpose(0, 1))
-        reduced["logits"] = whole.transpose(0, 1)
+        full = gather_chunks(gather_vocabulary(logits.detach()).transpose(0, 1))
+        reduced["logits"] = full.transpose(0, 1)
     return (total, count.int(), reduced) if per_token else (mean, reduced)
 
 

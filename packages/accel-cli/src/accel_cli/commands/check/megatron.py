@@ -10,10 +10,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
 from accel_plugins.megatron.loaders import with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.sizes import stage_elements
 from accel_plugins.strategies.megatron import MegatronWrapper, Trained
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from typing import Any
 
     from torch import nn
@@ -40,11 +41,13 @@ class FakeMegatron:
         runtime: Device and topology.
         plugin: The plugin.
         groups: Sizes and ranks.
+        on_elements: Called with the elements of parameters that the rank would have, once they are known.
     """
 
     runtime: Runtime
     plugin: MegatronLMPlugin
     groups: Groups
+    on_elements: Callable[[int], None]
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what Megatron's wrapper refuses."""
@@ -55,6 +58,10 @@ class FakeMegatron:
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Replace placeholders of schedules by real ones, and loaders by those of all micro-batches."""
         del evaluation
+        if self.plugin.custom_model_provider_function is None:
+            for model in bundle.models:
+                stages = stage_elements(model, self.groups.tensor, self.groups.pipeline)
+                self.on_elements(stages[self.groups.pipeline_rank])
         schedulers = [_real(one, bundle) for one in bundle.schedulers]
         loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
         return replace(bundle, schedulers=schedulers, dataloaders=loaders)

@@ -50,6 +50,7 @@ def main(order: Order) -> None:
         offloaded=chosen.offloaded,
         precision=chosen.precision,
         buckets=recorder.buckets,
+        on_rank=recorder.on_rank,
         sizes=_sizes(recorder),
         moments=() if recorder.ledger is None else recorder.ledger.moments,
         parts={} if recorder.meter is None else recorder.meter.parts,

@@ -61,6 +61,7 @@ class CollectiveRecorder:
         ledger: Tracks the memory of passes of unsharded models.
         meter: Tracks the memory of sharded models and everything else.
         buckets: The buckets that DeepSpeed would allocate.
+        on_rank: Elements of parameters that Megatron would keep on the rank.
     """
 
     events: list[Event] = field(default_factory=list[Event])
@@ -71,6 +72,7 @@ class CollectiveRecorder:
     ledger: Ledger | None = None
     meter: Meter | None = None
     buckets: Buckets = field(default_factory=Buckets)
+    on_rank: int = 0
     _outside: int = 0
     _silent: int = 0
     _held: int = 0

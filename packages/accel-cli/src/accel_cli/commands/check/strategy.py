@@ -189,7 +189,7 @@ def _fake_strategy(
         shards=shards,
     )
     if name == "megatron":
-        return _fake_megatron(plain, runtime, handlers)
+        return _fake_megatron(recorder, plain, runtime, handlers)
     if name != "deepspeed":
         return plain
     plugin = _engine(handlers)
@@ -213,12 +213,16 @@ def _fake_strategy(
     )
 
 
-def _fake_megatron(plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]) -> Strategy:
+def _fake_megatron(
+    recorder: CollectiveRecorder, plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]
+) -> Strategy:
     plugin, topology = plugin_of(handlers), runtime.topology
     groups = groups_of(plugin, topology.world_size, topology.rank)
     return replace(
         plain,
-        wrapper=FakeMegatron(runtime=runtime, plugin=plugin, groups=groups),
+        wrapper=FakeMegatron(
+            runtime=runtime, plugin=plugin, groups=groups, on_elements=partial(setattr, recorder, "on_rank")
+        ),
         sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
     )
 

@@ -105,6 +105,7 @@ class Record:
         offloaded: Whether parameters, gradients and optimizer states are on the host.
         precision: The mixed precision.
         buckets: The buckets that DeepSpeed allocates.
+        on_rank: Elements of parameters that Megatron keeps on the rank.
         sizes: The models, in elements; None if none was prepared.
         moments: The moments of its passes that need most memory.
         parts: Its peak in bytes by kind, if the strategy's own code has run.
@@ -121,6 +122,7 @@ class Record:
     offloaded: bool = False
     precision: str = "no"
     buckets: Buckets = field(default_factory=Buckets)
+    on_rank: int = 0
     sizes: Sizes | None = None
     moments: tuple[Moment, ...] = ()
     parts: Mapping[str, int] = field(default_factory=dict[str, int])
