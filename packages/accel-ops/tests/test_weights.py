@@ -24,7 +24,7 @@ from accel_ops.weights.clean import clean_state_dict_for_safetensors
 from accel_ops.weights.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel_ops.weights.read import device_of, find_checkpoint_files, load, load_state_dict
 from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_ops.weights.shards import shard_checkpoint, split_state_dict
+from accel_ops.weights.shards import split_state_dict
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int, dtype_byte_size
 from accel_ops.weights.tensors import get_non_persistent_buffers, named_module_tensors
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
@@ -107,16 +107,6 @@ def test_tensors_of_one_storage_stay_in_one_shard_and_count_once():
         "model-00002-of-00002.safetensors": ("b",),
     }
     assert plan.total_size == 80
-
-
-def test_the_older_form_gives_shards_and_their_index():
-    shards, index = shard_checkpoint({"a": torch.zeros(4), "b": torch.ones(4)}, 16, "weights.bin")
-    assert list(shards) == ["weights-00001-of-00002.bin", "weights-00002-of-00002.bin"]
-    assert index == {
-        "metadata": {"total_size": 32},
-        "weight_map": {"a": "weights-00001-of-00002.bin", "b": "weights-00002-of-00002.bin"},
-    }
-    assert torch.equal(shards["weights-00002-of-00002.bin"]["b"], torch.ones(4))
 
 
 class Tied(nn.Module):

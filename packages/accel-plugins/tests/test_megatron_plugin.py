@@ -22,7 +22,7 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.rules import DEFAULTS
 from accel_state.available import is_installed
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
-from accel_state.settings.engines import MegatronSettings
+from accel_state.settings.sections.megatron import MegatronSettings
 
 needs_megatron = pytest.mark.skipif(not is_installed("megatron_lm"), reason="needs megatron-core")
 

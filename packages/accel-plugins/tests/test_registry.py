@@ -20,8 +20,9 @@ from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpe
 from accel_state import registry as tables
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
-from accel_state.settings.engines import FsdpSettings, ParallelismSettings
-from accel_state.settings.model import TrainingSettings
+from accel_state.settings.sections.fsdp import FsdpSettings
+from accel_state.settings.sections.parallelism import ParallelismSettings
+from accel_state.settings.sections.training import TrainingSettings
 
 CPU = torch.device("cpu")
 

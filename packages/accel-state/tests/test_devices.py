@@ -15,7 +15,7 @@ from accel_state.devices import affinity, detect, info, kinds, probes, select
 from accel_state.devices.kinds import BY_NAME, CPU, KINDS, available_kind, kind_of
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.labels import DistributedType, RNGType
-from accel_state.settings.rows.launch import DEVICE_TYPES
+from accel_state.settings.sections.launch import DEVICE_TYPES
 
 
 class FakeNamespace:

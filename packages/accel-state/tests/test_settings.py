@@ -10,24 +10,17 @@ from hypothesis import strategies as st
 
 from accel_state import settings as exported
 from accel_state.errors import SettingsError
-from accel_state.settings.engines import DeepSpeedSettings, Fp8Settings, FsdpSettings
 from accel_state.settings.environ import from_environ, parse_environ, to_environ, worker_environ
 from accel_state.settings.file import default_config_file, parse_file, to_content
 from accel_state.settings.legacy import translate
 from accel_state.settings.merge import Layer, SourcedValue, combine
-from accel_state.settings.model import (
-    ENGINES,
-    IMPLICIT_SECTIONS,
-    OPTIONAL_SECTIONS,
-    DynamoSettings,
-    LaunchSettings,
-    PrecisionSettings,
-    Settings,
-    TrainingSettings,
-    value_at,
-)
+from accel_state.settings.model import ENGINES, IMPLICIT_SECTIONS, OPTIONAL_SECTIONS, Settings, value_at
 from accel_state.settings.options import BY_KEY, BY_PATH, OPTIONS
-from accel_state.settings.rows.launch import ENGINE_TYPES
+from accel_state.settings.sections.deepspeed import DeepSpeedSettings
+from accel_state.settings.sections.fp8 import Fp8Settings
+from accel_state.settings.sections.fsdp import FsdpSettings
+from accel_state.settings.sections.launch import ENGINE_TYPES, LaunchSettings
+from accel_state.settings.sections.training import DynamoSettings, PrecisionSettings, TrainingSettings
 
 WORDS = ("true", "false", "0", "1", "2", "0.5", "word", "a,b", "false,true,no")
 texts = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1)

@@ -14,7 +14,7 @@ from accel_state.errors import MissingDependencyError
 from accel_state.versions import compare_versions, installed_version, is_torch_version
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,174 +145,53 @@ def _version_of(library: Library) -> Version:
         return Version("0")
 
 
-def is_aim_available() -> bool:
-    """Return whether aim is installed."""
-    return is_installed("aim")
-
-
-def is_amdsmi_available() -> bool:
-    """Return whether amdsmi is installed."""
-    return is_installed("amdsmi")
-
-
-def is_boto3_available() -> bool:
-    """Return whether boto3 is installed."""
-    return is_installed("boto3")
-
-
-def is_clearml_available() -> bool:
-    """Return whether clearml is installed."""
-    return is_installed("clearml")
-
-
-def is_comet_ml_available() -> bool:
-    """Return whether comet_ml is installed."""
-    return is_installed("comet_ml")
-
-
-def is_datasets_available() -> bool:
-    """Return whether datasets is installed."""
-    return is_installed("datasets")
-
-
-def is_deepspeed_available() -> bool:
-    """Return whether deepspeed is installed."""
-    return is_installed("deepspeed")
-
-
-def is_dvclive_available() -> bool:
-    """Return whether dvclive is installed."""
-    return is_installed("dvclive")
-
-
-def is_import_timer_available() -> bool:
-    """Return whether import_timer is installed."""
-    return is_installed("import_timer")
-
-
-def is_lomo_available() -> bool:
-    """Return whether lomo-optim is installed."""
-    return is_installed("lomo")
-
-
-def is_matplotlib_available() -> bool:
-    """Return whether matplotlib is installed."""
-    return is_installed("matplotlib")
-
-
-def is_megatron_lm_available() -> bool:
-    """Return whether megatron-core is installed."""
-    return is_installed("megatron_lm")
-
-
-def is_mlflow_available() -> bool:
-    """Return whether mlflow is installed."""
-    return is_installed("mlflow")
-
-
-def is_msamp_available() -> bool:
-    """Return whether MS-AMP is installed."""
-    return is_installed("msamp")
-
-
-def is_pandas_available() -> bool:
-    """Return whether pandas is installed."""
-    return is_installed("pandas")
-
-
-def is_peft_available() -> bool:
-    """Return whether peft is installed."""
-    return is_installed("peft")
-
-
-def is_plotly_available() -> bool:
-    """Return whether plotly is installed."""
-    return is_installed("plotly")
-
-
-def is_pynvml_available() -> bool:
-    """Return whether pynvml is installed."""
-    return is_installed("pynvml")
-
-
-def is_pytest_available() -> bool:
-    """Return whether pytest is installed."""
-    return is_installed("pytest")
-
-
-def is_rich_available() -> bool:
-    """Return whether rich is installed."""
-    return is_installed("rich")
-
-
-def is_sagemaker_available() -> bool:
-    """Return whether sagemaker is installed."""
-    return is_installed("sagemaker")
-
-
-def is_schedulefree_available() -> bool:
-    """Return whether schedulefree is installed."""
-    return is_installed("schedulefree")
-
-
-def is_swanlab_available() -> bool:
-    """Return whether swanlab is installed."""
-    return is_installed("swanlab")
-
-
-def is_tensorboard_available() -> bool:
-    """Return whether tensorboard or tensorboardX is installed."""
-    return is_installed("tensorboard")
-
-
-def is_timm_available() -> bool:
-    """Return whether timm is installed."""
-    return is_installed("timm")
-
-
-def is_torchao_available() -> bool:
-    """Return whether torchao (0.6.1 or newer) is installed."""
-    return is_installed("torchao")
-
-
-def is_torchdata_available() -> bool:
-    """Return whether torchdata is installed."""
-    return is_installed("torchdata")
-
-
-def is_torchdata_stateful_dataloader_available() -> bool:
-    """Return whether torchdata with its stateful data loader (0.8.0) is installed."""
-    return is_installed("torchdata_stateful_dataloader")
-
-
-def is_torchvision_available() -> bool:
-    """Return whether torchvision is installed."""
-    return is_installed("torchvision")
-
-
-def is_trackio_available() -> bool:
-    """Return whether trackio is installed."""
-    return is_installed("trackio")
-
-
-def is_transformer_engine_available() -> bool:
-    """Return whether transformer_engine is installed."""
-    return is_installed("transformer_engine")
-
-
-def is_transformers_available() -> bool:
-    """Return whether transformers is installed."""
-    return is_installed("transformers")
-
-
-def is_triton_available() -> bool:
-    """Return whether triton is installed."""
-    return is_installed("triton")
-
-
-def is_wandb_available() -> bool:
-    """Return whether wandb is installed."""
-    return is_installed("wandb")
+def _question(name: str) -> Callable[[], bool]:
+    """Make `is_<name>_available` of a library of the table."""
+    library = LIBRARIES[name]
+
+    def is_available() -> bool:
+        return is_installed(name)
+
+    since = f" ({library.minimum} or newer)" if library.minimum else ""
+    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
+    is_available.__doc__ = f"Return whether {' or '.join(library.modules)}{since} is installed."
+    return is_available
+
+
+is_aim_available = _question("aim")
+is_amdsmi_available = _question("amdsmi")
+is_boto3_available = _question("boto3")
+is_clearml_available = _question("clearml")
+is_comet_ml_available = _question("comet_ml")
+is_datasets_available = _question("datasets")
+is_deepspeed_available = _question("deepspeed")
+is_dvclive_available = _question("dvclive")
+is_import_timer_available = _question("import_timer")
+is_lomo_available = _question("lomo")
+is_matplotlib_available = _question("matplotlib")
+is_megatron_lm_available = _question("megatron_lm")
+is_mlflow_available = _question("mlflow")
+is_msamp_available = _question("msamp")
+is_pandas_available = _question("pandas")
+is_peft_available = _question("peft")
+is_plotly_available = _question("plotly")
+is_pynvml_available = _question("pynvml")
+is_pytest_available = _question("pytest")
+is_rich_available = _question("rich")
+is_sagemaker_available = _question("sagemaker")
+is_schedulefree_available = _question("schedulefree")
+is_swanlab_available = _question("swanlab")
+is_tensorboard_available = _question("tensorboard")
+is_timm_available = _question("timm")
+is_torchao_available = _question("torchao")
+is_torchdata_available = _question("torchdata")
+is_torchdata_stateful_dataloader_available = _question("torchdata_stateful_dataloader")
+is_torchvision_available = _question("torchvision")
+is_trackio_available = _question("trackio")
+is_transformer_engine_available = _question("transformer_engine")
+is_transformers_available = _question("transformers")
+is_triton_available = _question("triton")
+is_wandb_available = _question("wandb")
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from accel_state.settings.environ import as_text
 from accel_state.settings.model import Settings, value_at
-from accel_state.settings.rows.launch import DEVICE_TYPES, SAGEMAKER_TYPES
+from accel_state.settings.sections.launch import DEVICE_TYPES, SAGEMAKER_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_ops.weights.names import SAFE_WEIGHTS_PATTERN_NAME, WEIGHTS_NAME, shard_suffix
+from accel_ops.weights.names import SAFE_WEIGHTS_PATTERN_NAME, shard_suffix
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_ops.weights.tensors import id_tensor_storage
 
@@ -136,36 +136,6 @@ def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) 
         files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},
         total_size=total_size,
     )
-
-
-def shard_checkpoint(
-    state_dict: Mapping[str, Tensor],
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    weights_name: str = WEIGHTS_NAME,
-) -> tuple[dict[str, dict[str, Tensor]], dict[str, Any] | None]:
-    """Cut a state dict into shards (the older form of `split_state_dict`).
-
-    Args:
-        state_dict: Name to tensor.
-        max_shard_size: Bytes per file, or text like `"5GB"`.
-        weights_name: The name of a single file; shards get a suffix before its extension.
-
-    Returns:
-        File name to its part of the state dict, and the index, `None` for a single file.
-
-    Example:
-        >>> import torch
-        >>> shards, index = shard_checkpoint({"a": torch.zeros(4)})
-        >>> list(shards), index
-        (['pytorch_model.bin'], None)
-    """
-    stem, dot, extension = weights_name.rpartition(".")
-    plan = split_state_dict(
-        state_dict, max_shard_size=max_shard_size, pattern=f"{stem}{{suffix}}{dot}{extension}"
-    )
-    return {
-        file: {name: state_dict[name] for name in names} for file, names in plan.files.items()
-    }, plan.index
 
 
 def _memory(name: str, tensor: Tensor) -> object:

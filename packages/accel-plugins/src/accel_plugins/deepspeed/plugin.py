@@ -16,8 +16,8 @@ from accel_plugins.kwargs.base import expect_flags
 from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
-from accel_state.settings.engines import DeepSpeedSettings
 from accel_state.settings.model import BASE_PRECISIONS
+from accel_state.settings.sections.deepspeed import DeepSpeedSettings
 
 if TYPE_CHECKING:
     from collections.abc import Generator

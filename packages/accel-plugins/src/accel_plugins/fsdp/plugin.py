@@ -30,7 +30,7 @@ from accel_plugins.kwargs.base import expect_flags, is_count
 from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
-from accel_state.settings.engines import FsdpSettings
+from accel_state.settings.sections.fsdp import FsdpSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable

@@ -13,8 +13,8 @@ from accel_plugins.megatron.model_args import enter_network_args
 from accel_plugins.megatron.rules import DEFAULTS, check_combinations, check_supported, check_values
 from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.settings.engines import MegatronSettings
 from accel_state.settings.merge import TITLES
+from accel_state.settings.sections.megatron import MegatronSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

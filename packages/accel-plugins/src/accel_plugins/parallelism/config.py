@@ -17,7 +17,7 @@ from accel_plugins.parallelism.handlers import (
 )
 from accel_plugins.parallelism.mesh import mesh_of
 from accel_state.errors import SettingsError
-from accel_state.settings.engines import ParallelismSettings
+from accel_state.settings.sections.parallelism import ParallelismSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins.kwargs.base import expect, expect_flags, is_count
 from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError
-from accel_state.settings.engines import ParallelismSettings
+from accel_state.settings.sections.parallelism import ParallelismSettings
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from importlib import import_module
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from packaging.version import Version
 from accel_state.devices.detect import has_cuda
 from accel_state.devices.kinds import BY_NAME, available_kind
 from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _CUDA_FP8 = (8, 9)  # Ada; https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/index.html
 _CUDA_MXFP8 = (10, 0)  # Blackwell; the same page
@@ -36,14 +40,27 @@ def is_rocm_available() -> bool:
     return BY_NAME["rocm"].probe()
 
 
-@functools.cache
-def is_xpu_available(check_device: bool = False) -> bool:
-    """Whether torch can use an Intel GPU.
+def _question(name: str, device: str) -> Callable[..., bool]:
+    """Make `is_<name>_available` of a kind of device."""
+
+    def is_available(check_device: bool = False) -> bool:
+        return BY_NAME[name].probe() and (not check_device or _answers(name))
+
+    is_available.__name__ = is_available.__qualname__ = f"is_{name}_available"
+    is_available.__doc__ = f"""Whether torch can use {device}.
 
     Args:
         check_device: Also whether its driver tells of one, which initialises the driver.
     """
-    return BY_NAME["xpu"].probe() and (not check_device or _answers("xpu"))
+    return functools.cache(is_available)
+
+
+is_xpu_available = _question("xpu", "an Intel GPU")
+is_npu_available = _question("npu", "a Huawei Ascend NPU")
+is_mlu_available = _question("mlu", "a Cambricon MLU")
+is_musa_available = _question("musa", "a Moore Threads GPU")
+is_sdaa_available = _question("sdaa", "a Tecorigin SDAA device")
+is_neuron_available = _question("neuron", "an AWS Neuron device")
 
 
 def is_xccl_available() -> bool:
@@ -65,46 +82,6 @@ def is_mps_available(min_version: str = "1.12") -> bool:
 
 
 @functools.cache
-def is_npu_available(check_device: bool = False) -> bool:
-    """Whether torch can use a Huawei Ascend NPU.
-
-    Args:
-        check_device: Also whether its driver tells of one, which initialises the driver.
-    """
-    return BY_NAME["npu"].probe() and (not check_device or _answers("npu"))
-
-
-@functools.cache
-def is_mlu_available(check_device: bool = False) -> bool:
-    """Whether torch can use a Cambricon MLU.
-
-    Args:
-        check_device: Also whether its driver tells of one, which initialises the driver.
-    """
-    return BY_NAME["mlu"].probe() and (not check_device or _answers("mlu"))
-
-
-@functools.cache
-def is_musa_available(check_device: bool = False) -> bool:
-    """Whether torch can use a Moore Threads GPU.
-
-    Args:
-        check_device: Also whether its driver tells of one, which initialises the driver.
-    """
-    return BY_NAME["musa"].probe() and (not check_device or _answers("musa"))
-
-
-@functools.cache
-def is_sdaa_available(check_device: bool = False) -> bool:
-    """Whether torch can use a Tecorigin SDAA device.
-
-    Args:
-        check_device: Also whether its driver tells of one, which initialises the driver.
-    """
-    return BY_NAME["sdaa"].probe() and (not check_device or _answers("sdaa"))
-
-
-@functools.cache
 def is_hpu_available(init_hccl: bool = False) -> bool:
     """Whether torch can use an Intel Gaudi.
 
@@ -120,16 +97,6 @@ def is_habana_gaudi1() -> bool:
     """Whether this machine's Gaudi is of the first generation."""
     kind = BY_NAME["hpu"]
     return kind.probe() and kind.module.get_device_name().upper() == "GAUDI"
-
-
-@functools.cache
-def is_neuron_available(check_device: bool = False) -> bool:
-    """Whether torch can use an AWS Neuron device.
-
-    Args:
-        check_device: Also whether its driver tells of one, which initialises the driver.
-    """
-    return BY_NAME["neuron"].probe() and (not check_device or _answers("neuron"))
 
 
 @functools.cache

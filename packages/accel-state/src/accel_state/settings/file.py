@@ -14,7 +14,7 @@ from accel_state.settings.legacy import translate
 from accel_state.settings.merge import DEFAULT, Layer, SourcedValue, parse
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.options import BY_KEY, OPTIONS
-from accel_state.settings.rows.launch import ENGINE_TYPES
+from accel_state.settings.sections.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:
     from accel_state.settings.option import Option

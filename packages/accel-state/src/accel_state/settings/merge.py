@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
 from accel_state.settings.model import ENGINES, IMPLICIT_SECTIONS, OPTIONAL_SECTIONS, Settings
-from accel_state.settings.rows.launch import ENGINE_TYPES
+from accel_state.settings.sections.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -1,12 +1,14 @@
-"""A row of the settings table."""
+"""A row of the settings table, declared with the field that it sets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
+
+_Section = TypeVar("_Section")
 
 Answers: TypeAlias = "Callable[[str], Any]"
 """Looks up the answer given so far for a settings path."""
@@ -67,3 +69,43 @@ class Option:
         """The variable and the key, for help: `"[VARIABLE; key table.key]"`; empty if there are none."""
         found = [source for source in (self.variable, self.key and f"key {self.key}") if source]
         return f"[{'; '.join(found)}]" if found else ""
+
+
+def setting(
+    derive: Callable[[str], Mapping[str, Any]] | None = None,
+    *,
+    default: Any = None,
+    repr: bool = True,  # noqa: A002 - as of `dataclasses.field`
+    **row: Any,
+) -> Any:
+    """Declare a field of a section with its row.
+
+    Args:
+        derive: Makes values of the row from the field's name; those in `row` win.
+        default: The field's default.
+        repr: Whether the field is shown.
+        **row: Fields of `Option`, without `path` and `topic`.
+    """
+    metadata = {"row": lambda name: {**(derive(name) if derive else {}), **row}}
+    return field(default=default, repr=repr, metadata=metadata)
+
+
+def rows_of(section: str, kind: type[Any], *, topic: str) -> tuple[Option, ...]:
+    """Return the rows of a section, in the order of its fields.
+
+    Args:
+        section: The field of `Settings`.
+        kind: Its type, whose fields are made by `setting`.
+        topic: The heading under which help and reference show the rows.
+    """
+    return tuple(
+        Option(path=f"{section}.{one.name}", topic=topic, **one.metadata["row"](one.name))
+        for one in fields(kind)
+    )
+
+
+def documented(kind: type[_Section]) -> type[_Section]:
+    """Decorate a section: its docstring lists the fields with the help of their rows."""
+    lines = [f"    {row.path[1:]}: {row.help}" for row in rows_of("", kind, topic="")]
+    kind.__doc__ = "\n".join([f"{kind.__doc__}", "", "Args:", *lines])
+    return kind

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_state.settings.rows.deepspeed import DEEPSPEED
-from accel_state.settings.rows.fp8 import FP8
-from accel_state.settings.rows.fsdp import FSDP
-from accel_state.settings.rows.launch import LAUNCH
-from accel_state.settings.rows.megatron import MEGATRON
-from accel_state.settings.rows.parallelism import PARALLELISM
-from accel_state.settings.rows.process import PROCESS
-from accel_state.settings.rows.remote import MPI, SAGEMAKER, TPU
-from accel_state.settings.rows.training import DYNAMO, TRAINING
+from accel_state.settings.sections.deepspeed import DEEPSPEED
+from accel_state.settings.sections.fp8 import FP8
+from accel_state.settings.sections.fsdp import FSDP
+from accel_state.settings.sections.launch import LAUNCH
+from accel_state.settings.sections.megatron import MEGATRON
+from accel_state.settings.sections.parallelism import PARALLELISM
+from accel_state.settings.sections.process import PROCESS
+from accel_state.settings.sections.remote import MPI, SAGEMAKER, TPU
+from accel_state.settings.sections.training import DYNAMO, TRAINING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from accel_state.settings.option import Answers, Option
+from accel_state.settings.option import Answers, Option, documented, rows_of, setting
 from accel_state.settings.parsing import boolean, integer, number, one_of
-from accel_state.settings.rows.launch import is_local
+from accel_state.settings.sections.launch import is_local
 
 _TUNING = "It tunes what runs without it; the reference page lists it."
 _GRANULARITIES = ("full", "selective")
@@ -27,17 +28,162 @@ def _on(answers: Answers) -> bool:
     return bool(answers("megatron"))
 
 
-def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
-    name = f"megatron_lm_{field}"
-    rest: dict[str, Any] = {"ask_if": _on if "question" in more else None, **more}
-    return Option(
-        path=f"megatron.{field}",
-        help=help,
-        topic="Megatron-LM",
-        variable=name.upper(),
-        flags=(f"--{name}",),
-        key=f"megatron_lm_config.{name}",
-        **rest,
+def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    def derive(field: str) -> dict[str, Any]:
+        name = f"megatron_lm_{field}"
+        return {
+            "variable": name.upper(),
+            "flags": (f"--{name}",),
+            "key": f"megatron_lm_config.{name}",
+            "ask_if": _on if "question" in more else None,
+        }
+
+    return setting(derive, help=help, **more)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MegatronSettings:
+    """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set from outside."""
+
+    tp_degree: int | None = _row(
+        "Tensor-parallel size.",
+        parse=integer(1),
+        question="Tensor-parallel size?",
+    )
+    sequence_parallelism: bool | None = _row(
+        "Shard activations along the sequence dim (sequence parallelism).",
+        parse=boolean,
+        question="Shard activations along the sequence dim? (sequence parallelism)",
+        ask_if=lambda answers: _on(answers) and (answers("megatron.tp_degree") or 1) > 1,
+    )
+    pp_degree: int | None = _row(
+        "Pipeline-parallel size.",
+        parse=integer(1),
+        question="Pipeline-parallel size?",
+    )
+    num_micro_batches: int | None = _row(
+        "Micro-batches per step.",
+        parse=integer(1),
+        question="How many micro-batches per step?",
+    )
+    recompute_activations: bool | None = _row(
+        "Recompute selected activations in the backward pass.",
+        parse=boolean,
+        question="Recompute selected activations in the backward pass? (less memory)",
+    )
+    use_distributed_optimizer: bool | None = _row(
+        "Shard optimizer state across data-parallel ranks.",
+        parse=boolean,
+        question="Shard optimizer state across data-parallel ranks?",
+    )
+    gradient_clipping: float | None = _row(
+        "The norm that gradients are clipped to; 0 for none.",
+        parse=number(0),
+        question="To which norm are gradients clipped? (0: not at all)",
+    )
+    use_custom_fsdp: bool | None = _row(
+        "Not supported: use --use_fsdp.",
+        parse=boolean,
+        skip_reason=_REFUSED,
+    )
+    no_load_optim: bool | None = _row(
+        "Read checkpoints without the optimizer.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    no_save_optim: bool | None = _row(
+        "Write checkpoints without the optimizer.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    eod_mask_loss: bool | None = _row(
+        "Leave ends of documents out of the loss.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    optimizer_cpu_offload: bool | None = _row(
+        "Let the optimizer work on the CPU.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _row(
+        "Copy for an offloaded optimizer while it computes.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    use_precision_aware_optimizer: bool | None = _row(
+        "Keep the state of the optimizer in fewer bits.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    decoder_last_pipeline_num_layers: int | None = _row(
+        "How many layers the last stage has.",
+        parse=integer(0),
+        skip_reason=_TUNING,
+    )
+    recompute_granularity: str | None = _row(
+        "Granularity of activation recompute.",
+        parse=one_of(*_GRANULARITIES),
+        choices=_GRANULARITIES,
+        skip_reason=_TUNING,
+    )
+    recompute_method: str | None = _row(
+        "Method of activation recompute.",
+        parse=one_of(*_METHODS),
+        choices=_METHODS,
+        skip_reason=_TUNING,
+    )
+    recompute_num_layers: int | None = _row(
+        "Layers per recompute unit.",
+        parse=integer(1),
+        skip_reason=_TUNING,
+    )
+    attention_backend: str | None = _row(
+        "Attention backend; true stands for auto and false for unfused.",
+        parse=_attention_backend,
+        choices=_BACKENDS,
+        skip_reason=_TUNING,
+    )
+    expert_model_parallel_size: int | None = _row(
+        "Not supported: no supported model has experts.",
+        parse=integer(1),
+        skip_reason=_REFUSED,
+    )
+    context_parallel_size: int | None = _row(
+        "Context-parallel size.",
+        parse=integer(1),
+        skip_reason=_TUNING,
+    )
+    expert_tensor_parallel_size: int | None = _row(
+        "Not supported: no supported model has experts.",
+        parse=integer(1),
+        skip_reason=_REFUSED,
+    )
+    attention_dropout: float | None = _row(
+        "Dropout probability of attention weights.",
+        parse=number(0, 1),
+        skip_reason=_TUNING,
+    )
+    hidden_dropout: float | None = _row(
+        "Dropout probability of hidden states.",
+        parse=number(0, 1),
+        skip_reason=_TUNING,
+    )
+    attention_softmax_in_fp32: bool | None = _row(
+        "Compute the softmax of attention in float32.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    calculate_per_token_loss: bool | None = _row(
+        "Average the loss over tokens.",
+        parse=boolean,
+        skip_reason=_TUNING,
+    )
+    use_rotary_position_embeddings: bool | None = _row(
+        "Use rotary positions.",
+        parse=boolean,
+        skip_reason=_TUNING,
     )
 
 
@@ -57,171 +203,5 @@ MEGATRON = (
             and not answers("deepspeed")
         ),
     ),
-    _row(
-        "tp_degree",
-        "Tensor-parallel size.",
-        parse=integer(1),
-        question="Tensor-parallel size?",
-    ),
-    _row(
-        "sequence_parallelism",
-        "Shard activations along the sequence dim (sequence parallelism).",
-        parse=boolean,
-        question="Shard activations along the sequence dim? (sequence parallelism)",
-        ask_if=lambda answers: _on(answers) and (answers("megatron.tp_degree") or 1) > 1,
-    ),
-    _row(
-        "pp_degree",
-        "Pipeline-parallel size.",
-        parse=integer(1),
-        question="Pipeline-parallel size?",
-    ),
-    _row(
-        "num_micro_batches",
-        "Micro-batches per step.",
-        parse=integer(1),
-        question="How many micro-batches per step?",
-    ),
-    _row(
-        "recompute_activations",
-        "Recompute selected activations in the backward pass.",
-        parse=boolean,
-        question="Recompute selected activations in the backward pass? (less memory)",
-    ),
-    _row(
-        "use_distributed_optimizer",
-        "Shard optimizer state across data-parallel ranks.",
-        parse=boolean,
-        question="Shard optimizer state across data-parallel ranks?",
-    ),
-    _row(
-        "gradient_clipping",
-        "The norm that gradients are clipped to; 0 for none.",
-        parse=number(0),
-        question="To which norm are gradients clipped? (0: not at all)",
-    ),
-    _row(
-        "use_custom_fsdp",
-        "Not supported: use --use_fsdp.",
-        parse=boolean,
-        skip_reason=_REFUSED,
-    ),
-    _row(
-        "no_load_optim",
-        "Read checkpoints without the optimizer.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "no_save_optim",
-        "Write checkpoints without the optimizer.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "eod_mask_loss",
-        "Leave ends of documents out of the loss.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "optimizer_cpu_offload",
-        "Let the optimizer work on the CPU.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "overlap_cpu_optimizer_d2h_h2d",
-        "Copy for an offloaded optimizer while it computes.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "use_precision_aware_optimizer",
-        "Keep the state of the optimizer in fewer bits.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "decoder_last_pipeline_num_layers",
-        "How many layers the last stage has.",
-        parse=integer(0),
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "recompute_granularity",
-        "Granularity of activation recompute.",
-        parse=one_of(*_GRANULARITIES),
-        choices=_GRANULARITIES,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "recompute_method",
-        "Method of activation recompute.",
-        parse=one_of(*_METHODS),
-        choices=_METHODS,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "recompute_num_layers",
-        "Layers per recompute unit.",
-        parse=integer(1),
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "attention_backend",
-        "Attention backend; true stands for auto and false for unfused.",
-        parse=_attention_backend,
-        choices=_BACKENDS,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "expert_model_parallel_size",
-        "Not supported: no supported model has experts.",
-        parse=integer(1),
-        skip_reason=_REFUSED,
-    ),
-    _row(
-        "context_parallel_size",
-        "Context-parallel size.",
-        parse=integer(1),
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "expert_tensor_parallel_size",
-        "Not supported: no supported model has experts.",
-        parse=integer(1),
-        skip_reason=_REFUSED,
-    ),
-    _row(
-        "attention_dropout",
-        "Dropout probability of attention weights.",
-        parse=number(0, 1),
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "hidden_dropout",
-        "Dropout probability of hidden states.",
-        parse=number(0, 1),
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "attention_softmax_in_fp32",
-        "Compute the softmax of attention in float32.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "calculate_per_token_loss",
-        "Average the loss over tokens.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
-    _row(
-        "use_rotary_position_embeddings",
-        "Use rotary positions.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    ),
+    *rows_of("megatron", MegatronSettings, topic="Megatron-LM"),
 )
-"""Rows of `MegatronSettings`."""

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from accel_state.settings.option import Answers, Option
+from accel_state.settings.option import Answers, Option, documented, rows_of, setting
 from accel_state.settings.parsing import boolean, integer, one_of
-from accel_state.settings.rows.launch import is_local
+from accel_state.settings.sections.launch import is_local
 
-_TOPIC = "tensor, context and sequence parallelism"
 _COMMUNICATION = ("allgather", "alltoall")
 _ATTENTION = ("sdpa", "flash_attention_2", "flash_attention_3")
 
@@ -33,18 +33,94 @@ def _with_torch(answers: Answers) -> bool:
     return _on(answers) and not answers("deepspeed")
 
 
-def _row(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
-    name = f"parallelism_config_{field}"
-    rest: dict[str, Any] = {"ask_if": _on, **more}
-    return Option(
-        path=f"parallelism.{field}",
-        help=help,
-        topic=_TOPIC,
-        variable=name.upper(),
-        flags=(f"--{name}",),
-        key=f"parallelism_config.{name}",
-        key_aliases=(f"parallelism_config.{field}",),
-        **rest,
+def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    def derive(field: str) -> dict[str, Any]:
+        name = f"parallelism_config_{field}"
+        return {
+            "variable": name.upper(),
+            "flags": (f"--{name}",),
+            "key": f"parallelism_config.{name}",
+            "key_aliases": (f"parallelism_config.{field}",),
+            "ask_if": _on,
+        }
+
+    return setting(derive, help=help, **more)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelismSettings:
+    """The sizes of the axes of parallelism; the fields of `ParallelismConfig` and of its handlers."""
+
+    dp_replicate_size: int | None = _row(
+        "Replicated data-parallel size: number of replicas of the model.",
+        parse=integer(1),
+        question="How many replicas of the model? (replicated data-parallel size)",
+        ask_if=_with_torch,
+    )
+    dp_shard_size: int | None = _row(
+        "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
+        parse=integer(1),
+        question="How many ranks shard each replica? (sharded data-parallel size)",
+        ask_if=_with_torch,
+    )
+    tp_size: int | None = _row(
+        "Tensor-parallel size.",
+        parse=integer(1),
+        question="Tensor-parallel size?",
+        ask_if=_with_torch,
+    )
+    cp_size: int | None = _row(
+        "Context-parallel size (PyTorch).",
+        parse=integer(1),
+        question="Context-parallel size?",
+        ask_if=_with_torch,
+    )
+    cp_backend: str | None = _row(
+        "Implementation of context parallelism.",
+        parse=one_of("torch"),
+        choices=("torch",),
+        skip_reason="There is one.",
+        ask_if=None,
+    )
+    cp_comm_strategy: str | None = _row(
+        "Collective that exchanges keys and values.",
+        parse=one_of(*_COMMUNICATION),
+        choices=_COMMUNICATION,
+        question="Which collective exchanges keys and values?",
+        ask_if=_context,
+    )
+    sp_size: int | None = _row(
+        "Sequence-parallel size (DeepSpeed).",
+        parse=integer(1),
+        question="Sequence-parallel size?",
+        ask_if=_with_deepspeed,
+    )
+    sp_backend: str | None = _row(
+        "Implementation of sequence parallelism.",
+        parse=one_of("deepspeed"),
+        choices=("deepspeed",),
+        skip_reason="There is one.",
+        ask_if=None,
+    )
+    sp_seq_length_is_variable: bool | None = _row(
+        "Whether sequence lengths vary between batches.",
+        parse=boolean,
+        question="Do sequence lengths vary between batches?",
+        ask_if=_sequence,
+    )
+    sp_seq_length: int | None = _row(
+        "Sequence length in tokens.",
+        parse=integer(1),
+        question="Sequence length in tokens? (empty: taken from the first batch)",
+        ask_if=_sequence,
+    )
+    sp_attn_implementation: str | None = _row(
+        "Attention implementation.",
+        parse=one_of(*_ATTENTION),
+        choices=_ATTENTION,
+        question="Which attention implementation?",
+        ask_if=_sequence,
     )
 
 
@@ -52,7 +128,7 @@ PARALLELISM = (
     Option(
         path="parallelism",
         help="Use tensor, context or sequence parallelism, with the sizes of the axes below.",
-        topic=_TOPIC,
+        topic="tensor, context and sequence parallelism",
         parse=boolean,
         variable="ACCELERATE_USE_PARALLELISM_CONFIG",
         flags=("--use_parallelism_config",),
@@ -62,86 +138,5 @@ PARALLELISM = (
             is_local(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)
         ),
     ),
-    _row(
-        "dp_replicate_size",
-        "Replicated data-parallel size: number of replicas of the model.",
-        parse=integer(1),
-        question="How many replicas of the model? (replicated data-parallel size)",
-        ask_if=_with_torch,
-    ),
-    _row(
-        "dp_shard_size",
-        "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
-        parse=integer(1),
-        question="How many ranks shard each replica? (sharded data-parallel size)",
-        ask_if=_with_torch,
-    ),
-    _row(
-        "tp_size",
-        "Tensor-parallel size.",
-        parse=integer(1),
-        question="Tensor-parallel size?",
-        ask_if=_with_torch,
-    ),
-    _row(
-        "cp_size",
-        "Context-parallel size (PyTorch).",
-        parse=integer(1),
-        question="Context-parallel size?",
-        ask_if=_with_torch,
-    ),
-    _row(
-        "cp_backend",
-        "Implementation of context parallelism.",
-        parse=one_of("torch"),
-        choices=("torch",),
-        skip_reason="There is one.",
-        ask_if=None,
-    ),
-    _row(
-        "cp_comm_strategy",
-        "Collective that exchanges keys and values.",
-        parse=one_of(*_COMMUNICATION),
-        choices=_COMMUNICATION,
-        question="Which collective exchanges keys and values?",
-        ask_if=_context,
-    ),
-    _row(
-        "sp_size",
-        "Sequence-parallel size (DeepSpeed).",
-        parse=integer(1),
-        question="Sequence-parallel size?",
-        ask_if=_with_deepspeed,
-    ),
-    _row(
-        "sp_backend",
-        "Implementation of sequence parallelism.",
-        parse=one_of("deepspeed"),
-        choices=("deepspeed",),
-        skip_reason="There is one.",
-        ask_if=None,
-    ),
-    _row(
-        "sp_seq_length_is_variable",
-        "Whether sequence lengths vary between batches.",
-        parse=boolean,
-        question="Do sequence lengths vary between batches?",
-        ask_if=_sequence,
-    ),
-    _row(
-        "sp_seq_length",
-        "Sequence length in tokens.",
-        parse=integer(1),
-        question="Sequence length in tokens? (empty: taken from the first batch)",
-        ask_if=_sequence,
-    ),
-    _row(
-        "sp_attn_implementation",
-        "Attention implementation.",
-        parse=one_of(*_ATTENTION),
-        choices=_ATTENTION,
-        question="Which attention implementation?",
-        ask_if=_sequence,
-    ),
+    *rows_of("parallelism", ParallelismSettings, topic="tensor, context and sequence parallelism"),
 )
-"""Rows of `ParallelismSettings`."""

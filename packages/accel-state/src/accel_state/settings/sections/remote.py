@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from accel_state.settings.option import Answers, Option
+from accel_state.settings.option import Answers, documented, rows_of, setting
 from accel_state.settings.parsing import boolean, json_object, optional
 
-_SAGEMAKER = "Amazon SageMaker"
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def _mpi(answers: Answers) -> bool:
@@ -30,55 +32,54 @@ def _usual_container(answers: Answers) -> bool:
     return _cloud(answers) and not answers("sagemaker.image_uri")
 
 
-def _sagemaker(field: str, help: str, **more: Any) -> Option:  # noqa: A002 - as the field is called
-    rest: dict[str, Any] = {"ask_if": _cloud if "question" in more else None, **more}
-    return Option(
-        path=f"sagemaker.{field}",
-        help=help,
-        topic=_SAGEMAKER,
-        key=field,
-        **rest,
-    )
+def _sagemaker(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    ask_if = _cloud if "question" in more else None
+    return setting(lambda field: {"key": field, "ask_if": ask_if}, help=help, **more)
 
 
-MPI = (
-    Option(
-        path="mpi.hostfile",
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MpiSettings:
+    """Starting processes with `mpirun`."""
+
+    hostfile: str | None = setting(
         help="Start processes with mpirun on the machines that this file lists.",
-        topic="MPI",
         flags=("--mpirun_hostfile",),
         key="mpirun_config.mpirun_hostfile",
         question="The path of a file that lists the machines, to start with mpirun? (empty: without)",
         ask_if=_mpi,
-    ),
-)
-"""Rows of `MpiSettings`."""
+    )
 
-TPU = (
-    Option(
-        path="tpu.main_training_function",
+
+MPI = (*rows_of("mpi", MpiSettings, topic="MPI"),)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TpuSettings:
+    """Training on TPUs, on this machine or on the machines of a pod."""
+
+    main_training_function: str = setting(
         help="The function of the script that each process runs on a TPU.",
-        topic="TPU",
+        default="main",
         flags=("--main_training_function",),
         key="main_training_function",
         question="Which function of the script does each process run?",
         ask_if=_tpu,
-    ),
-    Option(
-        path="tpu.downcast_bf16",
+    )
+    downcast_bf16: bool = setting(
         help="Let both float and double mean bfloat16.",
-        topic="TPU",
+        default=False,
         parse=boolean,
         flags=("--downcast_bf16",),
         const="true",
         key="downcast_bf16",
         question="Let both float and double mean bfloat16?",
         ask_if=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
-    ),
-    Option(
-        path="tpu.use_cluster",
+    )
+    use_cluster: bool = setting(
         help="Run on all machines of a pod.",
-        topic="TPU",
+        default=False,
         parse=boolean,
         flags=("--tpu_cluster",),
         const="true",
@@ -86,153 +87,141 @@ TPU = (
         key="tpu_use_cluster",
         question="Run on all machines of a pod?",
         ask_if=_tpu,
-    ),
-    Option(
-        path="tpu.name",
+    )
+    name: str | None = setting(
         help="The name of the TPU.",
-        topic="TPU",
         key="tpu_name",
         question="What is the TPU called?",
         ask_if=_pod,
-    ),
-    Option(
-        path="tpu.zone",
+    )
+    zone: str | None = setting(
         help="The zone of the TPU.",
-        topic="TPU",
         key="tpu_zone",
         question="In which zone is it?",
         ask_if=_pod,
-    ),
-    Option(
-        path="tpu.use_sudo",
+    )
+    use_sudo: bool = setting(
         help="Run as root on the machines of a pod.",
-        topic="TPU",
+        default=False,
         parse=boolean,
         flags=("--tpu_use_sudo",),
         const="true",
         key="tpu_use_sudo",
         question="Run as root there?",
         ask_if=_pod,
-    ),
-    Option(
-        path="tpu.vm",
+    )
+    vm: tuple[str, ...] = setting(
         help="Names of single machines; may be repeated.",
-        topic="TPU",
+        default=(),
         flags=("--vm",),
         kind="list",
         key="tpu_vm",
         question="Names of single machines, with commas between? (empty: all of the pod)",
         ask_if=_pod,
-    ),
-    Option(
-        path="tpu.env",
+    )
+    env: tuple[str, ...] = setting(
         help="A variable for the machines of a pod, as NAME=value; may be repeated.",
-        topic="TPU",
+        default=(),
         flags=("--env",),
         kind="list",
         key="tpu_env",
         question="Variables for them, as NAME=value with commas between? (empty: none)",
         ask_if=_pod,
-    ),
-    Option(
-        path="tpu.command_file",
+    )
+    command_file: str | None = setting(
         help="A file with commands that the machines of a pod run first.",
-        topic="TPU",
         key="command_file",
         question="A file with commands that they run first? (empty: none)",
         ask_if=_pod,
-    ),
-    Option(
-        path="tpu.commands",
+    )
+    commands: tuple[str, ...] = setting(
         help="Commands that the machines of a pod run first.",
-        topic="TPU",
+        default=(),
         kind="list",
         key="commands",
         question="Commands that they run first, with commas between? (empty: none)",
         ask_if=lambda answers: _pod(answers) and not answers("tpu.command_file"),
-    ),
-)
-"""Rows of `TpuSettings`."""
+    )
 
-SAGEMAKER = (
-    _sagemaker(
-        "ec2_instance_type",
+
+TPU = (*rows_of("tpu", TpuSettings, topic="TPU"),)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SageMakerSettings:
+    """Training as a job of Amazon SageMaker."""
+
+    ec2_instance_type: str | None = _sagemaker(
         "What machines the job runs on.",
         question="On which instance type?",
-    ),
-    _sagemaker(
-        "iam_role_name",
+    )
+    iam_role_name: str | None = _sagemaker(
         "The role that the job has.",
         question="With which IAM role?",
-    ),
-    _sagemaker(
-        "profile",
+    )
+    profile: str | None = _sagemaker(
         "The profile of the AWS configuration.",
         question="With which AWS profile? (empty: the variables of AWS, or the flags)",
-    ),
-    _sagemaker(
-        "region",
+    )
+    region: str = _sagemaker(
         "The region of AWS.",
+        default="us-east-1",
         question="In which region?",
-    ),
-    _sagemaker(
-        "image_uri",
+    )
+    image_uri: str | None = _sagemaker(
         "A container of your own.",
         question="In a container of your own? (empty: the usual one)",
-    ),
-    _sagemaker(
-        "pytorch_version",
+    )
+    pytorch_version: str = _sagemaker(
         "The version of PyTorch in the usual container.",
+        default="1.10.2",
         question="Which version of PyTorch?",
         ask_if=_usual_container,
-    ),
-    _sagemaker(
-        "transformers_version",
+    )
+    transformers_version: str = _sagemaker(
         "The version of transformers in the usual container.",
+        default="4.17.0",
         question="Which version of transformers?",
         ask_if=_usual_container,
-    ),
-    _sagemaker(
-        "py_version",
+    )
+    py_version: str = _sagemaker(
         "The version of Python in the usual container, as py310.",
+        default="py38",
         question="Which version of Python, as py310?",
         ask_if=_usual_container,
-    ),
-    _sagemaker(
-        "base_job_name",
+    )
+    base_job_name: str = _sagemaker(
         "What jobs are called.",
+        default="accelerate-sagemaker-1",
         question="What are jobs called?",
-    ),
-    _sagemaker(
-        "sagemaker_inputs_file",
+    )
+    sagemaker_inputs_file: str | None = _sagemaker(
         "A file of channel names and data locations, with tabs between.",
         question="A file of channel names and data locations, with tabs between? (empty: none)",
-    ),
-    _sagemaker(
-        "sagemaker_metrics_file",
+    )
+    sagemaker_metrics_file: str | None = _sagemaker(
         "A file of metric names and regular expressions, with tabs between.",
         question="A file of metric names and regular expressions, with tabs between? (empty: none)",
-    ),
-    _sagemaker(
-        "additional_args",
+    )
+    additional_args: Mapping[str, Any] | None = _sagemaker(
         "More arguments of the SageMaker estimator.",
         parse=optional(json_object, "{}"),
         kind="table",
         skip_reason="It is a table; write it into the file.",
-    ),
-    Option(
-        path="sagemaker.aws_access_key_id",
+    )
+    aws_access_key_id: str | None = setting(
         help="An access key, in place of a profile.",
-        topic=_SAGEMAKER,
         flags=("--aws_access_key_id",),
         skip_reason="It is a secret, which belongs into no file.",
-    ),
-    Option(
-        path="sagemaker.aws_secret_access_key",
+        repr=False,
+    )
+    aws_secret_access_key: str | None = setting(
         help="The secret of that key.",
-        topic=_SAGEMAKER,
         flags=("--aws_secret_access_key",),
         skip_reason="It is a secret, which belongs into no file.",
-    ),
-)
-"""Rows of `SageMakerSettings`."""
+        repr=False,
+    )
+
+
+SAGEMAKER = (*rows_of("sagemaker", SageMakerSettings, topic="Amazon SageMaker"),)

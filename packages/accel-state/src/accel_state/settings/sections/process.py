@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from accel_state.settings.option import Option
-from accel_state.settings.parsing import boolean
-from accel_state.settings.rows.launch import is_local
+from dataclasses import dataclass
 
-_TOPIC = "each process"
+from accel_state.settings.option import documented, rows_of, setting
+from accel_state.settings.parsing import boolean
+from accel_state.settings.sections.launch import is_local
+
 _ONE_RUN = "It belongs to one run rather than to a machine."
 
-PROCESS = (
-    Option(
-        path="process.use_cpu",
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSettings:
+    """How one process runs."""
+
+    use_cpu: bool = setting(
         help="Compute on the CPU, whatever else there is.",
-        topic=_TOPIC,
+        default=False,
         parse=boolean,
         variable="ACCELERATE_USE_CPU",
         flags=("--cpu",),
@@ -21,11 +26,10 @@ PROCESS = (
         key="use_cpu",
         question="Compute on the CPU, whatever else there is?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "NO",
-    ),
-    Option(
-        path="process.debug",
+    )
+    debug: bool = setting(
         help="Check before every collective that all ranks make the same call.",
-        topic=_TOPIC,
+        default=False,
         parse=boolean,
         variable="ACCELERATE_DEBUG_MODE",
         flags=("--debug",),
@@ -33,18 +37,15 @@ PROCESS = (
         key="debug",
         question="Check before every collective that all ranks make the same call? (slower, for debugging)",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
-    ),
-    Option(
-        path="process.torch_device",
+    )
+    torch_device: str | None = setting(
         help="The device to use, such as cuda:1, in place of the one that the local rank gets.",
-        topic=_TOPIC,
         variable="ACCELERATE_TORCH_DEVICE",
         skip_reason=_ONE_RUN,
-    ),
-    Option(
-        path="process.cpu_affinity",
+    )
+    cpu_affinity: bool = setting(
         help="Pin each process to the CPU cores near its device (NVIDIA only).",
-        topic=_TOPIC,
+        default=False,
         parse=boolean,
         variable="ACCELERATE_CPU_AFFINITY",
         flags=("--enable_cpu_affinity",),
@@ -52,32 +53,29 @@ PROCESS = (
         key="enable_cpu_affinity",
         question="Pin each process to the CPU cores near its GPU?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_GPU",
-    ),
-    Option(
-        path="process.log_level",
+    )
+    log_level: str | None = setting(
         help="The level of loggers that are not given one.",
-        topic=_TOPIC,
         variable="ACCELERATE_LOG_LEVEL",
         skip_reason=_ONE_RUN,
-    ),
-    Option(
-        path="process.enable_rich",
+    )
+    enable_rich: bool = setting(
         help="Show tracebacks with rich.",
-        topic=_TOPIC,
+        default=False,
         parse=boolean,
         variable="ACCELERATE_ENABLE_RICH",
         skip_reason=_ONE_RUN,
-    ),
-    Option(
-        path="process.as_accelerate",
+    )
+    as_accelerate: bool = setting(
         help="Let `import accelerate` in the script, and in what it imports, be accel; needs accel-compat.",
-        topic=_TOPIC,
+        default=False,
         parse=boolean,
         variable="ACCELERATE_AS_ACCELERATE",
         flags=("--as_accelerate",),
         const="true",
         key="as_accelerate",
         skip_reason="It is for scripts and libraries that are written for Accelerate.",
-    ),
-)
-"""Rows of `ProcessSettings`."""
+    )
+
+
+PROCESS = (*rows_of("process", ProcessSettings, topic="each process"),)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from accel_state.settings.option import Answers, Option
+from accel_state.settings.option import Answers, Option, documented, rows_of, setting
 from accel_state.settings.parsing import boolean, comma_list, integer, one_of
-from accel_state.settings.rows.launch import is_local
+from accel_state.settings.sections.launch import is_local
 
 _NOT_ON_XLA = "The interview for TPUs asks for nothing about FSDP."
 
@@ -52,20 +53,142 @@ def _second(answers: Answers) -> bool:
     return _on(answers) and answers("fsdp.fsdp_version") == 2
 
 
-def _row(field: str, help: str, *, short: str | None = None, **more: Any) -> Option:  # noqa: A002 - as the field is called
-    name = f"fsdp_{short or field}"
-    rest: dict[str, Any] = {
-        "variable": name.upper(),
-        "key": f"fsdp_config.{name}",
-        "ask_if": _on,
-        **more,
-    }
-    return Option(
-        path=f"fsdp.{field}",
-        help=help,
-        topic="FSDP",
-        flags=(f"--{name}",),
-        **rest,
+def _row(help: str, *, short: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    def derive(field: str) -> dict[str, Any]:
+        name = f"fsdp_{short or field}"
+        return {
+            "variable": name.upper(),
+            "key": f"fsdp_config.{name}",
+            "flags": (f"--{name}",),
+            "ask_if": _on,
+        }
+
+    return setting(derive, help=help, **more)
+
+
+@documented
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FsdpSettings:
+    """How PyTorch's FSDP shards models; the fields of `FullyShardedDataParallelPlugin`."""
+
+    fsdp_version: int | None = _row(
+        "1 for FullyShardedDataParallel, 2 for fully_shard.",
+        short="version",
+        parse=integer(1, 2),
+        choices=("1", "2"),
+        launch_default="1",
+        question="Which version of FSDP? (2 is recommended)",
+    )
+    sharding_strategy: str | None = _row(
+        "Version 1: sharding strategy.",
+        parse=one_of(*FSDP_SHARDING_STRATEGY, numbered=True),
+        choices=tuple(FSDP_SHARDING_STRATEGY),
+        question="Which sharding strategy?",
+        ask_if=_first,
+    )
+    reshard_after_forward: bool | int | str | None = _row(
+        "Version 2: free parameters after the forward pass (true, false); or reshard to a number of ranks.",
+        parse=_reshard,
+        question="Free parameters after the forward pass, and gather them again? (true: less memory)",
+        ask_if=_second,
+    )
+    cpu_offload: bool | None = _row(
+        "Offload parameters, gradients and optimizer state to the CPU.",
+        short="offload_params",
+        parse=boolean,
+        question="Offload parameters, gradients and optimizer state to the CPU?",
+    )
+    auto_wrap_policy: str | None = _row(
+        "Auto-wrap policy: which modules are FSDP units.",
+        parse=one_of(*FSDP_AUTO_WRAP_POLICY),
+        choices=tuple(FSDP_AUTO_WRAP_POLICY),
+        question="Which auto-wrap policy?",
+    )
+    transformer_cls_names_to_wrap: tuple[str, ...] | None = _row(
+        "The classes that TRANSFORMER_BASED_WRAP shards on their own, with commas between.",
+        short="transformer_layer_cls_to_wrap",
+        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        parse=comma_list,
+        question="Their classes, with commas between? (empty: what the model itself names)",
+        ask_if=lambda answers: _on(answers) and answers("fsdp.auto_wrap_policy") == "TRANSFORMER_BASED_WRAP",
+    )
+    min_num_params: int | None = _row(
+        "How many parameters a module has at least that SIZE_BASED_WRAP shards on its own.",
+        parse=integer(0),
+        launch_default="100000000",
+        question="How many parameters have they at least?",
+        ask_if=lambda answers: _on(answers) and answers("fsdp.auto_wrap_policy") == "SIZE_BASED_WRAP",
+    )
+    backward_prefetch: str | None = _row(
+        "Version 1: when the next all-gather is prefetched in the backward pass.",
+        parse=one_of(*FSDP_BACKWARD_PREFETCH, numbered=True),
+        choices=tuple(FSDP_BACKWARD_PREFETCH),
+        key_aliases=("fsdp_config.fsdp_backward_prefetch_policy",),
+        question="When is the next all-gather prefetched in the backward pass?",
+        ask_if=_first,
+    )
+    forward_prefetch: bool | None = _row(
+        "Prefetch the next all-gather in the forward pass.",
+        parse=boolean,
+        question="Prefetch the next all-gather in the forward pass?",
+        ask_if=_first,
+    )
+    state_dict_type: str | None = _row(
+        "State dict type of checkpoints.",
+        parse=one_of(*FSDP_STATE_DICT_TYPE, numbered=True),
+        choices=tuple(FSDP_STATE_DICT_TYPE),
+        question="Which type of state dict do checkpoints hold?",
+    )
+    use_orig_params: bool | None = _row(
+        "Version 1: keep the original parameters visible instead of flat ones.",
+        parse=boolean,
+        launch_default="true",
+        question="Keep the original parameters visible instead of flat ones?",
+        ask_if=_first,
+    )
+    cpu_ram_efficient_loading: bool | None = _row(
+        "Load weights on rank 0 only; prepare materialises the other ranks from it.",
+        parse=boolean,
+        launch_default="true",
+        question="Load weights on rank 0 only, and materialise the other ranks from it?",
+    )
+    sync_module_states: bool | None = _row(
+        "Version 1: broadcast the parameters and buffers of rank 0 to all ranks.",
+        parse=boolean,
+        launch_default="true",
+        question="Broadcast the parameters and buffers of rank 0 to all ranks?",
+        ask_if=lambda answers: _first(answers) and not answers("fsdp.cpu_ram_efficient_loading"),
+    )
+    activation_checkpointing: bool | None = _row(
+        "Activation checkpointing: recompute the activations of blocks in the backward pass.",
+        parse=boolean,
+        question="Use activation checkpointing? (less memory, more time)",
+    )
+    activation_checkpointing_offload: bool | None = _row(
+        "Offload checkpointed activations to the CPU.",
+        parse=boolean,
+        question="Offload checkpointed activations to the CPU?",
+        ask_if=lambda answers: _on(answers) and answers("fsdp.activation_checkpointing"),
+    )
+    xla: bool | None = _row(
+        "Shard models over XLA devices.",
+        parse=boolean,
+        key="fsdp_config.xla",
+        skip_reason=_NOT_ON_XLA,
+    )
+    xla_fsdp_v2: bool | None = _row(
+        "On XLA devices: let the compiler shard (SPMD), with one process for all devices of a host.",
+        short="xla_v2",
+        parse=boolean,
+        key="fsdp_config.xla_fsdp_v2",
+        skip_reason=_NOT_ON_XLA,
+    )
+    xla_fsdp_grad_ckpt: bool | None = _row(
+        "On XLA devices: recompute the activations of blocks in the backward pass.",
+        short="xla_grad_ckpt",
+        parse=boolean,
+        key="fsdp_config.xla_fsdp_grad_ckpt",
+        skip_reason=_NOT_ON_XLA,
     )
 
 
@@ -86,142 +209,5 @@ FSDP = (
             and not answers("megatron")
         ),
     ),
-    _row(
-        "fsdp_version",
-        "1 for FullyShardedDataParallel, 2 for fully_shard.",
-        short="version",
-        parse=integer(1, 2),
-        choices=("1", "2"),
-        launch_default="1",
-        question="Which version of FSDP? (2 is recommended)",
-    ),
-    _row(
-        "sharding_strategy",
-        "Version 1: sharding strategy.",
-        parse=one_of(*FSDP_SHARDING_STRATEGY, numbered=True),
-        choices=tuple(FSDP_SHARDING_STRATEGY),
-        question="Which sharding strategy?",
-        ask_if=_first,
-    ),
-    _row(
-        "reshard_after_forward",
-        "Version 2: free parameters after the forward pass (true, false); or reshard to a number of ranks.",
-        parse=_reshard,
-        question="Free parameters after the forward pass, and gather them again? (true: less memory)",
-        ask_if=_second,
-    ),
-    _row(
-        "cpu_offload",
-        "Offload parameters, gradients and optimizer state to the CPU.",
-        short="offload_params",
-        parse=boolean,
-        question="Offload parameters, gradients and optimizer state to the CPU?",
-    ),
-    _row(
-        "auto_wrap_policy",
-        "Auto-wrap policy: which modules are FSDP units.",
-        parse=one_of(*FSDP_AUTO_WRAP_POLICY),
-        choices=tuple(FSDP_AUTO_WRAP_POLICY),
-        question="Which auto-wrap policy?",
-    ),
-    _row(
-        "transformer_cls_names_to_wrap",
-        "The classes that TRANSFORMER_BASED_WRAP shards on their own, with commas between.",
-        short="transformer_layer_cls_to_wrap",
-        variable="FSDP_TRANSFORMER_CLS_TO_WRAP",
-        parse=comma_list,
-        question="Their classes, with commas between? (empty: what the model itself names)",
-        ask_if=lambda answers: _on(answers) and answers("fsdp.auto_wrap_policy") == "TRANSFORMER_BASED_WRAP",
-    ),
-    _row(
-        "min_num_params",
-        "How many parameters a module has at least that SIZE_BASED_WRAP shards on its own.",
-        parse=integer(0),
-        launch_default="100000000",
-        question="How many parameters have they at least?",
-        ask_if=lambda answers: _on(answers) and answers("fsdp.auto_wrap_policy") == "SIZE_BASED_WRAP",
-    ),
-    _row(
-        "backward_prefetch",
-        "Version 1: when the next all-gather is prefetched in the backward pass.",
-        parse=one_of(*FSDP_BACKWARD_PREFETCH, numbered=True),
-        choices=tuple(FSDP_BACKWARD_PREFETCH),
-        key_aliases=("fsdp_config.fsdp_backward_prefetch_policy",),
-        question="When is the next all-gather prefetched in the backward pass?",
-        ask_if=_first,
-    ),
-    _row(
-        "forward_prefetch",
-        "Prefetch the next all-gather in the forward pass.",
-        parse=boolean,
-        question="Prefetch the next all-gather in the forward pass?",
-        ask_if=_first,
-    ),
-    _row(
-        "state_dict_type",
-        "State dict type of checkpoints.",
-        parse=one_of(*FSDP_STATE_DICT_TYPE, numbered=True),
-        choices=tuple(FSDP_STATE_DICT_TYPE),
-        question="Which type of state dict do checkpoints hold?",
-    ),
-    _row(
-        "use_orig_params",
-        "Version 1: keep the original parameters visible instead of flat ones.",
-        parse=boolean,
-        launch_default="true",
-        question="Keep the original parameters visible instead of flat ones?",
-        ask_if=_first,
-    ),
-    _row(
-        "cpu_ram_efficient_loading",
-        "Load weights on rank 0 only; prepare materialises the other ranks from it.",
-        parse=boolean,
-        launch_default="true",
-        question="Load weights on rank 0 only, and materialise the other ranks from it?",
-    ),
-    _row(
-        "sync_module_states",
-        "Version 1: broadcast the parameters and buffers of rank 0 to all ranks.",
-        parse=boolean,
-        launch_default="true",
-        question="Broadcast the parameters and buffers of rank 0 to all ranks?",
-        ask_if=lambda answers: _first(answers) and not answers("fsdp.cpu_ram_efficient_loading"),
-    ),
-    _row(
-        "activation_checkpointing",
-        "Activation checkpointing: recompute the activations of blocks in the backward pass.",
-        parse=boolean,
-        question="Use activation checkpointing? (less memory, more time)",
-    ),
-    _row(
-        "activation_checkpointing_offload",
-        "Offload checkpointed activations to the CPU.",
-        parse=boolean,
-        question="Offload checkpointed activations to the CPU?",
-        ask_if=lambda answers: _on(answers) and answers("fsdp.activation_checkpointing"),
-    ),
-    _row(
-        "xla",
-        "Shard models over XLA devices.",
-        parse=boolean,
-        key="fsdp_config.xla",
-        skip_reason=_NOT_ON_XLA,
-    ),
-    _row(
-        "xla_fsdp_v2",
-        "On XLA devices: let the compiler shard (SPMD), with one process for all devices of a host.",
-        short="xla_v2",
-        parse=boolean,
-        key="fsdp_config.xla_fsdp_v2",
-        skip_reason=_NOT_ON_XLA,
-    ),
-    _row(
-        "xla_fsdp_grad_ckpt",
-        "On XLA devices: recompute the activations of blocks in the backward pass.",
-        short="xla_grad_ckpt",
-        parse=boolean,
-        key="fsdp_config.xla_fsdp_grad_ckpt",
-        skip_reason=_NOT_ON_XLA,
-    ),
+    *rows_of("fsdp", FsdpSettings, topic="FSDP"),
 )
-"""Rows of `FsdpSettings`."""

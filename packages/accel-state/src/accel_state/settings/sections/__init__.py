@@ -1,0 +1,1 @@
+"""The sections of `Settings`: every field with its row of the settings table."""
