@@ -147,7 +147,7 @@ def _is_shared(found: Groups) -> bool:
     """
     if _leases and not core("parallel_state").model_parallel_is_initialized():
         _leases.clear()  # of a process group that was destroyed
-    if any(one.groups != found for one in _leases):
+    if _leases:
         gc.collect()  # which may find strategies that nobody has
     other = next((one.groups for one in _leases if one.groups != found), None)
     if other is not None:
