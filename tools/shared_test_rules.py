@@ -49,6 +49,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Compute with one thread: several that share a core wait for each other, and keep it busy meanwhile."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
     """Start without accel state; fail a test that leaves a variable or a process group behind."""
     before = dict(os.environ)

@@ -9,7 +9,6 @@ import sys
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -30,9 +29,6 @@ from equality_matrix import (
 from equality_strategies import STRATEGIES
 from harness import distributed
 from harness.engines import deepspeed_process
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
@@ -77,15 +73,6 @@ def test_every_strategy_equals_one_process_and_errors_are_noticed() -> None:
         *(name for name, strategy in STRATEGIES.items() if strategy.smallest == 2),
         *QUICKEST,
     ]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The model is small, the machine may be busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

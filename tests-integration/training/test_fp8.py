@@ -31,15 +31,6 @@ VOCABULARY = 32
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8")
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Several threads wait for each other in matrices as small as these, where the machine is busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 class Block(torch.nn.Module):
     def __init__(self, width):
         super().__init__()
