@@ -11,7 +11,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from equality_alone import FAULTS, Arithmetic, batches_of, is_clipped, train_alone

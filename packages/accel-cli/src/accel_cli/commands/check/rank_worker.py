@@ -175,7 +175,7 @@ def _wait_for_start(path: Path) -> None:
         main(orders[0])
     else:
         conduct(orders, timeout=job["timeout"], at_once=job["at_once"])
-    # The records are written: taking apart every module of torch would be a quarter of a short check.
+    # The records are written; to clear every module of torch would take a fifth of a short check.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
