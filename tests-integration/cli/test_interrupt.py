@@ -66,7 +66,8 @@ def terminal(tmp_path):
         while not all(read_pid(tmp_path, rank) for rank in range(processes)):
             assert child.isalive(), child.read()
             time.sleep(0.05)
-        time.sleep(0.5)  # from the line that tells so to the one that waits
+        while not all(waits(read_pid(tmp_path, rank)) for rank in range(processes)):
+            assert child.isalive(), child.read()
         child.sendintr()
         return child
 
@@ -78,6 +79,18 @@ def terminal(tmp_path):
 def read_pid(folder, rank):
     file = folder / f"ready{rank}"
     return int(file.read_text() or 0) if file.exists() else 0
+
+
+def waits(pid):
+    """Whether the main thread of a process sleeps, as it does after the line that tells its pid."""
+
+    def look():
+        return process.status(), process.num_ctx_switches()
+
+    process = psutil.Process(pid)
+    before = look()
+    time.sleep(0.1)
+    return before[0] == psutil.STATUS_SLEEPING and look() == before
 
 
 def rest(child):
