@@ -15,7 +15,9 @@ from accel_plugins.dcp.names import plain_name
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import read_object
-from accel_train.checkpoint.folder import identity, is_being_replaced
+from accel_train.checkpoint.folder import SMALL, identity, is_being_replaced
+from accel_train.checkpoint.hashed_reader import HashedBytes, HashedReader
+from accel_train.checkpoint.manifest import FileRecord
 from accel_train.checkpoint.rng import seed_apart, write_rng
 
 if TYPE_CHECKING:
@@ -45,6 +47,7 @@ class Source:
         map_location: The device to which optimizer states are read first.
         options: More arguments of `torch.load`.
         opened: The files that are read already, by name.
+        records: Size and checksum of those that were hashed while they were read.
         is_open: Whether `opened` has all files that are needed.
         stamp: The folder's `identity` when it was verified.
     """
@@ -57,6 +60,7 @@ class Source:
     map_location: Any = "cpu"
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     opened: dict[str, Any] = field(default_factory=dict[str, Any])
+    records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     is_open: bool = False
     stamp: tuple[int, ...] | None = None
 
@@ -64,13 +68,25 @@ class Source:
         """Whether the folder has held the same checkpoint since it was verified."""
         return self.stamp == identity(self.folder) and not is_being_replaced(self.folder)
 
+    def hashes(self, name: str) -> bool:
+        """Whether `open` hashes a file while it reads it. It does not read what is mapped, or a shard."""
+        listed = self.manifest is not None and name in self.manifest.files and "/" not in name
+        return listed and not name.endswith(SAFETENSORS_SUFFIX) and not self.options.get("mmap")
+
     def open(self, name: str, **options: Any) -> None:
         """Read one file, for `read` to return it later.
 
         Raises:
             CheckpointError: As for `read`.
         """
-        self.opened[name] = self.read(name, **options)
+        if self.manifest is None or not self.hashes(name):
+            self.opened[name] = self.read(name, **options)
+            return
+        path = self._path(name)
+        is_small = self.manifest.files[name].size < SMALL
+        with HashedBytes(path) if is_small else HashedReader(path) as file:
+            self.opened[name] = read_object(path, file=file, **{**options, **self.options})
+            self.records[name] = file.finish()
 
     def read(self, name: str, **options: Any) -> Any:
         """Read one file. Safetensors are mapped: they stay what they are if the file is replaced.
@@ -80,15 +96,19 @@ class Source:
         """
         if name in self.opened:
             return self.opened.pop(name)
+        path = self._path(name)
+        if name.endswith(SAFETENSORS_SUFFIX):
+            return load_state_dict(path)
+        return read_object(path, **{**options, **self.options})
+
+    def _path(self, name: str) -> Path:
         path = self.folder / name
         if not path.is_file():
             raise CheckpointError(
                 f"The checkpoint {str(self.folder)!r} has no {name!r}. Prepare and register the same "
                 "objects, in the same order, as in the run that was saved."
             )
-        if name.endswith(SAFETENSORS_SUFFIX):
-            return load_state_dict(path)
-        return read_object(path, **{**options, **self.options})
+        return path
 
     def has(self, name: str) -> bool:
         """Whether there is such a file."""

@@ -61,11 +61,12 @@ def write_object(obj: Any, sink: Any) -> None:
         torch.save(on_host(obj), sink)
 
 
-def read_object(path: Path, **kwargs: Any) -> Any:
+def read_object(path: Path, *, file: Any = None, **kwargs: Any) -> Any:
     """Read what `write_object` or another library wrote: tensors, arrays of numbers and plain containers.
 
     Args:
         path: The file.
+        file: The same, if it is open.
         **kwargs: As for `torch.load`. `weights_only=False` reads any object, and runs whatever its author put
             into the file.
 
@@ -75,7 +76,7 @@ def read_object(path: Path, **kwargs: Any) -> Any:
     options: dict[str, Any] = {"map_location": "cpu", "weights_only": True, **kwargs}
     try:
         with torch.serialization.safe_globals(SAFE):
-            return torch.load(path, **options)
+            return torch.load(path if file is None else file, **options)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()
         raise CheckpointError(

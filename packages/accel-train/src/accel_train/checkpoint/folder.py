@@ -27,8 +27,10 @@ from accel_train.checkpoint.lock import FolderLock, holder, lock, try_lock
 from accel_train.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
     from pathlib import Path
+
+    from accel_train.checkpoint.manifest import FileRecord
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +38,8 @@ _LOCK_TIMEOUT = 10.0  # seconds that a save waits for another job's to end
 _REPLACE_TIMEOUT = 60.0  # seconds that a load waits for a living process to replace a checkpoint
 _POLL = 0.02  # seconds between two looks
 _READERS = 4  # files that are hashed at the same time
+SMALL = 1 << 20
+"""Bytes that are hashed sooner than threads start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,21 +246,32 @@ def check(folder: Path) -> Manifest | None:
     return manifest
 
 
-def verify(folder: Path, manifest: Manifest, names: Iterable[str]) -> None:
+def verify(folder: Path, manifest: Manifest, names: Iterable[str], records: Mapping[str, FileRecord]) -> None:
     """Compare the contents of some files with their checksums.
+
+    Args:
+        folder: The folder of a checkpoint.
+        manifest: Its manifest.
+        names: Files to read.
+        records: Files that have been read already, which are compared, too.
 
     Raises:
         CheckpointError: One differs.
         OSError: One cannot be read.
     """
-    names = [*names]
-    with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
-        for name, found in zip(names, threads.map(record_of, [folder / name for name in names]), strict=True):
-            if found != manifest.files[name]:
-                raise CheckpointError(
-                    f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum {found.checksum}, "
-                    f"not {manifest.files[name].checksum}. Load another one."
-                )
+    unread = [name for name in names if name not in records]
+    paths = [folder / name for name in unread]
+    if sum(manifest.files[name].size for name in unread) < SMALL:
+        read = [*map(record_of, paths)]
+    else:
+        with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
+            read = [*threads.map(record_of, paths)]
+    for name, found in [*records.items(), *zip(unread, read, strict=True)]:
+        if found != manifest.files[name]:
+            raise CheckpointError(
+                f"The checkpoint {str(folder)!r} is damaged: {name!r} has the checksum {found.checksum}, "
+                f"not {manifest.files[name].checksum}. Load another one."
+            )
 
 
 def complete_ones(project: Path) -> list[int]:

@@ -84,17 +84,19 @@ def _open_committed(run: Run, folder: Path, options: Mapping[str, Any]) -> Sourc
 def _attempt(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str | None:
     """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
     source, absent, blocked = _located(run, folder, options)
+    aside, rest = _to_verify(run, source)
     failure: Exception | None = None
     problem = ""
-    with ThreadPoolExecutor(1, "accel-verify") as thread:  # hashes files while this thread reads them
-        damage = thread.submit(_damage, run, source)
+    with ThreadPoolExecutor(1, "accel-verify") as thread:  # while this one reads the others
+        damage = thread.submit(_damage, replace(source, records={}), aside) if aside else None
         try:
             source = source if absent else replace(source, is_open=_open(run, source))
         except (OSError, CheckpointError) as error:
             problem = str(error)
         except Exception as error:  # noqa: BLE001 - classes of users may be unpickled; all ranks must hear
             failure, problem = error, repr(error)
-    damages = _exchange(run, source, absent or damage.result(), blocked=blocked)
+        damaged = absent or _damage(source, rest) or (damage and damage.result()) or ""
+    damages = _exchange(run, source, damaged, blocked=blocked)
     if damages is None or damages:
         return damages
     problems = _exchange(run, source, problem)
@@ -128,15 +130,24 @@ def _located(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Source
     return source, problem, blocked
 
 
-def _damage(run: Run, source: Source) -> str:
-    """Verify this rank's share of the files; return the problem."""
+def _to_verify(run: Run, source: Source) -> tuple[list[str], list[str]]:
+    """Return this rank's share of the files: those to verify while others are read, and after that."""
     if source.manifest is None:
-        return ""
+        return [], []
     topology = run.runtime.topology
     together = topology.local_world_size if run.project.save_on_each_node else topology.world_size
-    mine = shares(source.manifest.files, together)[run.rank - run.committer]
+    files = source.manifest.files
+    mine = shares(files, together)[run.rank - run.committer]
+    aside = [name for name in mine if files[name].size > folders.SMALL and not source.hashes(name)]
+    return aside, [name for name in mine if name not in aside]
+
+
+def _damage(source: Source, names: Sequence[str]) -> str:
+    """Verify files, and all that were hashed while they were read; return the problem."""
+    if source.manifest is None:
+        return ""
     try:
-        folders.verify(source.folder, source.manifest, mine)
+        folders.verify(source.folder, source.manifest, names, source.records)
     except (OSError, CheckpointError) as error:
         return str(error)
     return ""

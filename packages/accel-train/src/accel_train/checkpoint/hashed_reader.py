@@ -1,0 +1,177 @@
+"""Read a file and hash it in one pass."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from accel_train.checkpoint.manifest import FileRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+_STRIPE = 1 << 19  # bytes that are read, then hashed: small enough to be still in the cache
+_LONG = 1 << 21  # bytes of a read in which another thread takes part
+_CAN_READ_AT = hasattr(os, "preadv")  # not on Windows
+
+
+class HashedReader(io.RawIOBase):
+    """A file that is hashed while it is read.
+
+    What is read in the order of the file is hashed when it is in memory; `finish` reads again what was passed
+    over. A second thread takes part in a long read: new memory takes longer to fill than the file to read.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It cannot be opened.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = pathlib.Path(folder) / "file"
+        ...     _ = path.write_bytes(b"0123456789")
+        ...     with HashedReader(path) as file:
+        ...         _ = file.seek(4)
+        ...         file.read(2), file.finish().size
+        (b'45', 10)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._helper: ThreadPoolExecutor | None = None
+        self._file = path.open("rb", buffering=0)
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._position = 0
+        self._hash = xxhash.xxh3_64()
+        self._hashed = 0  # bytes from the beginning on
+
+    def readable(self) -> bool:
+        """Return `True`."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return `True`."""
+        return True
+
+    def tell(self) -> int:
+        """Return the position of the next read."""
+        return self._position
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        """Set the position of the next read, counted from the beginning, from itself, or from the end."""
+        self._position = offset + (0, self._position, self._size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        """Fill a buffer, up to the end of the file; return the number of bytes.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        begin = self._position
+        view = memoryview(buffer).cast("B")[: max(0, self._size - begin)]
+        if 0 < begin - self._hashed <= _STRIPE:
+            self._hash_up_to(begin)
+        if len(view) > _STRIPE:
+            self._read_stripes(view, begin)
+        else:
+            self._read_at(view, begin)
+        self._hash_from(view, begin)
+        self._position += len(view)
+        return len(view)
+
+    def finish(self) -> FileRecord:
+        """Hash what was not read; return the size and the checksum of the file.
+
+        Raises:
+            OSError: The file cannot be read.
+        """
+        self._hash_up_to(self._size)
+        return FileRecord(size=self._hashed, checksum=self._hash.hexdigest())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._helper is not None:
+            self._helper.shutdown()
+        self._file.close()
+        super().close()
+
+    def _read_stripes(self, view: memoryview, begin: int) -> None:
+        left = deque(range(0, len(view), _STRIPE))
+        is_shared = _CAN_READ_AT and len(view) >= _LONG
+        helping = self._pool().submit(self._read_from_end, view, begin, left) if is_shared else None
+        while (at := _taken(left.popleft)) is not None:
+            self._read_at(view[at : at + _STRIPE], begin + at)
+            self._hash_from(view[: at + _STRIPE], begin)
+        if helping is not None:
+            helping.result()
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._helper is None:
+            self._helper = ThreadPoolExecutor(1, "accel-read")
+        return self._helper
+
+    def _hash_from(self, view: memoryview, begin: int) -> None:
+        """Hash what is new of a view, which begins at a place in the file."""
+        if begin <= self._hashed < begin + len(view):
+            self._hash.update(view[self._hashed - begin :])
+            self._hashed = begin + len(view)
+
+    def _hash_up_to(self, end: int) -> None:
+        buffer = memoryview(bytearray(min(_STRIPE, max(0, end - self._hashed))))
+        while self._hashed < end:
+            part = buffer[: end - self._hashed]
+            self._read_at(part, self._hashed)
+            self._hash_from(part, self._hashed)
+
+    def _read_from_end(self, view: memoryview, begin: int, left: deque[int]) -> None:
+        while (at := _taken(left.pop)) is not None:
+            self._read_at(view[at : at + _STRIPE], begin + at)
+
+    def _read_at(self, view: memoryview, place: int) -> None:
+        """Fill a view."""
+        done = 0
+        while done < len(view):
+            if _CAN_READ_AT:
+                count = os.preadv(self._file.fileno(), [view[done:]], place + done)
+            else:
+                self._file.seek(place + done)
+                count = self._file.readinto(view[done:])
+            if not count:
+                raise OSError(f"{self._file.name!r} ends at byte {place + done}, not {self._size}")
+            done += count
+
+
+class HashedBytes(io.BytesIO):
+    """A file that is read and hashed at once: small ones, whose many small parts cost less in memory.
+
+    Args:
+        path: The file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        content = path.read_bytes()
+        super().__init__(content)
+        self._record = FileRecord(size=len(content), checksum=xxhash.xxh3_64(content).hexdigest())
+
+    def finish(self) -> FileRecord:
+        """Return the size and the checksum of the file."""
+        return self._record
+
+
+def _taken(take: Callable[[], int]) -> int | None:
+    """Take what is left, which another thread may do first."""
+    try:
+        return take()
+    except IndexError:
+        return None

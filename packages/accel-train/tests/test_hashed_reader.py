@@ -1,0 +1,110 @@
+"""A file that is hashed while it is read: its bytes and its checksum, whatever the order of the reads."""
+
+from __future__ import annotations
+
+import io
+import os
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from accel_train.checkpoint import hashed_reader
+from accel_train.checkpoint.hashed_reader import HashedBytes, HashedReader
+
+SIZE = 5_000_000
+STEPS = st.lists(st.tuples(st.integers(0, SIZE + 10), st.integers(0, SIZE)), max_size=8)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("hashed") / "file"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+@pytest.fixture(params=[True, False], ids=["at a place", "one after the other"])
+def _way_of_reading(request, monkeypatch):
+    if request.param and not hasattr(os, "preadv"):
+        pytest.skip("this system reads no file at a place")
+    monkeypatch.setattr(hashed_reader, "_CAN_READ_AT", request.param)
+
+
+@pytest.mark.usefixtures("_way_of_reading")
+@given(steps=STEPS)
+def test_reads_in_any_order_give_the_bytes_and_the_checksum_of_the_file(path, steps):
+    content = path.read_bytes()
+    with HashedReader(path) as file:
+        for place, count in steps:
+            file.seek(place)
+            assert file.read(count) == content[place : place + count]
+            assert file.tell() == min(max(place, SIZE), place + count)
+        record = file.finish()
+    assert record.size == SIZE
+    assert record.checksum == xxhash.xxh3_64(content).hexdigest()
+
+
+def test_what_is_read_in_order_is_not_read_again(path, monkeypatch):
+    places = []
+    read_at = HashedReader._read_at
+
+    def noting(self, view, place):
+        places.append((place, len(view)))
+        read_at(self, view, place)
+
+    monkeypatch.setattr(HashedReader, "_read_at", noting)
+    with HashedReader(path) as file:
+        file.read(SIZE)
+        file.finish()
+    assert sum(count for _, count in places) == SIZE
+
+
+def test_a_file_of_torch_is_read_once_but_for_its_ends(tmp_path, monkeypatch):
+    path = tmp_path / "state.bin"
+    state = {name: torch.randn(1000, 700) for name in "abcde"}
+    torch.save(state, path)
+    count = 0
+    read_at = HashedReader._read_at
+
+    def counting(self, view, place):
+        nonlocal count
+        count += len(view)
+        read_at(self, view, place)
+
+    monkeypatch.setattr(HashedReader, "_read_at", counting)
+    with HashedReader(path) as file:
+        found = torch.load(file, weights_only=True)
+        record = file.finish()
+    assert all(torch.equal(found[name], state[name]) for name in state)
+    assert record.checksum == xxhash.xxh3_64(path.read_bytes()).hexdigest()
+    assert count < path.stat().st_size + 20_000
+
+
+def test_a_file_that_gets_shorter_while_it_is_read_is_an_error(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(SIZE))
+    with HashedReader(path) as file:
+        os.truncate(path, SIZE // 2)
+        with pytest.raises(OSError, match=rf"ends at byte {SIZE // 2}, not {SIZE}"):
+            file.read(SIZE)
+        file.seek(0)
+        assert len(file.read(10)) == 10
+
+
+def test_places_are_counted_as_in_any_file(path):
+    with HashedReader(path) as file, path.open("rb") as plain:
+        for offset, whence in [(5, io.SEEK_SET), (7, io.SEEK_CUR), (-3, io.SEEK_CUR), (-9, io.SEEK_END)]:
+            assert file.seek(offset, whence) == plain.seek(offset, whence)
+            assert file.read(4) == plain.read(4)
+
+
+def test_a_small_file_is_hashed_in_memory(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    with HashedBytes(path) as file:
+        assert file.read(3) == b"012"
+        record = file.finish()
+    assert record.size == 10
+    assert record.checksum == xxhash.xxh3_64(b"0123456789").hexdigest()
