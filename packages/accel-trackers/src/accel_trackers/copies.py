@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from accel_state.streams import device_streams
-from accel_trackers.values import ARRAYS, PLAIN, check_scalar, to_number
+from accel_trackers.values import ARRAYS, PLAIN, check_scalar, read_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -43,14 +43,15 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
     captured = dict(values)
     has_other_names = False
     for name, value in values.items():
+        if type(value) in PLAIN and type(name) is str:  # most of them
+            continue
         if type(name) is not str:
             has_other_names = True
-        if type(value) in PLAIN:
-            continue
-        if isinstance(value, torch.Tensor) and device_streams(value.device) is not None:
-            captured[name] = _reserve(str(name), value, waiting)
+        if isinstance(value, torch.Tensor):
+            is_read = device_streams(value.device) is None
+            captured[name] = read_number(name, value) if is_read else _reserve(str(name), value, waiting)
         elif isinstance(value, ARRAYS):
-            captured[name] = to_number(str(name), value)
+            captured[name] = read_number(name, value)
         elif isinstance(value, dict):
             captured[name] = capture(value, waiting)
     return {str(name): value for name, value in captured.items()} if has_other_names else captured

@@ -150,6 +150,14 @@ class GeneralTracker:
             **kwargs: The tracker's part of `log_kwargs`.
         """
 
+    def log_captured(self) -> Callable[..., object]:
+        """Return the function that logs what `Accelerator.log` has captured: `log`, on ranks that log.
+
+        It is asked for when the run has begun. A subclass may return something faster, since these values are
+        a dictionary of their own, with texts for names, and numbers for tensors and arrays with one element.
+        """
+        return without_rank_check(self.log)
+
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images.

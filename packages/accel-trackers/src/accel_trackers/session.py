@@ -15,7 +15,7 @@ import accel_trackers
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_trackers.copies import Reading, Waiting, capture
-from accel_trackers.general import GeneralTracker, InertTracker, without_rank_check
+from accel_trackers.general import GeneralTracker, InertTracker
 from accel_trackers.termination import TerminationHook
 from accel_trackers.values import to_plain
 
@@ -92,10 +92,11 @@ class TrackerSession:
         self._failures: dict[str, int] = {}
         self._failure: BaseException | None = None
         self._active: list[GeneralTracker] = []
-        self._logs: list[tuple[str, Callable[..., None]]] = []  # of `_active`, while they run
+        self._logs: list[tuple[str, Callable[..., object]]] = []  # of `_active`, while they run
         self._flushes_due = 0
         self._ended = threading.Event()
         self._writing = TerminationHook(self.write)
+        self._lock = self._writing.lock
 
     def start(
         self,
@@ -162,8 +163,7 @@ class TrackerSession:
             self._check_log(values)
         tensors: Waiting = {}
         captured = capture(values, tensors)
-        writing = self._writing
-        writing.lock.acquire()
+        self._lock.acquire()
         try:
             if tensors or self._waiting or log_kwargs:
                 options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
@@ -172,9 +172,9 @@ class TrackerSession:
             else:
                 self._hand_over(captured, step)
         finally:
-            writing.lock.release()
-            if writing.is_pending:
-                writing.act_when_free()
+            self._lock.release()
+            if self._writing.is_pending:
+                self._writing.act_when_free()
         if self._failure is not None:
             self._raise_failure()
 
@@ -293,7 +293,7 @@ class TrackerSession:
     def _find_active(self) -> None:
         """Find the trackers that log on this rank, and their methods that do, without asking for it again."""
         self._active = [tracker for tracker in self.trackers if not isinstance(tracker, InertTracker)]
-        self._logs = [(tracker.name, without_rank_check(tracker.log)) for tracker in self._active]
+        self._logs = [(tracker.name, tracker.log_captured()) for tracker in self._active]
 
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""

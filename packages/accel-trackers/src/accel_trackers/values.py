@@ -22,7 +22,8 @@ ARRAYS = (torch.Tensor, np.ndarray, np.generic)
 PLAIN = frozenset({bool, int, float, str})
 """Types of values that are logged as they are: what `type(value) in PLAIN` says needs no further look."""
 
-_NUMBERS = frozenset({bool, int, float})
+NUMBERS = frozenset({bool, int, float})
+"""Those of `PLAIN` that are numbers."""
 
 _MOST_ELEMENTS = 32
 """Tensors with more elements are described by shape and dtype in a configuration."""
@@ -151,15 +152,26 @@ def to_number(name: str, value: Any) -> Any:
         >>> to_number("loss", torch.tensor([0.5])), to_number("note", "a")
         (0.5, 'a')
     """
-    if not isinstance(value, ARRAYS):
-        return value
+    return read_number(name, value) if isinstance(value, ARRAYS) else value
+
+
+def read_number(name: Any, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> Any:
+    """Read a tensor or array with one element.
+
+    Args:
+        name: Of the value, for messages.
+        value: A tensor or array.
+
+    Raises:
+        UnsupportedError: It has several elements, complex ones, or none that can be read.
+    """
     try:
         number = value.item()
     except (RuntimeError, ValueError):  # it has several elements, or is a meta tensor
-        check_scalar(name, value)
+        check_scalar(str(name), value)
         raise
     if type(number) is complex:
-        check_scalar(name, value)
+        check_scalar(str(name), value)
     return number
 
 
@@ -224,7 +236,7 @@ def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], d
     texts: dict[str, str] = {}
     for name, found in join_keys(values).items():
         value = found if type(found) in PLAIN else to_number(name, found)
-        if type(value) in _NUMBERS or is_number(value):
+        if type(value) in NUMBERS or is_number(value):
             numbers[name] = value
         elif isinstance(value, str):
             texts[name] = value

@@ -9,7 +9,7 @@ from accel_trackers.values import to_plain, with_numbers
 from accel_trackers.vendor import import_vendor
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
 
 class ProjectRunTracker(GeneralTracker):
@@ -71,6 +71,10 @@ class ProjectRunTracker(GeneralTracker):
             **kwargs: More arguments of `run.log`.
         """
         self.run.log(with_numbers(values), step=step, **kwargs)
+
+    def log_captured(self) -> Callable[..., object]:
+        """Return the run's own method, unless a subclass logs otherwise: nothing is left to convert."""
+        return self.run.log if type(self).log is ProjectRunTracker.log else super().log_captured()
 
     @on_main_process
     def finish(self) -> None:

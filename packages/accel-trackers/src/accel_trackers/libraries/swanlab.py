@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from accel_trackers.general import on_main_process
 from accel_trackers.images import to_images
 from accel_trackers.libraries.project_run import ProjectRunTracker
-from accel_trackers.values import join_keys, with_numbers
+from accel_trackers.values import NUMBERS, join_keys, with_numbers
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 
 class SwanLabTracker(ProjectRunTracker):
@@ -30,11 +30,25 @@ class SwanLabTracker(ProjectRunTracker):
             step: At which step.
             **kwargs: More arguments of `run.log`.
         """
-        logged = with_numbers(join_keys(values))
-        for name, value in logged.items():
-            if type(value) is str:
-                logged[name] = self._library.Text(value)
-        self.run.log(logged, step=step, **kwargs)
+        self._log_numbers(with_numbers(join_keys(values)), step=step, **kwargs)
+
+    def log_captured(self) -> Callable[..., object]:
+        """Return the function that logs numbers and texts, unless a subclass logs otherwise."""
+        return self._log_numbers if type(self).log is SwanLabTracker.log else super().log_captured()
+
+    def _log_numbers(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        for value in values.values():
+            if type(value) not in NUMBERS:
+                values = self._with_texts(values)
+                break
+        if kwargs:
+            self.run.log(values, step=step, **kwargs)
+        else:  # which costs less
+            self.run.log(values, step=step)
+
+    def _with_texts(self, values: dict[str, Any]) -> dict[str, Any]:
+        text = self._library.Text
+        return {name: text(one) if type(one) is str else one for name, one in join_keys(values).items()}
 
     @on_main_process
     def flush(self) -> None:
