@@ -1,4 +1,4 @@
-"""What a session hands to trackers of libraries with runs: numbers and texts, which are not looked at again."""
+"""What a session hands to trackers of libraries with runs: numbers and texts, not looked at again."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ def path(tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=[True, False], ids=["at a place", "one after the other"])
+@pytest.fixture(params=[True, False], ids=["with preadv", "with seek"])
 def _way_of_reading(request, monkeypatch):
     if request.param and not hasattr(os, "preadv"):
-        pytest.skip("this system reads no file at a place")
+        pytest.skip("this system reads no file at a position")
     monkeypatch.setattr(hashed_reader, "_CAN_READ_AT", request.param)
 
 
@@ -37,28 +37,28 @@ def _way_of_reading(request, monkeypatch):
 def test_reads_in_any_order_give_the_bytes_and_the_checksum_of_the_file(path, steps):
     content = path.read_bytes()
     with HashedReader(path) as file:
-        for place, count in steps:
-            file.seek(place)
-            assert file.read(count) == content[place : place + count]
-            assert file.tell() == min(max(place, SIZE), place + count)
+        for begin, count in steps:
+            file.seek(begin)
+            assert file.read(count) == content[begin : begin + count]
+            assert file.tell() == min(max(begin, SIZE), begin + count)
         record = file.finish()
     assert record.size == SIZE
     assert record.checksum == xxhash.xxh3_64(content).hexdigest()
 
 
 def test_what_is_read_in_order_is_not_read_again(path, monkeypatch):
-    places = []
+    reads = []
     read_at = HashedReader._read_at
 
-    def noting(self, view, place):
-        places.append((place, len(view)))
-        read_at(self, view, place)
+    def noting(self, view, position):
+        reads.append(len(view))
+        read_at(self, view, position)
 
     monkeypatch.setattr(HashedReader, "_read_at", noting)
     with HashedReader(path) as file:
         file.read(SIZE)
         file.finish()
-    assert sum(count for _, count in places) == SIZE
+    assert sum(reads) == SIZE
 
 
 def test_a_file_of_torch_is_read_once_but_for_its_ends(tmp_path, monkeypatch):
@@ -68,10 +68,10 @@ def test_a_file_of_torch_is_read_once_but_for_its_ends(tmp_path, monkeypatch):
     count = 0
     read_at = HashedReader._read_at
 
-    def counting(self, view, place):
+    def counting(self, view, position):
         nonlocal count
         count += len(view)
-        read_at(self, view, place)
+        read_at(self, view, position)
 
     monkeypatch.setattr(HashedReader, "_read_at", counting)
     with HashedReader(path) as file:

@@ -60,10 +60,6 @@ class HashedReader(io.RawIOBase):
         """Return `True`."""
         return True
 
-    def tell(self) -> int:
-        """Return the position of the next read."""
-        return self._position
-
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         """Set the position of the next read, counted from the beginning, from itself, or from the end."""
         self._position = offset + (0, self._position, self._size)[whence]
@@ -119,7 +115,7 @@ class HashedReader(io.RawIOBase):
         return self._helper
 
     def _hash_from(self, view: memoryview, begin: int) -> None:
-        """Hash what is new of a view, which begins at a place in the file."""
+        """Hash what is new of a view, which begins at a position in the file."""
         if begin <= self._hashed < begin + len(view):
             self._hash.update(view[self._hashed - begin :])
             self._hashed = begin + len(view)
@@ -135,17 +131,17 @@ class HashedReader(io.RawIOBase):
         while (at := _taken(left.pop)) is not None:
             self._read_at(view[at : at + _STRIPE], begin + at)
 
-    def _read_at(self, view: memoryview, place: int) -> None:
+    def _read_at(self, view: memoryview, position: int) -> None:
         """Fill a view."""
         done = 0
         while done < len(view):
             if _CAN_READ_AT:
-                count = os.preadv(self._file.fileno(), [view[done:]], place + done)
+                count = os.preadv(self._file.fileno(), [view[done:]], position + done)
             else:
-                self._file.seek(place + done)
+                self._file.seek(position + done)
                 count = self._file.readinto(view[done:])
             if not count:
-                raise OSError(f"{self._file.name!r} ends at byte {place + done}, not {self._size}")
+                raise OSError(f"{self._file.name!r} ends at byte {position + done}, not {self._size}")
             done += count
 
 
