@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # What only a machine with an accelerator can show: the tests marked gpu (training and saving under every strategy,
-# fp16 with sharding, streaming under every device map), once more under CUDA's sanitizer of streams; the example;
+# fp16 with sharding, streaming under every device map; transformers, bitsandbytes, peft, trl and diffusers on accel
+# beside the reference, in the environment build/clients), once more under CUDA's sanitizer of streams; the example;
 # bandwidths; and the GPU benchmarks.
 set -euo pipefail
 cd "$(dirname "$0")/.."

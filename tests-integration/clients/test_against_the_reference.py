@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from clients.running import run_client
+from clients.running import differences, run_client
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 PROGRAM = Path(__file__).parent / "programs" / "run_cases.py"
-TOLERANCE = 1e-6
 
 ALONE = (
     "trainer:basic",
@@ -112,27 +111,6 @@ def test_a_library_finds_on_accel_what_it_finds_on_the_reference(
     for key in ON_ONE_SIDE.get(case, ()):
         assert reference[case].pop(key) != accel[case].pop(key)
     assert not [*differences(case, reference[case], accel[case])]
-
-
-def differences(where: str, left: Any, right: Any) -> Iterator[str]:
-    """Name what differs: numbers and tensors by more than the tolerance, all else at all."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        if left.keys() != right.keys():
-            yield f"{where}: {sorted(left.keys() ^ right.keys())} are on one side only"
-        for key in left.keys() & right.keys():
-            yield from differences(f"{where}/{key}", left[key], right[key])
-    elif isinstance(left, list) and isinstance(right, list) and len(left) == len(right):
-        for index, (one, other) in enumerate(zip(left, right, strict=True)):
-            yield from differences(f"{where}/{index}", one, other)
-    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and left.shape == right.shape:
-        far = (left.double() - right.double()).abs().max().item() if left.numel() else 0.0
-        if not far <= TOLERANCE:
-            yield f"{where}: tensors differ by {far}"
-    elif isinstance(left, float) and isinstance(right, float):
-        if not abs(left - right) <= TOLERANCE:
-            yield f"{where}: {left} and {right}"
-    elif left != right:
-        yield f"{where}: {left!r} and {right!r}"
 
 
 def test_the_comparison_sees_a_difference() -> None:

@@ -31,13 +31,13 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def trained(folder: Path, base: Any) -> tuple[Any, dict[str, Any]]:
+def trained(folder: Path, base: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Train an adapter on a model; return the model and what the training left behind."""
     set_seed(0)
     model = get_peft_model(base, LoraConfig(**CONFIG))
     trainer = Trainer(
         model=model,
-        args=arguments(folder, num_train_epochs=1, save_strategy="epoch", label_names=["labels"]),
+        args=arguments(folder, num_train_epochs=1, save_strategy="epoch", label_names=["labels"], **options),
         train_dataset=Rows(),
         eval_dataset=Rows(10),
     )
@@ -60,14 +60,14 @@ def lora(folder: Path) -> dict[str, Any]:
     return result
 
 
-def qlora(folder: Path) -> dict[str, Any]:
+def qlora(folder: Path, device: str = "cpu", **options: Any) -> dict[str, Any]:
     """Train an adapter on a model in 4 bits."""
     language_model(width=64).save_pretrained(folder / "model")
     quantisation = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     base = AutoModelForCausalLM.from_pretrained(
-        folder / "model", quantization_config=quantisation, device_map={"": "cpu"}
+        folder / "model", quantization_config=quantisation, device_map={"": device}
     )
-    return trained(folder / "training", prepare_model_for_kbit_training(base))[1]
+    return trained(folder / "training", prepare_model_for_kbit_training(base), **options)[1]
 
 
 def offloaded(folder: Path) -> dict[str, Any]:

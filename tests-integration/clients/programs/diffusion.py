@@ -121,19 +121,19 @@ def training(folder: Path) -> dict[str, Any]:
     return {"whole": whole, "resumed": resumed, "is_logged": bool(logs), "files": stored}
 
 
-def offloaded(folder: Path) -> dict[str, Any]:
+def offloaded(folder: Path, device: str = "cpu") -> dict[str, Any]:
     """Generate with a model that is wholly, and one whose parts are, offloaded."""
     del folder
     from accelerate import cpu_offload, cpu_offload_with_hook
 
     images = {}
     for kind in ("plain", "model", "sequential"):
-        model = unet()
+        model = unet().to(device if kind == "plain" else "cpu")
         hook = None
         if kind == "model":
-            model, hook = cpu_offload_with_hook(model, "cpu")
+            model, hook = cpu_offload_with_hook(model, device)
         elif kind == "sequential":
-            cpu_offload(model, "cpu", offload_buffers=True)
+            cpu_offload(model, device, offload_buffers=True)
         made = DDPMPipeline(unet=model, scheduler=DDIMScheduler(num_train_timesteps=20))
         generator = torch.Generator().manual_seed(0)
         result = made(batch_size=1, num_inference_steps=3, generator=generator, output_type="np").images

@@ -103,7 +103,7 @@ def dpo(folder: Path) -> dict[str, Any]:
     return trained(trainer, folder)
 
 
-def grpo(folder: Path) -> dict[str, Any]:
+def grpo(folder: Path, **options: Any) -> dict[str, Any]:
     """Learn from rewards of what the model writes."""
     set_seed(0)
 
@@ -113,7 +113,9 @@ def grpo(folder: Path) -> dict[str, Any]:
     trainer = GRPOTrainer(
         model=language_model(),
         reward_funcs=count,
-        args=GRPOConfig(output_dir=str(folder), max_completion_length=6, num_generations=4, **USUAL),
+        args=GRPOConfig(
+            output_dir=str(folder), max_completion_length=6, num_generations=4, **{**USUAL, **options}
+        ),
         processing_class=tokenizer(),
         train_dataset=pairs(16).select_columns(["prompt"]),
     )
