@@ -42,6 +42,25 @@ print(refused(None))
 """
 
 
+FORMATS = """
+import torch
+from accel import Accelerator
+from torch import nn
+
+def train():
+    accelerator = Accelerator()
+    third = 1 / 3
+    for dtype in (torch.float32, torch.float64):
+        moved = torch.tensor(third, dtype=dtype).to(accelerator.device)
+        assert moved.dtype == dtype
+        print(dtype, moved.cpu().item())
+    model = accelerator.prepare(nn.Linear(4, 4))
+    output = model(torch.ones(2, 4, device=accelerator.device))
+    print(accelerator.mixed_precision, output.dtype, model.weight.dtype)
+"""
+FLOAT, BFLOAT = 0.3333333432674408, 0.333984375
+
+
 def run(*line: str, devices: int = 1) -> subprocess.CompletedProcess[str]:
     environ = {**os.environ, "CPU_NUM_DEVICES": str(devices)}
     return subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
@@ -70,6 +89,25 @@ def test_the_command_starts_one_process_where_the_compiler_shards(script):
     assert done.stdout == "xla:0 1 xla_fsdp fail\n", done.stderr
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: a problem of the script")
+
+
+@pytest.mark.parametrize(
+    ("words", "name", "stored"),
+    [
+        (("--mixed_precision", "bf16"), "bf16", [BFLOAT, BFLOAT]),
+        (("--mixed_precision", "bf16", "--downcast_bf16"), "bf16", [BFLOAT, FLOAT]),
+        (("--downcast_bf16",), "no", [FLOAT, 1 / 3]),
+    ],
+    ids=["bf16", "downcast", "without bf16"],
+)
+def test_bf16_stores_float_as_bfloat16_and_double_too_unless_it_is_downcast(words, name, stored, tmp_path):
+    program = tmp_path / "formats.py"
+    program.write_text(FORMATS)
+    done = launch(*words, str(program))
+    assert done.returncode == 0, done.stderr
+    *_, single, double, formats = done.stdout.splitlines()  # torch_xla prints that a variable is deprecated
+    assert [single, double] == [f"torch.float32 {stored[0]}", f"torch.float64 {stored[1]}"]
+    assert formats == f"{name} torch.float32 torch.float32"
 
 
 def test_a_notebook_starts_a_process_for_every_device_or_none(tmp_path):

@@ -21,6 +21,8 @@ from accel.local_sgd import LocalSGD
 from accel.state import AcceleratorState
 from accel.utils import (
     DataLoaderConfiguration,
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
     ParallelismConfig,
     broadcast,
     broadcast_object_list,
@@ -174,8 +176,9 @@ def test_the_example_of_the_guide_trains_on_the_device():
     assert names["model"].weight.device == XLA
 
 
-def test_a_compiled_model_trains_as_plain_pytorch():
-    accelerator = Accelerator(dynamo_backend="openxla")
+@pytest.mark.parametrize("backend", ["openxla", "aot_torchxla_trace_once", "eager", "aot_eager"])
+def test_a_compiled_model_trains_as_plain_pytorch(backend):
+    accelerator = Accelerator(dynamo_backend=backend)
     model, optimizer, loader = prepared(accelerator, rows=16)
     losses = train(accelerator, model, optimizer, loader, epochs=1)
     assert_as_plain(accelerator, model, losses, epochs=1, rows=16)
@@ -361,6 +364,10 @@ def test_models_are_saved_as_on_every_device(tmp_path):
         ({"mixed_precision": "fp16"}, "mixed_precision='fp16'"),
         ({"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook="bf16")]}, "hook 'bf16'"),
         ({"parallelism_config": ParallelismConfig(tp_size=1)}, "ParallelismConfig"),
+        ({"deepspeed_plugin": DeepSpeedPlugin(zero_stage=2)}, "DeepSpeed"),
+        ({"mixed_precision": "fp8"}, "not 'xla'"),
+        ({"fsdp_plugin": FullyShardedDataParallelPlugin()}, "xla_fsdp_v2=True"),
+        ({"dynamo_backend": "inductor"}, "compiler 'inductor'"),
     ],
 )
 def test_what_xla_cannot_do_is_refused_at_construction(options, named):

@@ -317,6 +317,8 @@ def test_one_tpu_machine_runs_a_function_of_the_script(tmp_path, monkeypatch):
     (tmp_path / "train.py").write_text("calls = []\ndef main():\n    calls.append(__name__)\n")
     made = plan("--tpu", "--mixed_precision", "bf16", script=str(tmp_path / "train.py"))
     assert (made.runner, made.environ["XLA_USE_BF16"]) == ("xla", "1")
+    other = plan("--tpu", "--downcast_bf16", script=str(tmp_path / "train.py"))
+    assert not {"XLA_USE_BF16", "XLA_DOWNCAST_BF16"} & other.environ.keys()
     monkeypatch.setattr(sys, "argv", [])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.delitem(sys.modules, "train", raising=False)

@@ -9,6 +9,7 @@ from accel_plugins.choose import choose
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.plugin_specs import as_handlers, described, find_plugins
 from accel_plugins.precision import build_precision
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_plugins.kwargs.base import KwargsHandler
-    from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_plugins.recipe import Recipe
     from accel_plugins.roles import PrecisionPolicy
@@ -172,6 +172,7 @@ def build_parts(arguments: Arguments) -> Parts:
         runtime = PartialState().runtime
         handlers |= as_handlers(plugins)
         every = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
+        every[TorchDynamoPlugin] = compiler
         recipe = build_recipe(state.mixed_precision, settings, runtime, every)
         base = recipe.precision if recipe else state.mixed_precision
         strategy, precision = _strategy(settings, selected, base, runtime, every)

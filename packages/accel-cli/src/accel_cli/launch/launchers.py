@@ -69,11 +69,25 @@ def _rendezvous(plan: LaunchPlan) -> Mapping[str, str]:
     return found
 
 
-def _xla_formats(plan: LaunchPlan) -> Mapping[str, str]:
-    """Return the variables by which XLA computes in bfloat16."""
-    if plan.merged.settings.tpu.downcast_bf16:
-        return {"XLA_DOWNCAST_BF16": "1"}
-    return {"XLA_USE_BF16": "1"} if plan.merged.settings.precision.mixed_precision == "bf16" else {}
+def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str]:
+    """Return the variables by which torch_xla stores floating numbers as bfloat16.
+
+    Args:
+        mixed_precision: `"bf16"`; nothing for any other.
+        downcast: Whether double is stored as float32, and only float as bfloat16.
+
+    Example:
+        >>> xla_formats("bf16", downcast=False), xla_formats("no", downcast=True)
+        ({'XLA_USE_BF16': '1'}, {})
+    """
+    if mixed_precision != "bf16":
+        return {}
+    return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
+
+
+def _formats_of(plan: LaunchPlan) -> Mapping[str, str]:
+    settings = plan.merged.settings
+    return xla_formats(settings.precision.mixed_precision, downcast=settings.tpu.downcast_bf16)
 
 
 _PACKAGE = "accel_cli.launch"
@@ -98,14 +112,14 @@ BUILT_IN: Mapping[str, Launcher] = {
             applies=_sharded_on_tpu,
             job=f"{_PACKAGE}.run_xla:job_of_one",
             explain="one process drives all chips of this machine, over which the compiler shards",
-            environ=_xla_formats,
+            environ=_formats_of,
         ),
         Launcher(
             name="xla",
             applies=_on_tpu,
             job=f"{_PACKAGE}.run_xla:job",
             explain="torch_xla starts a process for every chip of this machine",
-            environ=_xla_formats,
+            environ=_formats_of,
         ),
         Launcher(
             name="deepspeed",

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.launch import run_deepspeed, run_sagemaker, run_simple, run_torchrun
 from accel_cli.launch.args import FLAGS
 from accel_cli.launch.command import probe_host
-from accel_cli.launch.launchers import LAUNCHERS
+from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.launch.plan import LaunchPlan, make_plan
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -118,9 +118,8 @@ def prepare_tpu(
         current_env: The environment so far.
         pod: Whether this is for the machines of a pod.
     """
-    environ = dict(current_env)
-    if str(getattr(args, "mixed_precision", None)).lower() == "bf16":
-        environ["XLA_DOWNCAST_BF16" if getattr(args, "downcast_bf16", False) else "XLA_USE_BF16"] = "1"
+    precision, downcast = getattr(args, "mixed_precision", None), getattr(args, "downcast_bf16", False)
+    environ = {**current_env, **xla_formats(str(precision).lower(), downcast=bool(downcast))}
     if pod:
         for variable in getattr(args, "env", None) or ():
             name, _, value = variable.partition("=")

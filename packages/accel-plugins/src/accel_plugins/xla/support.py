@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_state.errors import UnsupportedError
-from accel_state.labels import DDPCommunicationHookType
+from accel_state.labels import DDPCommunicationHookType, DynamoBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,6 +16,13 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
+_COMPILERS = {
+    DynamoBackend.NO,
+    DynamoBackend.EAGER,
+    DynamoBackend.AOT_EAGER,
+    DynamoBackend.TORCHXLA_TRACE_ONCE,
+    DynamoBackend.AOT_TORCHXLA_TRACE_ONCE,
+}
 SPMD_PLUGIN = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
 """The plugin with which the compiler shards models, for messages."""
 
@@ -31,11 +39,13 @@ def refuse_unsupported(
         handlers: Kwargs handlers and plugins, by type.
 
     Raises:
-        UnsupportedError: It asks for another engine, for float16 with loss scaling, for communication hooks,
-            or for comparisons of calls.
+        UnsupportedError: It asks for another engine or compiler, for float16 with loss scaling, for
+            communication hooks, or for comparisons of calls.
     """
     options = handlers.get(DistributedDataParallelKwargs)
     hook = DDPCommunicationHookType.NO if options is None else options.comm_hook
+    dynamo: TorchDynamoPlugin | None = handlers.get(TorchDynamoPlugin)
+    compiler = DynamoBackend.NO if dynamo is None or dynamo.disable else DynamoBackend(dynamo.backend)
     found: dict[str, bool] = {
         "DeepSpeed": settings.deepspeed is not None,
         "Megatron-LM": settings.megatron is not None,
@@ -46,6 +56,8 @@ def refuse_unsupported(
         f"the communication hook {hook.value!r} of DistributedDataParallel": (
             hook is not DDPCommunicationHookType.NO
         ),
+        f"the compiler {compiler.value.lower()!r} of torch.compile (use 'openxla')": compiler
+        not in _COMPILERS,
         "debug mode (ACCELERATE_DEBUG_MODE), whose comparisons would execute every collective alone": (
             runtime.debug
         ),
@@ -53,5 +65,5 @@ def refuse_unsupported(
     for what, asked in found.items():
         if asked:
             raise UnsupportedError(
-                f"On XLA devices there is no {what}: leave it out, or pass cpu=True to compute on the CPU."
+                f"XLA devices do not offer {what}: leave it out, or pass cpu=True to compute on the CPU."
             )

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind, available_kind, kind_of
 from accel_state.errors import SettingsError
+
+logger = logging.getLogger(__name__)
 
 SINGLE_DEVICE_TYPES = frozenset({"cpu", "mps"})
 
@@ -33,6 +38,8 @@ def choose_device(
         return CPU, torch.device("cpu")
     if name is None:
         kind = available_kind()
+        if kind is CPU:
+            _warn_of_unknown_device()
         return kind, default_device(kind, local_rank, local_world_size)
     for row in KINDS:
         if row.type == name.partition(":")[0]:
@@ -88,3 +95,15 @@ def set_current_device(device: torch.device) -> None:
     set_device = getattr(kind_of(device).module, "set_device", None)
     if device.index is not None and device.type not in SINGLE_DEVICE_TYPES and set_device is not None:
         set_device(device)
+
+
+@functools.cache
+def _warn_of_unknown_device() -> None:
+    """Warn, once, that torch can use an accelerator that no family has."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is not None and all(found.type != kind.type for kind in KINDS):
+        logger.warning(
+            "PyTorch can use a device of type %r, which accel does not know: this process computes on the "
+            "CPU (cpu=True says that this is meant).",
+            found.type,
+        )

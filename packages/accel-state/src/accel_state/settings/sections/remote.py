@@ -68,13 +68,13 @@ class TpuSettings:
         ask_if=_tpu,
     )
     downcast_bf16: bool = setting(
-        help="Let both float and double mean bfloat16.",
+        help="With bf16 on a TPU: let double mean float32. Otherwise it means bfloat16, as float does.",
         default=False,
         parse=boolean,
         flags=("--downcast_bf16",),
         const="true",
         key="downcast_bf16",
-        question="Let both float and double mean bfloat16?",
+        question="Let double mean float32? Otherwise it means bfloat16, as float does.",
         ask_if=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
     )
     use_cluster: bool = setting(
