@@ -170,9 +170,8 @@ def build_parts(arguments: Arguments) -> Parts:
     with unchanged_by_failure():
         state = _state(arguments, settings, variables, handlers, compiler, plugins)
         runtime = PartialState().runtime
-        handlers |= as_handlers(plugins)
+        handlers |= {**as_handlers(plugins), TorchDynamoPlugin: compiler}
         every = {**handlers, GradientAccumulationPlugin: accumulation, DataLoaderConfiguration: dataloading}
-        every[TorchDynamoPlugin] = compiler
         recipe = build_recipe(state.mixed_precision, settings, runtime, every)
         base = recipe.precision if recipe else state.mixed_precision
         strategy, precision = _strategy(settings, selected, base, runtime, every)
