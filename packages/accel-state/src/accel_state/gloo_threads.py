@@ -9,10 +9,11 @@ called without an active exception".
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 
-_NAME = "pt_gloo_runloop"  # as torch calls them
+_NAME = "pt_gloo_runloop"  # in newer versions of torch; 2.9 and older give no name
 _PAUSE = 0.001
 _CALM = 3  # looks in a row that find all asleep: one may have waited for the lock that a look held
 _LIMIT = (
@@ -20,9 +21,13 @@ _LIMIT = (
 )
 
 
-def wait_for_gloo_threads() -> None:
-    """Wait until no thread of gloo runs."""
-    threads = _threads()
+def wait_for_gloo_threads(*, or_unnamed: bool = False) -> None:
+    """Wait until no thread of gloo runs.
+
+    Args:
+        or_unnamed: If none has the name, wait for all threads that Python has not started.
+    """
+    threads = _threads(or_unnamed=or_unnamed)
     if not threads:
         return
     calm, deadline = 0, time.monotonic() + _LIMIT
@@ -31,9 +36,14 @@ def wait_for_gloo_threads() -> None:
         calm = 0 if any(map(_runs, threads)) else calm + 1
 
 
-def _threads() -> list[Path]:
+def _threads(*, or_unnamed: bool) -> list[Path]:
     """The folders of gloo's threads in `/proc`, which only Linux has."""
-    return [path for path in Path("/proc/self/task").glob("*") if _read(path / "comm").strip() == _NAME]
+    threads = list(Path("/proc/self/task").glob("*"))
+    named = [path for path in threads if _read(path / "comm").strip() == _NAME]
+    if named or not or_unnamed:
+        return named
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    return [path for path in threads if path.name not in known]
 
 
 def _runs(thread: Path) -> bool:

@@ -336,8 +336,9 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
 def _leave() -> None:
     """End in order: the monitor's thread, the process group, and gloo's threads."""
     hang_monitor.end(closing=True)
+    has_group = dist.is_available() and dist.is_initialized()
     group_end.leave()
-    wait_for_gloo_threads()
+    wait_for_gloo_threads(or_unnamed=has_group)
 
 
 atexit.register(_leave)

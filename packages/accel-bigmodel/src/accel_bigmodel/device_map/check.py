@@ -85,7 +85,7 @@ def _check_device(name: object, device: object) -> None:
         )
     try:
         if device != "disk":
-            torch.device(device)
+            torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, ValueError) as error:
         raise SettingsError(
             f"the device_map sends {name!r} to {device!r}, which is no device: write 0, 'cpu' or 'disk'"

@@ -115,14 +115,15 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
                 f"{type(optimizer).__name__}({name}=True): Megatron's optimizer has no {name}; leave it out."
             )
     shared = {"lr": float(defaults["lr"]), "weight_decay": defaults["weight_decay"]}
-    if isinstance(optimizer, Adam):
+    if isinstance(optimizer, Adam | AdamW):  # before torch 2.7 the latter is not one of the former
         beta1, beta2 = defaults["betas"]
         return {
             "optimizer": "adam",
             "adam_beta1": beta1,
             "adam_beta2": beta2,
             "adam_eps": defaults["eps"],
-            "decoupled_weight_decay": isinstance(optimizer, AdamW) or defaults["decoupled_weight_decay"],
+            "decoupled_weight_decay": isinstance(optimizer, AdamW)
+            or defaults.get("decoupled_weight_decay", False),
             **shared,
         }
     if isinstance(optimizer, SGD):
