@@ -134,11 +134,19 @@ def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]
             ) from None
         server = _server(0)
     port = server.getsockname()[1]
-    listening = {"is_master": True, "wait_for_workers": False, "master_listen_fd": server.detach()}
+    serve = partial(
+        TCPStore,
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=server.detach(),
+    )
     try:
-        store = TCPStore("127.0.0.1", port, multi_tenant=True, **listening)
+        store = serve()
     except NotImplementedError:  # torch before 2.8: libuv cannot take over a socket
-        store = TCPStore("127.0.0.1", port, multi_tenant=True, use_libuv=False, **listening)
+        store = serve(use_libuv=False)
     try:
         yield port
     finally:
