@@ -94,6 +94,13 @@ def test_an_index_grows(tmp_path):
     assert list(json.loads((tmp_path / "index.json").read_text())) == ["a", "b"]
 
 
+def test_a_weight_of_another_type_than_its_file_is_refused(tmp_path):
+    index = offload_weight(torch.arange(3), "steps", tmp_path)
+    index["steps"]["dtype"] = "int"  # of 32 bits: two of the file's numbers would come of one
+    with pytest.raises(CheckpointError, match=r"steps\.dat.*\[3\] of torch.int32 are 12 bytes, the file has 24"):
+        load_offloaded_weight(tmp_path / "steps.dat", index["steps"])
+
+
 def test_a_truncated_weight_is_named(tmp_path):
     entry = offload_weight(TENSORS["w"], "w", tmp_path)["w"]
     (tmp_path / "w.dat").write_bytes(b"1234")

@@ -76,20 +76,20 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
         weight_info: Its entry of the index.
 
     Raises:
-        CheckpointError: The file is shorter than the entry says, or the entry is damaged.
+        CheckpointError: The file has another size than the entry says, or the entry is damaged.
     """
     check_offload_index({Path(weight_file).stem: weight_info}, "the given weight_info")
     dtype = torch_dtype(weight_info["dtype"]) or torch.float32
     shape = tuple(weight_info["shape"])
     count = math.prod(shape)
-    size = Path(weight_file).stat().st_size
-    if size < count * dtype.itemsize:
-        raise CheckpointError(
-            f"{str(weight_file)!r} is truncated: {list(shape)} of {dtype} need {count * dtype.itemsize} "
-            f"bytes, the file has {size}"
-        )
     if not count:
         return torch.empty(shape, dtype=dtype)
+    size, needed = Path(weight_file).stat().st_size, count * dtype.itemsize
+    if size != needed:
+        raise CheckpointError(
+            f"{str(weight_file)!r} {'is truncated' if size < needed else 'holds something else'}: "
+            f"{list(shape)} of {dtype} are {needed} bytes, the file has {size}"
+        )
     return torch.from_file(str(weight_file), shared=False, size=count, dtype=dtype).view(shape)
 
 
