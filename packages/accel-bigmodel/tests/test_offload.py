@@ -96,8 +96,8 @@ def test_an_index_grows(tmp_path):
 
 def test_a_weight_of_another_type_than_its_file_is_refused(tmp_path):
     index = offload_weight(torch.arange(3), "steps", tmp_path)
-    index["steps"]["dtype"] = "int"  # of 32 bits: two of the file's numbers would come of one
-    with pytest.raises(CheckpointError, match=r"steps\.dat.*\[3\] of torch.int32 are 12 bytes, the file has 24"):
+    index["steps"]["dtype"] = "int32"  # two of its numbers would come of one
+    with pytest.raises(CheckpointError, match=r"steps\.dat.*torch.int32 are 12 bytes, the file has 24"):
         load_offloaded_weight(tmp_path / "steps.dat", index["steps"])
 
 
@@ -140,6 +140,7 @@ ENTRIES = [
     {"dtype": "float32", "shape": [3.0]},
     {"dtype": "float32", "shape": [-1]},
     {"dtype": "float99", "shape": [3]},
+    {"dtype": "float", "shape": [3]},
     {"dtype": ["float32"], "shape": [3]},
     {"shape": [3]},
     {"dtype": "float32"},

@@ -75,9 +75,13 @@ def check_offload_index(index: Mapping[str, Any], source: str) -> None:
 def _is_sound(entry: Any) -> bool:
     if not isinstance(entry, dict):
         return False
+    dtype = entry.get("dtype")
     try:
-        torch_dtype(entry.get("dtype"))
+        found = torch_dtype(dtype)
     except ValueError:
+        return False
+    # "float" and "int" have 64 bits in numpy, whose names an index has, and 32 in torch.
+    if found is not None and str(found).removeprefix("torch.") != str(dtype).removeprefix("torch."):
         return False
     if entry.get("safetensors_file"):
         return isinstance(entry["safetensors_file"], str) and isinstance(entry.get("weight_name", ""), str)
@@ -86,7 +90,7 @@ def _is_sound(entry: Any) -> bool:
         isinstance(shape, list | tuple)
         and all(type(length) is int and length >= 0 for length in shape)
         and math.prod(max(length, 1) for length in shape[:64]) < 2**59  # what torch can count
-        and entry.get("dtype") is not None
+        and dtype is not None
     )
 
 

@@ -81,7 +81,7 @@ def unpickle(path: Path) -> Any:
         TypeError,
         ValueError,
         KeyError,
-        MemoryError,  # a length that the file does not have; of a bytearray, CPython prints a SystemError, too
+        MemoryError,  # a length that the file does not have; CPython prints a SystemError if it is a bytearray's
         OverflowError,
         RecursionError,
         AssertionError,
