@@ -81,7 +81,7 @@ def unpickle(path: Path) -> Any:
         TypeError,
         ValueError,
         KeyError,
-        MemoryError,  # a length that the file does not have; CPython prints a SystemError if it is a bytearray's
+        MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
         OverflowError,
         RecursionError,
         AssertionError,
