@@ -7,7 +7,6 @@ about it; the pages of other modules that export it have a link to it.
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import tomllib
@@ -110,19 +109,8 @@ def tables() -> Tables:
         api[module] = {**{name: defined[name] for name in names}, **api.get(module, {})}
     for package in NARROW:
         module = importlib.import_module(package)
-        imported = imports_of(module)
-        api[package] = {name: imported[name] for name in module.__all__}
+        api[package] = {name: vars(module)["_EXPORTS"][name] for name in module.__all__}
     return api
-
-
-def imports_of(module: Any) -> dict[str, str]:
-    """Return the module that each name of an export table is imported from."""
-    return {
-        alias.name: node.module
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.ImportFrom) and node.module
-        for alias in node.names
-    }
 
 
 def _module(name: str) -> Any:

@@ -10,6 +10,6 @@ Example::
     import accelerate  # is accel
 """
 
-from accel_compat.alias import REFERENCE_VERSION, install, is_installed
+from accel_state._lazy import attach
 
-__all__ = ["REFERENCE_VERSION", "install", "is_installed"]
+attach(__name__)
