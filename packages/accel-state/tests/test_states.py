@@ -64,6 +64,17 @@ def test_an_attribute_asked_for_after_a_reset_says_why_it_is_gone():
         _ = state.device
 
 
+@pytest.mark.parametrize("kind", [PartialState, AcceleratorState, GradientState])
+def test_a_state_can_be_shown_after_a_reset(
+    kind: type[PartialState | AcceleratorState | GradientState],
+) -> None:
+    state = kind()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    assert repr(state) == f"{kind.__name__}(reset)"
+    assert not PartialState._shared_state
+
+
 def test_a_misspelt_attribute_does_not_speak_of_a_reset():
     with pytest.raises(AttributeError, match="`proces_index`") as raised:
         _ = PartialState(cpu=True).proces_index

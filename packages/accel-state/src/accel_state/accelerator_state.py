@@ -124,6 +124,8 @@ class AcceleratorState:
             self.distributed_type = distributed_type_of(engine, self.distributed_type, self.num_processes)
 
     def __repr__(self) -> str:
+        if not self._shared_state:
+            return "AcceleratorState(reset)"
         return f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
 
     def __getattr__(self, name: str) -> Any:

@@ -83,6 +83,8 @@ class GradientState:
             self._use(gradient_accumulation_plugin)
 
     def __repr__(self) -> str:
+        if not self._shared_state:
+            return "GradientState(reset)"
         return (
             f"Sync Gradients: {self.sync_gradients}\n"
             f"At end of current dataloader: {self.end_of_dataloader}\n"

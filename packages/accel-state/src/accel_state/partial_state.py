@@ -128,6 +128,8 @@ class PartialState:
         )
 
     def __repr__(self) -> str:
+        if not self._shared_state:
+            return "PartialState(reset)"
         backend = f"  Backend: {self.backend}" if self.backend else ""
         return (
             f"Distributed environment: {self.distributed_type}{backend}\n"
