@@ -8,7 +8,7 @@ import os
 import pytest
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from accel_train.checkpoint import hashed_reader
@@ -34,6 +34,7 @@ def _way_of_reading(request, monkeypatch):
 
 @pytest.mark.usefixtures("_way_of_reading")
 @given(steps=STEPS)
+@example(steps=[(0, SIZE - 1), (SIZE + 1, 0)])
 def test_reads_in_any_order_give_the_bytes_and_the_checksum_of_the_file(path, steps):
     content = path.read_bytes()
     with HashedReader(path) as file:
@@ -44,6 +45,14 @@ def test_reads_in_any_order_give_the_bytes_and_the_checksum_of_the_file(path, st
         record = file.finish()
     assert record.size == SIZE
     assert record.checksum == xxhash.xxh3_64(content).hexdigest()
+
+
+def test_a_file_that_cannot_be_opened_leaves_nothing_to_close(tmp_path):
+    reader = HashedReader.__new__(HashedReader)
+    with pytest.raises(FileNotFoundError):
+        reader.__init__(tmp_path / "absent")
+    reader.close()
+    assert reader.closed
 
 
 def test_what_is_read_in_order_is_not_read_again(path, monkeypatch):

@@ -6,6 +6,7 @@ import io
 import os
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -45,8 +46,9 @@ class HashedReader(io.RawIOBase):
     """
 
     def __init__(self, path: Path) -> None:
+        self._resources = ExitStack()
         self._helper: ThreadPoolExecutor | None = None
-        self._file = path.open("rb", buffering=0)
+        self._file = self._resources.enter_context(path.open("rb", buffering=0))
         self._size = os.fstat(self._file.fileno()).st_size
         self._position = 0
         self._hash = xxhash.xxh3_64()
@@ -74,7 +76,7 @@ class HashedReader(io.RawIOBase):
         begin = self._position
         view = memoryview(buffer).cast("B")[: max(0, self._size - begin)]
         if 0 < begin - self._hashed <= _STRIPE:
-            self._hash_up_to(begin)
+            self._hash_up_to(min(begin, self._size))
         if len(view) > _STRIPE:
             self._read_stripes(view, begin)
         else:
@@ -94,9 +96,7 @@ class HashedReader(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        if self._helper is not None:
-            self._helper.shutdown()
-        self._file.close()
+        self._resources.close()
         super().close()
 
     def _read_stripes(self, view: memoryview, begin: int) -> None:
@@ -111,7 +111,7 @@ class HashedReader(io.RawIOBase):
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._helper is None:
-            self._helper = ThreadPoolExecutor(1, "accel-read")
+            self._helper = self._resources.enter_context(ThreadPoolExecutor(1, "accel-read"))
         return self._helper
 
     def _hash_from(self, view: memoryview, begin: int) -> None:
