@@ -147,6 +147,43 @@ def test_ranks_draw_the_same_tokens(case):
 
 
 @distributed(world_size=2)
+def test_prompts_that_the_first_stage_cannot_embed_are_refused_on_all_stages():
+    with cuda_answered_by_cpu():
+        accelerator, model, _ = prepared(make_gpt2, pp_degree=2)
+        for prompts, message in (
+            (PROMPTS + TOKENS, f"expected tokens from 0 to {TOKENS - 1}"),
+            (PROMPTS - 9, f"expected tokens from 0 to {TOKENS - 1}"),
+            (PROMPTS.float(), f"expected tokens from 0 to {TOKENS - 1}"),
+            (PROMPTS[0], r"expected prompts of shape \[rows, tokens\].*found \[5\]"),
+            (PROMPTS[:0], r"found \[0, 5\]"),
+            (PROMPTS[:, :0], r"found \[3, 0\]"),
+        ):
+            with pytest.raises(SettingsError, match=message):
+                model.megatron_generate(prompts, max_new_tokens=2)
+        padded = torch.where(MASK == 0, -100, PROMPTS)
+        asked = {"max_new_tokens": 12, "eos_token_id": ends_of(make_gpt2)}
+        found = model.megatron_generate(padded, MASK, pad_token_id=-1, **asked)
+        assert bool((found[:, -1] == -1).any())
+        expected = model.megatron_generate(PROMPTS, MASK, pad_token_id=0, **asked)
+        torch.testing.assert_close(torch.where(found == -1, 0, found), expected)
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_generation_leaves_every_module_in_its_mode():
+    with cuda_answered_by_cpu():
+        accelerator, model, _ = prepared(make_gpt2, tp_degree=2)
+        frozen = next(one for one in model.modules() if isinstance(one, torch.nn.Dropout))
+        frozen.eval()
+        before = [one.training for one in model.modules()]
+        model.megatron_generate(PROMPTS, MASK, max_new_tokens=1)
+        assert [one.training for one in model.modules()] == before
+        assert model.training
+        assert not frozen.training
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
 def test_what_cannot_be_generated_is_refused():
     with cuda_answered_by_cpu():
         accelerator, model, _ = prepared(make_gpt2, tp_degree=2)
@@ -154,6 +191,7 @@ def test_what_cannot_be_generated_is_refused():
             ({"max_new_tokens": 20}, SettingsError, "25 tokens, but the model has 24 positions"),
             ({"max_length": 5}, SettingsError, "prompts of 5 tokens leave none of max_length=5"),
             ({"temperature": 0.0}, SettingsError, r"temperature=0\.0\): expected a number above 0"),
+            ({"do_sample": "no"}, SettingsError, "do_sample='no'.: expected True or False"),
             ({"num_beams": 2, "top_k": 3}, UnsupportedError, "leave out top_k"),
             ({"max_tokens": 3}, UnsupportedError, "no option 'max_tokens'"),
         ):

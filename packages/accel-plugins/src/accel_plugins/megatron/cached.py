@@ -100,12 +100,13 @@ def full_sequences(engine: MegatronEngine) -> Generator[None]:
             if vars(owner).get(name) is True:
                 changed.append((owner, name))
                 setattr(owner, name, False)
-    training = engine.training
+    modes = [(one, one.training) for one in engine.modules()]
     engine.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        engine.train(training)
+        for module, mode in modes:
+            module.training = mode
         for owner, name in changed:
             setattr(owner, name, True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_plugins.kwargs.base import is_count
 from accel_plugins.megatron.rules import is_number
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError, UnsupportedError
@@ -20,18 +21,19 @@ if TYPE_CHECKING:
 _DEFAULT_LENGTH = 20  # of transformers, where no configuration has one
 _COUNT = "a whole number above 0"
 _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "max_length": (_COUNT, lambda value: isinstance(value, int) and value > 0),
-    "max_new_tokens": (_COUNT, lambda value: isinstance(value, int) and value > 0),
-    "num_beams": (_COUNT, lambda value: isinstance(value, int) and value > 0),
+    **dict.fromkeys(
+        ("max_length", "max_new_tokens", "num_beams"), (_COUNT, lambda value: is_count(value, least=1))
+    ),
     "temperature": ("a number above 0", lambda value: is_number(value) and value > 0),
-    "top_k": ("a whole number, 0 or more", lambda value: isinstance(value, int) and value >= 0),
+    "top_k": ("a whole number, 0 or more", lambda value: is_count(value, least=0)),
     "top_p": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
     "length_penalty": ("a number", lambda value: is_number(value, -float("inf"))),
     "top_p_decay": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
     "top_p_bound": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
     "random_seed": ("a whole number", lambda value: isinstance(value, int)),
+    **dict.fromkeys(("do_sample", "add_BOS"), ("True or False", lambda value: isinstance(value, bool))),
 }
-_OTHERS = ("do_sample", "add_BOS", "eos_token_id", "pad_token_id")
+_OTHERS = ("eos_token_id", "pad_token_id")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from accel_plugins.megatron.beams import beam_search
 from accel_plugins.megatron.cached import CachedDecoder, full_sequences
 from accel_plugins.megatron.choices import Sampler, check_options, choice_of, steps_of
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.prompts import aligned, in_layout, with_start
+from accel_plugins.megatron.prompts import aligned, check_prompts, in_layout, with_start
 from accel_plugins.megatron.quiet import without_core_warnings
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
@@ -51,6 +51,7 @@ def generate(
     options = check_options(requested)
     config: Any = getattr(engine.source, "generation_config", None)
     choice = choice_of(options, config, engine.config)
+    check_prompts(inputs, attention_mask, engine.config.vocab_size)  # pyright: ignore[reportOptionalMemberAccess]
     if choice.start is not None:
         inputs, attention_mask = with_start(inputs, attention_mask, choice.start)
     prompts = aligned(inputs, attention_mask, steps_of(options, config, inputs.shape[1]))
@@ -72,7 +73,7 @@ def _check_positions(engine: MegatronEngine, longest: int) -> None:
 def _continue(engine: MegatronEngine, prompts: Prompts, choice: Choice) -> Tensor:
     """Continue all prompts together: the shortest first, each other from where it ends."""
     start, end = int(prompts.lengths.min()), int(prompts.limits.max())
-    found = functional.pad(prompts.tokens, (0, end - prompts.tokens.shape[1]), value=choice.pad)
+    found = functional.pad(prompts.tokens, (0, end - prompts.tokens.shape[1]))
     ends = torch.tensor(choice.ends, dtype=found.dtype, device=found.device)
     pick = _picker(choice, found.device)
     stops = prompts.limits.clone()
@@ -81,7 +82,7 @@ def _continue(engine: MegatronEngine, prompts: Prompts, choice: Choice) -> Tenso
     for position in range(start, end):
         is_new = position >= prompts.lengths
         runs = is_new & (position < stops)
-        token = torch.where(runs, pick(logits), choice.pad)
+        token = torch.where(runs, pick(logits), 0)  # what follows an end is cut off
         found[:, position] = torch.where(is_new, token, found[:, position])
         stops = torch.where(runs & torch.isin(token, ends), position + 1, stops)
         if bool((stops <= position + 1).all()):

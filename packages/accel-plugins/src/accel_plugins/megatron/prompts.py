@@ -33,6 +33,31 @@ class Prompts:
     shifts: Tensor
 
 
+def check_prompts(inputs: Tensor, mask: Tensor | None, vocabulary: int) -> None:
+    """Refuse prompts that cannot be embedded: the rank that does that must not fail alone.
+
+    Args:
+        inputs: Tokens of shape `[rows, width]`.
+        mask: Of the same shape, 0 for padding, which may be any number; `None` if there is none.
+        vocabulary: Number of tokens.
+
+    Raises:
+        SettingsError: They are no table, the mask has another shape, or there is no such token.
+    """
+    if inputs.ndim != 2 or not inputs.numel() or (mask is not None and mask.shape != inputs.shape):
+        own = "" if mask is None else f" and a mask of {[*mask.shape]}"
+        raise SettingsError(
+            "megatron_generate(): expected prompts of shape [rows, tokens] and a mask of the same shape, "
+            f"found {[*inputs.shape]}{own}."
+        )
+    tokens = inputs if mask is None else inputs[mask.to(inputs.device) != 0]
+    if inputs.is_floating_point() or bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise SettingsError(
+            f"megatron_generate(): expected tokens from 0 to {vocabulary - 1}, found {tokens.min()} to "
+            f"{tokens.max()} of {inputs.dtype}."
+        )
+
+
 def with_start(inputs: Tensor, mask: Tensor | None, start: int) -> tuple[Tensor, Tensor | None]:
     """Put a token before every prompt; return the prompts and their mask.
 
@@ -64,7 +89,7 @@ def aligned(inputs: Tensor, attention_mask: Tensor | None, steps: int) -> Prompt
         steps: How many tokens may follow the width.
 
     Raises:
-        SettingsError: The mask has another shape, an empty row, or padding within a prompt.
+        SettingsError: The mask has an empty row, or padding within a prompt.
 
     Example:
         >>> mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
@@ -73,11 +98,6 @@ def aligned(inputs: Tensor, attention_mask: Tensor | None, steps: int) -> Prompt
         ([1, 2], [2, 3], [4, 5])
     """
     mask = torch.ones_like(inputs) if attention_mask is None else attention_mask.to(inputs)
-    if mask.shape != inputs.shape or inputs.ndim != 2:
-        raise SettingsError(
-            f"megatron_generate(): expected prompts of shape [rows, tokens] and a mask of the same shape, "
-            f"found {[*inputs.shape]} and {[*mask.shape]}."
-        )
     is_token = mask != 0
     lengths, shifts = is_token.sum(1), is_token.int().argmax(1)
     columns = torch.arange(inputs.shape[1], device=inputs.device)
