@@ -43,6 +43,14 @@ def test_the_environment_fills_fields_and_an_argument_wins(monkeypatch):
         assert FP8RecipeKwargs().backend == "MSAMP"
 
 
+def test_a_recipe_as_an_argument_wins_over_block_scaling_in_the_environment(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING", "true")
+    with pytest.warns(FutureWarning, match="deprecated"):
+        old = FP8RecipeKwargs(recipe="delayed")
+    for made in (TERecipeKwargs(recipe="delayed"), old):
+        assert (made.recipe, made.use_mxfp8_block_scaling) == ("delayed", False)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -218,9 +218,9 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
             FutureWarning,
             stacklevel=3,
         )
+        TERecipeKwargs.__post_init__(self)
+        MSAMPRecipeKwargs.__post_init__(self)
         only_msamp = is_installed("msamp") and not is_installed("transformer_engine")
         resolve_fields(self, "fp8", {"backend": "MSAMP" if only_msamp else "TE"})
         self.backend = str(self.backend).upper()  # pyright: ignore[reportAttributeAccessIssue] - checked next
         expect(self, "backend", "'TE' or 'MSAMP'", lambda value: value in {"TE", "MSAMP"})
-        TERecipeKwargs.__post_init__(self)
-        MSAMPRecipeKwargs.__post_init__(self)
