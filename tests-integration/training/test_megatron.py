@@ -158,7 +158,7 @@ def test_windows_of_several_calls_train_as_one_batch(case):
         (make_llama, {"context_parallel_size": 2, "pp_degree": 2, "num_micro_batches": 2}),
         (make_llama, {"context_parallel_size": 2, "use_distributed_optimizer": True}),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @distributed(world_size=4)
 def test_four_ranks_train_as_one_process(make, options):
