@@ -62,6 +62,13 @@ def test_the_stored_configuration_is_a_copy(memory):
     assert config == {"model": {"depth": 2}}
 
 
+def test_a_log_that_is_assigned_to_a_running_tracker_is_called(session, memory):
+    seen = []
+    memory.log = lambda values, step=None: seen.append((values, step))
+    session.log({"loss": 1.5}, step=3)
+    assert seen == [({"loss": 1.5}, 3)]
+
+
 def test_several_trackers_get_the_same_and_their_own_options(memory, memory_class):
     register_tracker_class(memory_class)
     try:

@@ -336,9 +336,9 @@ def _limit_threads(runtime: Runtime, variables: Mapping[str, str]) -> None:
 def _leave() -> None:
     """End in order: the monitor's thread, the process group, and gloo's threads."""
     hang_monitor.end(closing=True)
-    has_group = dist.is_available() and dist.is_initialized()
+    has_gloo = dist.is_available() and dist.is_initialized() and "gloo" in str(dist.get_backend_config())
     group_end.leave()
-    wait_for_gloo_threads(or_unnamed=has_group)
+    wait_for_gloo_threads(or_unnamed=has_gloo)
 
 
 atexit.register(_leave)
