@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 TIMEOUT = 180.0  # seconds a body may take: the machine may be busy, a hang is forever
 GRACE = 2.0  # seconds for the other ranks once one has failed: they may be stuck waiting for it
 START = 120.0  # seconds for the nursery to import torch
+MAX_THREADS = 32  # of a rank: gloo's of groups that libraries keep, each of which wakes 100 times a second
 LOG_TAIL = 20000  # characters of the ranks' output shown with a failure; a crash alone fills thousands
 FOLDER = Path(__file__).resolve().parent
 PRELOADED = (
@@ -162,6 +163,8 @@ class Pool:
                 lines.append(f"--- output of the ranks\n{output[-LOG_TAIL:]}")
             self.kill()
             raise AssertionError("\n".join(lines))
+        if any(psutil.Process(rank.pid).num_threads() > MAX_THREADS for rank in self.ranks):
+            self.kill()
         reasons = [answer.skipped for answer in answers.values() if answer.skipped is not None]
         if reasons:
             pytest.skip(reasons[0])
