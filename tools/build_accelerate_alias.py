@@ -3,8 +3,9 @@
     uv run tools/build_accelerate_alias.py --out dist
 
 The wheel has the version of Accelerate whose interface accel has, requires exactly this version of
-accel-compat, and its one module makes `import accelerate` resolve to accel. It is for private indexes,
-`find-links` and overrides; it is never published: the name belongs to Accelerate's authors.
+accel-compat; its one module makes `import accelerate` resolve to accel, and its commands (`accelerate launch`
+and so on) are those of accel. It is for private indexes, `find-links` and overrides; it is never published:
+the name belongs to Accelerate's authors.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import base64
 import hashlib
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
-from accel_compat.alias import AliasDistribution, version_of_accel
+from accel_compat.alias import REFERENCE, AliasDistribution, version_of_accel
 
 MODULE = '''\
 """accel, under the name of the library whose interface it has."""
@@ -50,7 +52,12 @@ def build(folder: Path) -> Path:
     metadata["Requires-Python"] = ">=3.11"
     name = f"{metadata['Name']}-{metadata['Version']}"
     info = f"{name}.dist-info"
-    files = {"accelerate/__init__.py": MODULE, f"{info}/METADATA": str(metadata), f"{info}/WHEEL": WHEEL}
+    files = {
+        f"{REFERENCE}/__init__.py": MODULE,
+        f"{info}/METADATA": str(metadata),
+        f"{info}/WHEEL": WHEEL,
+        f"{info}/entry_points.txt": commands(),
+    }
     record = "".join(f"{path},{digest(text)},{len(text.encode())}\n" for path, text in files.items())
     files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
     folder.mkdir(parents=True, exist_ok=True)
@@ -59,6 +66,13 @@ def build(folder: Path) -> Path:
         for path, text in files.items():
             archive.writestr(zipfile.ZipInfo(path), text)  # without a date: the same bytes each time
     return wheel
+
+
+def commands() -> str:
+    """The commands of accel as entry points, `accelerate` in place of `accel` in their names."""
+    ours = distribution("accel-cli").entry_points.select(group="console_scripts")
+    lines = sorted(f"{one.name.replace('accel', REFERENCE, 1)} = {one.value}\n" for one in ours)
+    return "".join(["[console_scripts]\n", *lines])
 
 
 def digest(text: str) -> str:

@@ -34,6 +34,7 @@ import accel.utils.operations as ours
 from accelerate.utils import operations
 import accelerate.utils, accel.utils
 assert theirs is ours is operations
+assert accelerate.__file__ == accel.__file__
 assert accelerate.utils is accel.utils
 assert ours.__spec__.name == ours.__name__ == "accel.utils.operations"
 """
@@ -199,6 +200,30 @@ def test_a_script_and_a_module_run_with_their_arguments(tmp_path: Path) -> None:
         [*command, "-m", "script", "--x", "1"], capture_output=True, text=True, check=True, cwd=tmp_path
     )
     assert as_module.stdout == wanted
+
+
+@pytest.mark.parametrize("program", ["launch", "accelerate_cli"])
+def test_commands_that_run_as_modules_are_those_of_accel(program: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import accelerate\nprint(accelerate.state.__name__)\n")
+    words = ["launch", "--cpu", "script.py"][program == "launch" :]
+    line = [sys.executable, "-m", f"accelerate.commands.{program}", *words]
+    done = subprocess.run(
+        [sys.executable, "-c", f"{INSTALL}import subprocess; subprocess.run({line!r}, check=True)"],
+        env={**os.environ, "HF_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "accel.state\n"
+
+
+def test_a_package_of_commands_runs_as_a_module() -> None:
+    line = [sys.executable, "-m", "accel_compat", "-m", "accelerate.commands.config", "--help"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "accel config" in done.stdout
 
 
 def test_without_a_script_the_usage_is_reported() -> None:

@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PACKAGES = ("state", "ops", "bigmodel", "plugins", "quant", "trackers", "train", "cli", "suite", "compat")
+COMMANDS = ("config", "estimate-memory", "launch", "merge-weights")
 
 
 def test_the_wheel_installs_in_an_empty_environment_and_is_accel(tmp_path: Path) -> None:
@@ -47,15 +48,30 @@ print([one.name for one in importlib.metadata.distributions() if one.name == "ac
 """
     sources = [str(ROOT / "packages" / f"accel-{name}" / "src") for name in PACKAGES]
     libraries = next(path for path in map(Path, sys.path) if (path / "torch").is_dir())
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([*sources, str(libraries)])}
     done = subprocess.run(
         [str(python), "-c", program],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sources, str(libraries)])},
+        env=environ,
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["1.15.0 1.15.0 accel_state.partial_state", "['accelerate']"]
+
+    (tmp_path / "script.py").write_text("import accelerate; print(accelerate.state.__name__)")
+    launched = subprocess.run(
+        [str(python.with_name("accelerate")), "launch", "--cpu", "script.py"],
+        env={**environ, "HF_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert launched.returncode == 0, launched.stderr
+    assert launched.stdout == "accel.state\n"
+    names = {path.name for path in python.parent.glob("accelerate*")}
+    assert names == {"accelerate", *(f"accelerate-{name}" for name in COMMANDS)}
 
 
 def test_the_wheel_requires_this_version_of_accel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder, version
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import accel
@@ -92,9 +92,8 @@ class AliasFinder(DistributionFinder):
         found = find_spec(ours)
         if found is None:
             raise _absent(fullname)
-        return ModuleSpec(
-            fullname, SubmoduleLoader(ours), is_package=found.submodule_search_locations is not None
-        )
+        is_package = found.submodule_search_locations is not None
+        return ModuleSpec(fullname, SubmoduleLoader(found), origin=found.origin, is_package=is_package)
 
     def _refuse_absent(self, fullname: str) -> None:
         """Say what to do about `from accelerate.utils import name`, which asks for a submodule in the end.
@@ -131,8 +130,9 @@ class TopLevelLoader(Loader):
         return TopLevel(spec.name, accel.__doc__)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Set what is not accel's."""
-        vars(module).update(__version__=REFERENCE_VERSION, __all__=[*vars(accel)["__all__"]])
+        """Set what accel does not answer: its version, and what every module has."""
+        names = [*vars(accel)["__all__"]]
+        vars(module).update(__version__=REFERENCE_VERSION, __all__=names, __file__=accel.__file__)
 
 
 class TopLevel(ModuleType):
@@ -163,17 +163,17 @@ class SubmoduleLoader(Loader):
     """Let a submodule of `accelerate` be accel's, the same object under two names.
 
     Args:
-        ours: The dotted name of accel's module.
+        ours: The spec of accel's module.
     """
 
-    def __init__(self, ours: str) -> None:
+    def __init__(self, ours: ModuleSpec) -> None:
         self._ours = ours
         self._spec: ModuleSpec | None = None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Import accel's module."""
         del spec
-        module = import_module(self._ours)
+        module = import_module(self._ours.name)
         self._spec = module.__spec__
         if not hasattr(module, "__path__"):
             module.__path__ = []  # then the finder is asked for names that it lacks
@@ -182,6 +182,17 @@ class SubmoduleLoader(Loader):
     def exec_module(self, module: ModuleType) -> None:
         """Give the module its own spec back, which the import system has just replaced."""
         module.__spec__ = self._spec
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """Return the code of accel's module, for `python -m accelerate.commands.launch`."""
+        del fullname
+        loader: Any = self._ours.loader
+        return loader.get_code(self._ours.name)
+
+    def get_data(self, path: str) -> bytes:
+        """Read a file beside accel's module, as its table of names does."""
+        loader: Any = self._ours.loader
+        return loader.get_data(path)
 
 
 class AliasDistribution(Distribution):
