@@ -18,7 +18,7 @@ from torch import nn
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train import Accelerator
-from accel_train.checkpoint import folder, layout, opening
+from accel_train.checkpoint import apply, folder, layout, opening
 from accel_train.checkpoint import lock as locks
 from accel_train.checkpoint.apply import shortened
 
@@ -125,6 +125,35 @@ def test_a_damaged_checkpoint_is_passed_over_and_named(tmp_path, told, name, har
     assert "Passed over: " in told.text
     assert f"checkpoint_2{'/' if name == MANIFEST and harm is not swap else ''}" in told.text
     assert run.accelerator.project_configuration.iteration == 3
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.bin"])
+def test_damage_of_a_long_file_is_found_before_anything_changes(tmp_path, name):
+    run = Run(size=600)
+    run.accelerator.save_state(tmp_path / "c")
+    assert (tmp_path / "c" / name).stat().st_size > folder.SMALL
+    flip(tmp_path / "c" / name)
+    run.set(9.0)
+    with pytest.raises(CheckpointError, match=rf"damaged: '{name}' has the checksum"):
+        run.accelerator.load_state(tmp_path / "c")
+    assert run.values() == {9.0}
+
+
+@pytest.mark.parametrize("size", [4, 600])
+def test_weights_are_hashed_where_they_are_mapped_and_read_no_second_time(tmp_path, monkeypatch, size):
+    run = Run(size=size)
+    run.set(1.0)
+    run.accelerator.save_state(tmp_path / "c")
+    read, mapped = [], []
+    record_of, record_of_mapping = apply.record_of, apply.record_of_mapping
+    monkeypatch.setattr(apply, "record_of", lambda path: read.append(path.name) or record_of(path))
+    monkeypatch.setattr(
+        apply, "record_of_mapping", lambda file: mapped.append(file.path.name) or record_of_mapping(file)
+    )
+    run.set(9.0)
+    run.accelerator.load_state(tmp_path / "c")
+    assert run.values() == {1.0}
+    assert (mapped, read) == (["model.safetensors"], [])
 
 
 def test_without_any_whole_checkpoint_the_damage_of_the_newest_is_said(tmp_path):
@@ -338,19 +367,18 @@ def test_a_checkpoint_that_is_replaced_while_it_is_opened_is_opened_again(tmp_pa
     run.accelerator.save_state(path)
     run.set(2.0)
     run.accelerator.save_state(tmp_path / "next")
-    original = opening._open
+    original = opening._open_others
     todo = [1]
 
     def replace_in_the_middle(run, source):
-        source.open("model.safetensors")
+        assert "model.safetensors" in source.mapped
         if todo:
             todo.pop()
             for entry in (tmp_path / "next").iterdir():
                 os.replace(entry, path / entry.name)  # noqa: PTH105
-        source.open("optimizer.bin")
         return original(run, source)
 
-    monkeypatch.setattr(opening, "_open", replace_in_the_middle)
+    monkeypatch.setattr(opening, "_open_others", replace_in_the_middle)
     run.set(9.0)
     run.accelerator.load_state(path)
     assert run.values() == {2.0}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -117,3 +119,23 @@ def test_a_small_file_is_hashed_in_memory(tmp_path):
         record = file.finish()
     assert record.size == 10
     assert record.checksum == xxhash.xxh3_64(b"0123456789").hexdigest()
+
+
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="one thread reads here")
+def test_both_threads_of_a_long_read_have_ended_when_it_fails(path, monkeypatch):
+    main, begun, ended = threading.current_thread(), threading.Event(), []
+
+    def failing_here(self, view, position):
+        del self, view
+        if threading.current_thread() is main:
+            begun.wait()
+            raise OSError("the disk has failed")
+        begun.set()
+        time.sleep(0.2)  # the other thread would be gone by then
+        ended.append(position)
+
+    monkeypatch.setattr(HashedReader, "_read_at", failing_here)
+    with HashedReader(path) as file:
+        with pytest.raises(OSError, match="the disk has failed"):
+            file.read(SIZE)
+        assert len(ended) == 1

@@ -115,6 +115,10 @@ class SafetensorsFile:
             if not self._populate(begin, end - begin):
                 self._advise(getattr(mmap, "MADV_WILLNEED", None), begin, end)
 
+    def contents(self) -> memoryview:
+        """Return the bytes of the file, mapped as its tensors are."""
+        return memoryview(self._mapping()).toreadonly()
+
     def evict(self, names: Iterable[str]) -> None:
         """Release the memory of tensors; they are read again when used. Writes to them are lost."""
         for begin, end in self._pages(names):

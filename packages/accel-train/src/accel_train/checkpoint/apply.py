@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_ops.weights.names import SAFETENSORS_SUFFIX
-from accel_ops.weights.read import load_state_dict
+from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.tensors import id_tensor_storage
 from accel_plugins.dcp.names import plain_name
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import read_object
+from accel_train.checkpoint.files import record_of, record_of_mapping
 from accel_train.checkpoint.folder import SMALL, identity, is_being_replaced
 from accel_train.checkpoint.hashed_reader import HashedBytes, HashedReader
 from accel_train.checkpoint.manifest import FileRecord
@@ -48,6 +49,7 @@ class Source:
         options: More arguments of `torch.load`.
         opened: The files that are read already, by name.
         records: Size and checksum of those that were hashed while they were read.
+        mapped: Those that are mapped.
         is_open: Whether `opened` has all files that are needed.
         stamp: The folder's `identity` when it was verified.
     """
@@ -61,6 +63,7 @@ class Source:
     options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     opened: dict[str, Any] = field(default_factory=dict[str, Any])
     records: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
+    mapped: dict[str, SafetensorsFile] = field(default_factory=dict[str, SafetensorsFile])
     is_open: bool = False
     stamp: tuple[int, ...] | None = None
 
@@ -88,6 +91,15 @@ class Source:
             self.opened[name] = read_object(path, file=file, **{**options, **self.options})
             self.records[name] = file.finish()
 
+    def record_of(self, name: str) -> FileRecord:
+        """Return the size and the checksum of a file: of its mapping, if it is open, else of what is on disk.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        mapped = self.mapped.get(name)
+        return record_of(self.folder / name) if mapped is None else record_of_mapping(mapped)
+
     def read(self, name: str, **options: Any) -> Any:
         """Read one file. Safetensors are mapped: they stay what they are if the file is replaced.
 
@@ -98,7 +110,8 @@ class Source:
             return self.opened.pop(name)
         path = self._path(name)
         if name.endswith(SAFETENSORS_SUFFIX):
-            return load_state_dict(path)
+            file = self.mapped[name] = SafetensorsFile(path)
+            return {key: file.tensor(key) for key in file.entries}
         return read_object(path, **{**options, **self.options})
 
     def _path(self, name: str) -> Path:

@@ -15,6 +15,8 @@ from accel_train.checkpoint.manifest import FileRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from accel_ops.weights.safetensors_file import SafetensorsFile
+
 _CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
 _STRETCH = 64 << 20  # bytes after which the system is asked to write them out, rather than all at the end
 
@@ -121,6 +123,13 @@ def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
         if to_disk:
             os.fsync(file.fileno())
     return FileRecord(size=size, checksum=digest.hexdigest())
+
+
+def record_of_mapping(file: SafetensorsFile) -> FileRecord:
+    """Hash a file in the pages through which its tensors are read."""
+    contents = file.contents()
+    file.read_ahead(file.entries)
+    return FileRecord(size=len(contents), checksum=xxhash.xxh3_64(contents).hexdigest())
 
 
 def sizes_in(folder: Path) -> dict[str, int]:

@@ -17,7 +17,6 @@ from accel_train.checkpoint.files import (
     flush_folder,
     make_folder,
     move,
-    record_of,
     remove,
     sizes_in,
     write_text,
@@ -27,7 +26,7 @@ from accel_train.checkpoint.lock import FolderLock, holder, lock, try_lock
 from accel_train.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
 
     from accel_train.checkpoint.manifest import FileRecord
@@ -246,7 +245,13 @@ def check(folder: Path) -> Manifest | None:
     return manifest
 
 
-def verify(folder: Path, manifest: Manifest, names: Iterable[str], records: Mapping[str, FileRecord]) -> None:
+def verify(
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    records: Mapping[str, FileRecord],
+    record_of: Callable[[str], FileRecord],
+) -> None:
     """Compare the contents of some files with their checksums.
 
     Args:
@@ -254,18 +259,18 @@ def verify(folder: Path, manifest: Manifest, names: Iterable[str], records: Mapp
         manifest: Its manifest.
         names: Files to read.
         records: Files that have been read already, which are compared, too.
+        record_of: Reads a file.
 
     Raises:
         CheckpointError: One differs.
         OSError: One cannot be read.
     """
     unread = [name for name in names if name not in records]
-    paths = [folder / name for name in unread]
     if sum(manifest.files[name].size for name in unread) < SMALL:
-        read = [*map(record_of, paths)]
+        read = [*map(record_of, unread)]
     else:
         with ThreadPoolExecutor(_READERS, "accel-verify") as threads:
-            read = [*threads.map(record_of, paths)]
+            read = [*threads.map(record_of, unread)]
     for name, found in [*records.items(), *zip(unread, read, strict=True)]:
         if found != manifest.files[name]:
             raise CheckpointError(

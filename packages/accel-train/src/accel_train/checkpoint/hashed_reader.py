@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -14,7 +16,6 @@ import xxhash
 from accel_train.checkpoint.manifest import FileRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 _STRIPE = 1 << 19  # bytes that are read, then hashed: small enough to be still in the cache
@@ -26,7 +27,8 @@ class HashedReader(io.RawIOBase):
     """A file that is hashed while it is read.
 
     What is read in the order of the file is hashed when it is in memory; `finish` reads again what was passed
-    over. A second thread takes part in a long read: new memory takes longer to fill than the file to read.
+    over. In a long read a second thread takes part: either thread reads the next stripe, or hashes those that
+    are there while the other one reads.
 
     Args:
         path: The file.
@@ -53,6 +55,7 @@ class HashedReader(io.RawIOBase):
         self._position = 0
         self._hash = xxhash.xxh3_64()
         self._hashed = 0  # bytes from the beginning on
+        self._hashing = threading.Lock()
 
     def readable(self) -> bool:
         """Return `True`."""
@@ -100,14 +103,28 @@ class HashedReader(io.RawIOBase):
         super().close()
 
     def _read_stripes(self, view: memoryview, begin: int) -> None:
-        left = deque(range(0, len(view), _STRIPE))
+        unread, there = deque(range(0, len(view), _STRIPE)), set[int]()
+        read = partial(self._read_and_hash, view, begin, unread, there)
         is_shared = _CAN_READ_AT and len(view) >= _LONG
-        helping = self._pool().submit(self._read_from_end, view, begin, left) if is_shared else None
-        while (at := _taken(left.popleft)) is not None:
+        helping = self._pool().submit(read) if is_shared else None
+        try:
+            read()
+        finally:  # whoever owns the memory may take it back when this returns
+            unread.clear()
+            if helping is not None:
+                helping.result()
+
+    def _read_and_hash(self, view: memoryview, begin: int, unread: deque[int], there: set[int]) -> None:
+        """Read stripes until none is left; hash those that are there, unless the other thread does."""
+        while (at := _next(unread)) is not None:
             self._read_at(view[at : at + _STRIPE], begin + at)
-            self._hash_from(view[: at + _STRIPE], begin)
-        if helping is not None:
-            helping.result()
+            there.add(at)
+            if self._hashing.acquire(blocking=False):
+                try:
+                    while (at := self._hashed - begin) in there:
+                        self._hash_from(view[: at + _STRIPE], begin)
+                finally:
+                    self._hashing.release()
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._helper is None:
@@ -126,10 +143,6 @@ class HashedReader(io.RawIOBase):
             part = buffer[: end - self._hashed]
             self._read_at(part, self._hashed)
             self._hash_from(part, self._hashed)
-
-    def _read_from_end(self, view: memoryview, begin: int, left: deque[int]) -> None:
-        while (at := _taken(left.pop)) is not None:
-            self._read_at(view[at : at + _STRIPE], begin + at)
 
     def _read_at(self, view: memoryview, position: int) -> None:
         """Fill a view."""
@@ -165,9 +178,9 @@ class HashedBytes(io.BytesIO):
         return self._record
 
 
-def _taken(take: Callable[[], int]) -> int | None:
-    """Take what is left, which another thread may do first."""
+def _next(unread: deque[int]) -> int | None:
+    """Take the first one, if another thread has left one."""
     try:
-        return take()
+        return unread.popleft()
     except IndexError:
         return None

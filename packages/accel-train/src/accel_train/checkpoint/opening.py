@@ -18,7 +18,7 @@ from accel_train.checkpoint.manifest import shares
 from accel_train.checkpoint.sharded import model_loader, optimizer_loader
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from accel_train.checkpoint.run import Run
@@ -85,26 +85,32 @@ def _attempt(run: Run, folder: Path, options: Mapping[str, Any]) -> Source | str
     """Open a checkpoint; return its problem, or `None` if it was replaced meanwhile."""
     source, absent, blocked = _located(run, folder, options)
     aside, rest = _to_verify(run, source)
-    failure: Exception | None = None
-    problem = ""
+    has_models, failure = (False, None) if absent else _tried(_open_models, run, source)
     with ThreadPoolExecutor(1, "accel-verify") as thread:  # while this one reads the others
         damage = thread.submit(_damage, replace(source, records={}), aside) if aside else None
-        try:
-            source = source if absent else replace(source, is_open=_open(run, source))
-        except (OSError, CheckpointError) as error:
-            problem = str(error)
-        except Exception as error:  # noqa: BLE001 - classes of users may be unpickled; all ranks must hear
-            failure, problem = error, repr(error)
+        if not absent and failure is None:
+            has_others, failure = _tried(_open_others, run, source)
+            source = replace(source, is_open=has_models and has_others)
         damaged = absent or _damage(source, rest) or (damage and damage.result()) or ""
     damages = _exchange(run, source, damaged, blocked=blocked)
     if damages is None or damages:
         return damages
+    is_known = isinstance(failure, (OSError, CheckpointError))
+    problem = "" if failure is None else str(failure) if is_known else repr(failure)
     problems = _exchange(run, source, problem)
-    if failure is not None:
+    if failure is not None and not is_known:
         raise failure
     if problems and source.manifest is not None:  # what was saved is whole, and is something else
         raise CheckpointError(problems)
     return source if problems == "" else problems
+
+
+def _tried(step: Callable[[Run, Source], bool], run: Run, source: Source) -> tuple[bool, Exception | None]:
+    """Return what a step returns, and its error: all ranks must hear of it."""
+    try:
+        return step(run, source), None
+    except Exception as error:  # noqa: BLE001 - classes of users may be unpickled
+        return False, error
 
 
 def _located(run: Run, folder: Path, options: Mapping[str, Any]) -> tuple[Source, str, bool]:
@@ -147,7 +153,7 @@ def _damage(source: Source, names: Sequence[str]) -> str:
     if source.manifest is None:
         return ""
     try:
-        folders.verify(source.folder, source.manifest, names, source.records)
+        folders.verify(source.folder, source.manifest, names, source.records, source.record_of)
     except (OSError, CheckpointError) as error:
         return str(error)
     return ""
@@ -169,15 +175,14 @@ def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) 
     return first_problem(view.problem for view in views)
 
 
-def _open(run: Run, source: Source) -> bool:
-    """Read or map the files to load; return whether these are all that are needed. No collective.
+def _open_others(run: Run, source: Source) -> bool:
+    """Read the files of all but the models; return whether no other files are needed. No collective.
 
     Raises:
         CheckpointError: A file is absent or cannot be read.
     """
     prepared = run.prepared
     shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
-    is_all = _open_models(run, source) and not any(shards)
     names = [] if any(shards) else [layout.optimizer_name(index) for index in range(len(shards))]
     names += map(layout.scheduler_name, range(len(prepared.schedulers)))
     names += map(layout.custom_name, range(len(run.custom)))
@@ -193,11 +198,11 @@ def _open(run: Run, source: Source) -> bool:
     for name in optional:
         if name is not None and source.has(name):
             source.open(name)
-    return is_all
+    return not any(shards)
 
 
 def _open_models(run: Run, source: Source) -> bool:
-    """Map the weights; return whether no other files are needed."""
+    """Map the weights; return whether no other files of models are needed. No collective."""
     if run.load_hooks:  # they may load models themselves, and take them from the list
         return False
     count = len(run.prepared.models)
