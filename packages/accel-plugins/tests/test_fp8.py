@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from accel_plugins.fp8 import msamp
 from accel_plugins.fp8.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
 from accel_plugins.fp8.build import build
 from accel_plugins.fp8.te import has_transformer_engine_layers, recipe_options
@@ -81,6 +82,13 @@ def test_what_cannot_run_here_names_what_can():
         build(Settings(), Runtime(), {TERecipeKwargs: TERecipeKwargs()})
     with pytest.raises(UnsupportedError, match=r"MS-AMP trains on.*AORecipeKwargs\(\)"):
         build(Settings(), Runtime(), {MSAMPRecipeKwargs: MSAMPRecipeKwargs()})
+    if not is_installed("msamp"):
+        with pytest.raises(MissingDependencyError, match=r"MS-AMP cannot be imported.*AORecipeKwargs\(\)"):
+            msamp.build(MSAMPRecipeKwargs(), sharded=False, world_size=1)
+    with pytest.raises(
+        UnsupportedError, match=r"MS-AMP trains in one process or under DDP.*AORecipeKwargs\(\)"
+    ):
+        msamp.build(MSAMPRecipeKwargs(), sharded=True, world_size=2)
     if not is_installed("torchao"):
         with pytest.raises(MissingDependencyError, match=r"pip install 'accel-plugins\[torchao\]'"):
             build(Settings(), Runtime(), {})

@@ -95,9 +95,9 @@ class DeepSpeedPlugin:
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise UnsupportedError(
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp!r}, "
-                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed and its engine "
-                "needs DeepSpeed 0.9.2; use mixed_precision='fp8' with AORecipeKwargs() (torchao) or "
-                "TERecipeKwargs() (TransformerEngine), under any ZeRO stage."
+                f"msamp_opt_level={self.msamp_opt_level!r}): MS-AMP is no longer developed, and its engine "
+                "cannot be imported beside DeepSpeed 0.19; use mixed_precision='fp8' with "
+                "AORecipeKwargs() (torchao) or TERecipeKwargs() (TransformerEngine), under any ZeRO stage."
             )
         keywords = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
         self.hf_ds_config = _configuration(self.hf_ds_config, keywords)

@@ -61,7 +61,11 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
         return te.build(
             options or TERecipeKwargs(), recomputes=bool(plugin and plugin.activation_checkpointing)
         )
-    return msamp.build(options or MSAMPRecipeKwargs(), sharded=any(kind in handlers for kind in _SHARDING))
+    return msamp.build(
+        options or MSAMPRecipeKwargs(),
+        sharded=any(kind in handlers for kind in _SHARDING),
+        world_size=runtime.topology.world_size,
+    )
 
 
 def fp8_device(device: torch.device) -> Fp8Device:
