@@ -6,10 +6,10 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from accel_state.did_you_mean import did_you_mean
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from accel_plugins.megatron.model_args import Sizes
     from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -87,6 +87,90 @@ def _layer_problems(plugin: MegatronLMPlugin, sizes: Sizes) -> list[str]:
         uneven = f"the {own} layers of a stage (pp_degree={stages}) cannot be divided by "
         return [f"{uneven}num_layers_per_virtual_pipeline_stage={virtual}"]
     return []
+
+
+_OF_SCHEDULES: Mapping[str, Any] = {
+    "lr_decay_style": "linear",
+    "lr_decay_iters": None,
+    "lr_decay_samples": None,
+    "lr_warmup_iters": None,
+    "lr_warmup_samples": None,
+    "lr_warmup_fraction": None,
+    "min_lr": 0,
+    "weight_decay_incr_style": "constant",
+    "start_weight_decay": None,
+    "end_weight_decay": None,
+}
+"""Fields that only Megatron's own schedule reads, with their defaults."""
+
+
+def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
+    """Refuse a schedule without its optimizer, and fields of a schedule that nobody has prepared.
+
+    Args:
+        plugin: Describes the schedule.
+        has_optimizer: Whether `prepare` got an optimizer to train with.
+        has_placeholder: Whether it got a `MegatronLMDummyScheduler`.
+
+    Raises:
+        SettingsError: One of them is missing; all fields without effect are named.
+    """
+    if has_placeholder and not has_optimizer:
+        raise SettingsError(
+            "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
+            "prepare(model, optimizer, scheduler)."
+        )
+    described = [
+        f"{name}={getattr(plugin, name)!r}"
+        for name, default in _OF_SCHEDULES.items()
+        if getattr(plugin, name) != default
+    ]
+    if described and has_optimizer and not has_placeholder:
+        raise SettingsError(
+            f"MegatronLMPlugin({', '.join(described)}) has no effect without Megatron's schedule: prepare a "
+            "MegatronLMDummyScheduler with the optimizer, or leave it out."
+        )
+
+
+_ROTARY = ("rope", "yarn", "mrope")
+
+
+def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:
+    """Refuse to give a model other positions than its weights were made for.
+
+    Args:
+        plugin: May ask for rotary positions, or for others.
+        kind: The model's, as megatron-core's `position_embedding_type`; `None` for learned ones.
+        name: Class of the model.
+
+    Raises:
+        SettingsError: The plugin says something else than the model.
+    """
+    wanted, found = plugin.use_rotary_position_embeddings, kind in _ROTARY
+    if wanted is not None and bool(wanted) is not found:
+        raise SettingsError(
+            f"MegatronLMPlugin(use_rotary_position_embeddings={wanted!r}): {name} "
+            f"{'has' if found else 'does not have'} rotary positions, which its configuration decides: leave "
+            "it out."
+        )
+
+
+def check_context(size: int, kind: str, name: str) -> None:
+    """Refuse context parallelism of models other than decoders.
+
+    Args:
+        size: Context-parallel size.
+        kind: As in `ModelFamily`.
+        name: Of the family.
+
+    Raises:
+        UnsupportedError: megatron-core's module numbers the positions of every chunk from 0.
+    """
+    if size > 1 and kind != "gpt":
+        raise UnsupportedError(
+            f"MegatronLMPlugin(context_parallel_size={size}): megatron-core divides sequences of decoders, "
+            f"not those of {name!r}, whose positions it numbers from 0 in every part: leave it out."
+        )
 
 
 def check_other_args(other: dict[str, Any] | None, configs: Iterable[type], taken: Iterable[str]) -> None:

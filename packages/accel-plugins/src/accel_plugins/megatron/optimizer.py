@@ -88,7 +88,7 @@ def make_optimizer(
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if parameter.requires_grad:
-                kind = (groups[parameter], *_factors(plugin, name, parameter))
+                kind = (groups[parameter], *parameter_factors(plugin, name, parameter))
                 kinds.setdefault(kind, set()).add(id(parameter))
     overrides = {
         config.ParamKey(
@@ -109,8 +109,14 @@ def make_optimizer(
     return made
 
 
-def _factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Parameter) -> tuple[float, float]:
-    """Return the factors of weight decay and learning rate of a parameter."""
+def parameter_factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Parameter) -> tuple[float, float]:
+    """Return the factors of weight decay and learning rate of a parameter.
+
+    Args:
+        plugin: May have conditions for them.
+        name: Name of the parameter within its stage.
+        parameter: The parameter.
+    """
     without, scaled = plugin.no_wd_decay_cond, plugin.scale_lr_cond
     decay = 0.0 if without is not None and without(name, parameter) else 1.0
     return decay, plugin.lr_mult if scaled is not None and scaled(name, parameter) else 1.0

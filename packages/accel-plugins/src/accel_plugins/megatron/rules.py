@@ -150,7 +150,7 @@ def check_values(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
         raise SettingsError("; ".join(problems) + ".")
 
 
-_UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
+UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
     "use_custom_fsdp": (
         False,
         (
@@ -176,6 +176,7 @@ _UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
         ),
     ),
 }
+"""Fields that are refused unless they have this value, and what to use instead."""
 
 
 def check_supported(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
@@ -188,7 +189,7 @@ def check_supported(fields: Mapping[str, Any], sources: Mapping[str, str]) -> No
     Raises:
         UnsupportedError: A field has another value than its default; the message says what to use instead.
     """
-    for name, (default, instead) in _UNSUPPORTED.items():
+    for name, (default, instead) in UNSUPPORTED.items():
         if fields[name] != default:
             raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
 
@@ -252,6 +253,8 @@ def _without_effect(fields: Mapping[str, Any], sources: Mapping[str, str]) -> li
         for name, holds, needed in needs
         if fields[name] and not holds
     ]
+    if fields["lr_mult"] != 1 and fields["scale_lr_cond"] is None:
+        found.append(f"{sources['lr_mult']} has no effect without scale_lr_cond: add that, or leave it out")
     if fields["recompute_activations"] and full:
         found.append(
             f"{sources['recompute_activations']} recomputes selected activations and "

@@ -10,7 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
-from accel_plugins.megatron.check import check_model
+from accel_plugins.megatron.check import check_context, check_model, check_positions, check_schedule
 from accel_plugins.megatron.configs import ddp_config, transformer_config
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.megatron.groups import Groups, Lease
-    from accel_plugins.megatron.model_family import ModelFamily
     from accel_plugins.roles import PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
@@ -101,22 +100,22 @@ class MegatronWrapper:
                 "prepare() got an optimizer without its model: Megatron builds both together, as in "
                 "prepare(model, optimizer)."
             )
+        check_schedule(
+            self.plugin,
+            has_optimizer=bool(bundle.optimizers),
+            has_placeholder=any(isinstance(one, MegatronLMDummyScheduler) for one in bundle.schedulers),
+        )
         for model in fresh:
             for optimizer in bundle.optimizers:
                 self._check_optimizer(optimizer)
             if self.plugin.custom_model_provider_function is None:
                 family = find_family(model)
-                self._check_context(family)
+                check_context(self.groups.context, family.kind, family.name)
                 family.check(model.config)
                 check_covered(model, family.weights(model.config))
+                positions = family.model_arguments(model).get("position_embedding_type")
+                check_positions(self.plugin, positions, type(model).__name__)
                 check_model(self.plugin, model_sizes(model.config, type(model).__name__))
-
-    def _check_context(self, family: ModelFamily) -> None:
-        if self.groups.context > 1 and family.kind != "gpt":
-            raise UnsupportedError(
-                f"MegatronLMPlugin(context_parallel_size={self.groups.context}): megatron-core divides "
-                f"sequences of decoders (GPT-2, Llama), not those of {family.name!r}; leave it out."
-            )
 
     def _check_optimizer(self, optimizer: object) -> None:
         if not isinstance(optimizer, Optimizer):

@@ -1,0 +1,166 @@
+"""Every field of `MegatronLMPlugin` is read by something, or refused; what has no effect is refused."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import accel_plugins.megatron as package
+from accel_plugins.megatron.check import check_context, check_positions, check_schedule
+from accel_plugins.megatron.configs import ddp_config, optimizer_config, transformer_config
+from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+from accel_plugins.megatron.groups import groups_of
+from accel_plugins.megatron.megatron_args import scheduler_arguments
+from accel_plugins.megatron.optimizer import parameter_factors
+from accel_plugins.megatron.plugin import MegatronLMPlugin
+from accel_plugins.megatron.rules import UNSUPPORTED
+from accel_plugins.megatron.stages import virtual_stages
+from accel_state.available import is_installed
+from accel_state.errors import SettingsError, UnsupportedError
+
+FIELDS = [one.name for one in fields(MegatronLMPlugin)]
+FOLDER = Path(package.__file__).parent
+SOURCES = [*FOLDER.glob("*.py"), *(FOLDER.parent / "strategies").glob("megatron*.py")]
+DESCRIBING = {"rules.py", "megatron_args.py"}
+"""Modules that check every field, or enter it under Megatron's name, which by itself is no effect."""
+
+
+def names_read():
+    """Attributes that are read, and keys by which Megatron's arguments are read."""
+    found = set()
+    for path in SOURCES:
+        for one in ast.walk(ast.parse(path.read_text())):
+            if isinstance(one, ast.Attribute) and path.name not in DESCRIBING:
+                found.add(one.attr)
+            elif isinstance(one, ast.Subscript) and isinstance(one.slice, ast.Constant):
+                found.add(one.slice.value)
+    return found
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_is_read_or_refused(name):
+    assert (name in names_read()) is not (name in UNSUPPORTED)
+
+
+OTHER = {"use_custom_fsdp": True, "set_all_logging_options": True, "tensorboard_dir": "logs"}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_what_is_refused_says_what_to_use_instead(name):
+    with pytest.raises(UnsupportedError, match=rf"{name}=.* is not supported: .{{10}}"):
+        MegatronLMPlugin(**{name: OTHER.get(name, 2)})
+
+
+SIZES = {"num_layers": 4, "hidden_size": 16, "num_attention_heads": 4}
+
+
+def received(options):
+    """What megatron-core receives: the sizes of groups, its configurations and its schedule."""
+    plugin = MegatronLMPlugin(**options)
+    groups = groups_of(plugin, 8, 3)
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1, weight_decay=0.02)
+    plugin.set_training_args(2, groups.data)
+    plugin.set_optimizer_type(optimizer)
+    plugin.set_scheduler_args(MegatronLMDummyScheduler(optimizer, 800, 8))
+    virtual = virtual_stages(plugin, SIZES["num_layers"])
+    configs = (
+        transformer_config(plugin, SIZES, "no", virtual),
+        ddp_config(plugin),
+        optimizer_config(plugin, optimizer, "no"),
+    )
+    values = [{name: value for name, value in vars(one).items() if not callable(value)} for one in configs]
+    factors = parameter_factors(plugin, "weight", layer.weight)
+    return groups, *values, scheduler_arguments(plugin.megatron_lm_default_args), factors
+
+
+RECEIVED = {
+    "tp_degree": (2, {}),
+    "pp_degree": (2, {}),
+    "context_parallel_size": (2, {}),
+    "overlap_cpu_optimizer_d2h_h2d": (True, {"optimizer_cpu_offload": True}),
+    "optimizer_cpu_offload": (True, {}),
+    "decoder_last_pipeline_num_layers": (1, {"pp_degree": 2}),
+    "recompute_granularity": ("full", {}),
+    "recompute_method": ("block", {"recompute_granularity": "full"}),
+    "recompute_num_layers": (2, {"recompute_granularity": "full"}),
+    "recompute_activations": (True, {}),
+    "attention_backend": ("local", {}),
+    "attention_dropout": (0.3, {}),
+    "hidden_dropout": (0.3, {}),
+    "attention_softmax_in_fp32": (False, {}),
+    "calculate_per_token_loss": (True, {}),
+    "gradient_clipping": (0.5, {}),
+    "sequence_parallelism": (True, {"tp_degree": 2}),
+    "use_distributed_optimizer": (True, {}),
+    "num_layers_per_virtual_pipeline_stage": (1, {"pp_degree": 2}),
+    "num_micro_batches": (2, {}),
+    "train_iters": (300, {}),
+    "train_samples": (9000, {}),
+    "weight_decay_incr_style": ("linear", {}),
+    "start_weight_decay": (0.01, {"end_weight_decay": 0.05, "weight_decay_incr_style": "linear"}),
+    "end_weight_decay": (0.06, {"start_weight_decay": 0.01, "weight_decay_incr_style": "linear"}),
+    "lr_decay_style": ("cosine", {}),
+    "lr_decay_iters": (50, {}),
+    "lr_decay_samples": (500, {"train_samples": 9000}),
+    "lr_warmup_iters": (3, {}),
+    "lr_warmup_samples": (30, {"train_samples": 9000}),
+    "lr_warmup_fraction": (0.2, {}),
+    "min_lr": (0.01, {}),
+    "no_wd_decay_cond": (lambda name, _: name == "weight", {}),
+    "scale_lr_cond": (lambda name, _: name == "weight", {"lr_mult": 0.5}),
+    "lr_mult": (0.5, {"scale_lr_cond": lambda name, _: name == "weight"}),
+    "other_megatron_args": ({"init_method_std": 0.5}, {}),
+}
+"""A value of each field that megatron-core receives, and what it needs beside itself."""
+PAIRS = {"start_weight_decay": {"start_weight_decay": 0.02}, "end_weight_decay": {"end_weight_decay": 0.05}}
+WITHOUT = {"scale_lr_cond": {"lr_mult"}}
+
+
+@pytest.mark.skipif(not is_installed("megatron_lm"), reason="needs megatron-core")
+@pytest.mark.filterwarnings("ignore")  # of megatron-core
+@pytest.mark.parametrize("name", RECEIVED)
+def test_megatron_core_receives_a_field(name):
+    value, beside = RECEIVED[name]
+    before = {one: other for one, other in beside.items() if one not in WITHOUT.get(name, ())}
+    assert received(beside | {name: value}) != received(before | PAIRS.get(name, {}))
+
+
+def test_a_factor_of_the_learning_rate_needs_what_it_scales():
+    with pytest.raises(SettingsError, match=r"lr_mult=0\.5\) has no effect without scale_lr_cond"):
+        MegatronLMPlugin(lr_mult=0.5)
+
+
+def test_a_schedule_needs_its_placeholder_and_that_an_optimizer():
+    plugin = MegatronLMPlugin(lr_decay_iters=10, min_lr=0.1)
+    with pytest.raises(
+        SettingsError, match=r"lr_decay_iters=10, min_lr=0\.1\) has no effect.*DummyScheduler"
+    ):
+        check_schedule(plugin, has_optimizer=True, has_placeholder=False)
+    with pytest.raises(SettingsError, match="MegatronLMDummyScheduler without its optimizer"):
+        check_schedule(plugin, has_optimizer=False, has_placeholder=True)
+    check_schedule(plugin, has_optimizer=True, has_placeholder=True)
+    check_schedule(plugin, has_optimizer=False, has_placeholder=False)  # a model to evaluate
+    check_schedule(MegatronLMPlugin(), has_optimizer=True, has_placeholder=False)
+
+
+def test_positions_are_those_of_the_model():
+    check_positions(MegatronLMPlugin(), "rope", "Llama")
+    check_positions(MegatronLMPlugin(use_rotary_position_embeddings=True), "rope", "Llama")
+    check_positions(MegatronLMPlugin(use_rotary_position_embeddings=False), None, "Bert")
+    with pytest.raises(SettingsError, match=r"embeddings=True.: GPT2 does not have rotary positions"):
+        check_positions(MegatronLMPlugin(use_rotary_position_embeddings=True), "learned_absolute", "GPT2")
+    with pytest.raises(SettingsError, match=r"embeddings=False.: Llama has rotary positions"):
+        check_positions(MegatronLMPlugin(use_rotary_position_embeddings=False), "rope", "Llama")
+
+
+def test_only_sequences_of_decoders_are_divided():
+    check_context(2, "gpt", "llama")
+    check_context(1, "bert", "bert")
+    with pytest.raises(UnsupportedError, match=r"context_parallel_size=2.*'bert'"):
+        check_context(2, "bert", "bert")
