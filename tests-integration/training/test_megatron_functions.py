@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from accel_plugins.megatron.context import gather_chunks, own_chunks
+from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
 from accel_plugins.megatron.gpt2 import GPT2
 from accel_plugins.megatron.groups import groups_of
 from accel_plugins.megatron.library import core
@@ -258,8 +259,9 @@ def test_padding_before_tokens_is_refused_where_the_mask_of_the_future_is_the_on
         (make_llama, {"tp_degree": 2}),
         (make_wider_gpt2, {"pp_degree": 2, "num_micro_batches": 2}),
         (make_llama, {"use_distributed_optimizer": True}),
+        (make_llama, {"use_distributed_optimizer": True, "context_parallel_size": 2}),
     ],
-    ids=["tensor", "pipeline", "distributed optimizer"],
+    ids=["tensor", "pipeline", "distributed optimizer", "context"],
 )
 @distributed(world_size=2)
 def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
@@ -267,7 +269,7 @@ def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
         plugin = MegatronLMPlugin(**options)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
         model = make()
-        estimated = stage_elements(model, plugin.tp_degree, plugin.pp_degree)
+        estimated = stage_elements(model, plugin.tp_degree, plugin.pp_degree, plugin.context_parallel_size)
         model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         rows = torch.zeros(plugin.num_micro_batches, LENGTH, dtype=torch.long)
         accelerator.backward(model(input_ids=rows).loss)
@@ -288,12 +290,14 @@ def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
     accelerator.free_memory()
 
 
-def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(tmp_path):
+@pytest.mark.parametrize("context", ["1", "2"])
+def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(context, tmp_path):
     config = make_gpt2().config
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
     line = ["estimate-memory", str(tmp_path), "--num_devices", "8", "--mixed_precision", "no", "--json"]
     sizes = ["--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2"]
+    sizes += ["--megatron_lm_context_parallel_size", context]
     done = subprocess.run(
         [sys.executable, "-m", "accel_cli", *line, *sizes], capture_output=True, text=True, check=False
     )
@@ -305,3 +309,26 @@ def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(tmp_pa
         assert parts["parameters"] == 4 * most
         assert parts["gradients"] == 4 * most
         assert parts["optimizer"] == 8 * most / replicas
+
+
+@distributed(world_size=2)
+def test_what_the_plugin_says_and_the_objects_contradict_is_refused():
+    with cuda_answered_by_cpu():
+        for make, options, message in (
+            (make_gpt2, {"use_rotary_position_embeddings": True}, "does not have rotary positions"),
+            (make_llama, {"use_rotary_position_embeddings": False}, "has rotary positions"),
+            (make_gpt2, {"min_lr": 0.1}, r"min_lr=0\.1\) has no effect without Megatron's schedule"),
+        ):
+            accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2, **options))
+            model = make()
+            with pytest.raises(SettingsError, match=message):
+                accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            accelerator.free_memory()
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+        model = make_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters())
+        schedule = MegatronLMDummyScheduler(optimizer, 10)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        with pytest.raises(SettingsError, match="MegatronLMDummyScheduler without its optimizer"):
+            accelerator.prepare(schedule)
+    accelerator.free_memory()

@@ -143,3 +143,13 @@ def test_a_suggested_config_has_the_documented_keys():
             "fsdp_activation_checkpointing": True,
         },
     }
+
+
+def test_ranks_of_megatron_that_share_sequences_have_a_part_of_the_activations_each():
+    """And the same weights; the distributed optimizer shards its state over them, too."""
+    job = Job(sizes=BILLION, devices=8, moments=(Moment(activations=80 * GB),), tensor=2, at_once=False)
+    shared = replace(job, context=4)
+    for name in ("Megatron", "Megatron, distributed optimizer"):
+        alone, found = estimate(name, job).parts, estimate(name, shared).parts
+        assert (alone.pop("working"), found.pop("working")) == (40 * GB, 10 * GB)
+        assert found == alone

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_plugins.megatron.check import check_model
+from accel_plugins.megatron.check import check_context, check_model
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.model_args import model_sizes
 from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.model_family import Weight
 
 
-def stage_elements(model: nn.Module, tensor: int, pipeline: int) -> list[int]:
+def stage_elements(model: nn.Module, tensor: int, pipeline: int, context: int = 1) -> list[int]:
     """Return how many elements of parameters a rank of each pipeline stage has.
 
     Args:
         model: A model of transformers with a row; it may be on the meta device.
         tensor: Tensor-parallel size.
         pipeline: Pipeline-parallel size.
+        context: Context-parallel size, which divides no parameter.
 
     Raises:
         SettingsError: The model has no row, or sizes that the ranks do not divide.
@@ -34,6 +35,7 @@ def stage_elements(model: nn.Module, tensor: int, pipeline: int) -> list[int]:
     """
     family = find_family(model)
     config: Any = model.config
+    check_context(context, family.kind, family.name)
     family.check(config)
     sizes = model_sizes(config, type(model).__name__)
     check_model(MegatronLMPlugin(tp_degree=tensor, pp_degree=pipeline), sizes)

@@ -70,9 +70,13 @@ def _add_training(made: Parser) -> None:
     training.add_argument(
         "--sequence_length", type=number(1), default=512, metavar="N", help="tokens (default: %(default)s)"
     )
-    for flag, what in (("tp", "tensor"), ("pp", "pipeline")):
+    for flag, what in (
+        ("tp_degree", "tensor"),
+        ("pp_degree", "pipeline"),
+        ("context_parallel_size", "context"),
+    ):
         training.add_argument(
-            f"--megatron_lm_{flag}_degree",
+            f"--megatron_lm_{flag}",
             type=number(1),
             metavar="N",
             help=f"{what}-parallel size; adds the rows of Megatron",

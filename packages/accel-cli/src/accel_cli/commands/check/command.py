@@ -194,6 +194,7 @@ def estimate_of(record: Record, world: int) -> Estimate:
         buckets=record.buckets,
         tensor=record.axes.get("tp", 1),
         pipeline=record.axes.get("pp", 1),
+        context=record.axes.get("cp", 1),
         on_rank=record.on_rank,
     )
     one = estimate(record.counted_as or "DDP", job)

@@ -101,12 +101,16 @@ def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
     width = 4 if options.mixed_precision == "no" else 2
     sizes = sizes_of(model)
     devices = options.num_devices or 1
-    tensor, pipeline = options.megatron_lm_tp_degree, options.megatron_lm_pp_degree
+    asked = (
+        options.megatron_lm_tp_degree,
+        options.megatron_lm_pp_degree,
+        options.megatron_lm_context_parallel_size,
+    )
+    tensor, pipeline, context = (one or 1 for one in asked)
     on_rank = 0
-    if tensor or pipeline:
-        tensor, pipeline = tensor or 1, pipeline or 1
-        data_parallel_size(tensor, pipeline, 1, devices)
-        on_rank = max(stage_elements(model, tensor, pipeline))
+    if any(asked):
+        data_parallel_size(tensor, pipeline, context, devices)
+        on_rank = max(stage_elements(model, tensor, pipeline, context))
 
     def job(moments: tuple[Moment, ...]) -> Job:
         return Job(
@@ -114,8 +118,9 @@ def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
             devices=devices,
             width=width,
             moments=moments,
-            tensor=tensor or 1,
-            pipeline=pipeline or 1,
+            tensor=tensor,
+            pipeline=pipeline,
+            context=context,
             on_rank=on_rank,
         )
 

@@ -98,6 +98,7 @@ class Job:
         buckets: The buckets of DeepSpeed.
         tensor: Tensor-parallel size of Megatron.
         pipeline: Pipeline-parallel size of Megatron.
+        context: Context-parallel size of Megatron.
         on_rank: Elements of parameters on the rank of Megatron that has most; 0 for an even part.
     """
 
@@ -109,6 +110,7 @@ class Job:
     buckets: Buckets = field(default_factory=Buckets)
     tensor: int = 1
     pipeline: int = 1
+    context: int = 1
     on_rank: int = 0
 
     @property
@@ -304,14 +306,15 @@ def _megatron(job: Job, *, distributed: bool) -> Parts:
     param_and_grad_buffer.py); master weights are there in mixed precision. The distributed optimizer has one
     part of masters and moments per replica, and no temporaries beside. Activations between layers are split
     only with sequence parallelism: this is the least. The first of several stages holds the activations of as
-    many micro-batches as there are stages, each of its own layers.
+    many micro-batches as there are stages, each of its own layers. Ranks that share sequences have the same
+    weights, each the activations of its tokens; the distributed optimizer counts them among the replicas.
     """
     shares = job.tensor * job.pipeline
     weights = job.on_rank or _ceil(job.sizes.parameters, shares)
     trained = _ceil(weights * job.sizes.trainable, job.sizes.parameters) if job.sizes.parameters else 0
     replicas = max(job.devices // shares, 1) if distributed else 1
     masters = MASTER if job.width < MASTER else 0
-    passing = max(one.activations for one in job.passes) // job.tensor
+    passing = max(one.activations for one in job.passes) // (job.tensor * job.context)
     return {
         "parameters": job.width * weights + job.sizes.buffers,
         "gradients": MASTER * trained,
