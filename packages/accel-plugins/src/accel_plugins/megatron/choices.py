@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _DEFAULT_LENGTH = 20  # of transformers, where no configuration has one
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and -(2**63) <= value < 2**63
+
+
+def _tokens_of(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
 _COUNT = "a whole number above 0"
 _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     **dict.fromkeys(
@@ -30,10 +40,16 @@ _WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "length_penalty": ("a number", lambda value: is_number(value, -float("inf"))),
     "top_p_decay": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
     "top_p_bound": ("a number from 0 to 1", lambda value: is_number(value, 0, 1)),
-    "random_seed": ("a whole number", lambda value: isinstance(value, int)),
+    "random_seed": ("a whole number of 64 bits", _is_integer),
+    "eos_token_id": (
+        "the number of a token, or a list",
+        lambda value: all(map(_is_integer, _tokens_of(value))),
+    ),
+    "pad_token_id": ("the number of a token", _is_integer),
     **dict.fromkeys(("do_sample", "add_BOS"), ("True or False", lambda value: isinstance(value, bool))),
 }
-_OTHERS = ("eos_token_id", "pad_token_id")
+_SAMPLING = ("temperature", "top_k", "top_p")
+"""Options that ask for draws, unless `do_sample` says something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +96,39 @@ def check_options(requested: Mapping[str, Any]) -> dict[str, Any]:
         UnsupportedError: There is no such option, or it does not go with another.
     """
     for name, value in requested.items():
-        if name not in {*_WANTED, *_OTHERS}:
-            known = [*_WANTED, *_OTHERS]
-            hint = did_you_mean(name, known, f"it has {', '.join(known)}.")
+        if name not in _WANTED:
+            hint = did_you_mean(name, _WANTED, f"it has {', '.join(_WANTED)}.")
             raise UnsupportedError(f"megatron_generate() has no option {name!r}: {hint}")
-        wanted, holds = _WANTED.get(name, ("", lambda _: True))
+        wanted, holds = _WANTED[name]
         if value is not None and not holds(value):
             raise SettingsError(f"megatron_generate({name}={value!r}): expected {wanted}.")
     options = {name: value for name, value in requested.items() if value is not None}
-    sampling = [name for name in ("temperature", "top_k", "top_p") if name in options]
+    sampling = [name for name in _SAMPLING if name in options]
     if options.get("num_beams", 1) > 1 and options.get("do_sample", bool(sampling)):
         raise UnsupportedError(
             f"megatron_generate(num_beams={options['num_beams']}) searches, and does not draw: leave out "
             f"{', '.join(sampling) or 'do_sample'}."
         )
+    _check_effects(options, is_sampled=options.get("do_sample", bool(sampling)))
     return options
+
+
+def _check_effects(options: Mapping[str, Any], *, is_sampled: bool) -> None:
+    """Refuse options that would change nothing beside the others."""
+    searches = options.get("num_beams", 1) > 1
+    needs = (
+        *((name, name in options, is_sampled, "do_sample=True") for name in _SAMPLING),
+        ("random_seed", "random_seed" in options, is_sampled, "do_sample=True, temperature, top_k or top_p"),
+        ("top_p_decay", options.get("top_p_decay", 0) > 0, options.get("top_p", 0) > 0, "top_p"),
+        ("top_p_bound", options.get("top_p_bound", 0) > 0, options.get("top_p_decay", 0) > 0, "top_p_decay"),
+        ("length_penalty", options.get("length_penalty", 1) != 1, searches, "num_beams of 2 or more"),
+    )
+    for name, is_requested, has_effect, needed in needs:
+        if is_requested and not has_effect:
+            raise UnsupportedError(
+                f"megatron_generate({name}={options[name]!r}) has no effect without {needed}: add that, or "
+                "leave it out."
+            )
 
 
 def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> Choice:
@@ -122,9 +156,9 @@ def choice_of(options: Mapping[str, Any], config: Any, model: Any) -> Choice:
     if options.get("add_BOS") and start is None:
         raise SettingsError("megatron_generate(add_BOS=True): the model's configuration has no bos_token_id.")
     ends = token("eos_token_id")
-    ends = () if ends is None else tuple(ends) if isinstance(ends, (list, tuple)) else (int(ends),)
+    ends = () if ends is None else _tokens_of(ends)
     pad = token("pad_token_id")
-    is_sampled = options.get("do_sample", not {"temperature", "top_k", "top_p"}.isdisjoint(options))
+    is_sampled = options.get("do_sample", not options.keys().isdisjoint(_SAMPLING))
     return Choice(
         num_beams=options.get("num_beams", 1),
         length_penalty=options.get("length_penalty", 1.0),
