@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 TIMEOUT = 180.0  # seconds a body may take: the machine may be busy, a hang is forever
 GRACE = 2.0  # seconds for the other ranks once one has failed: they may be stuck waiting for it
-START = 120.0  # seconds for the nursery to import torch
+START = 300.0  # seconds for the nursery to import what ranks need; 40 on a busy machine have been seen
 MAX_THREADS = 32  # of a rank: gloo's of groups that libraries keep, each of which wakes 100 times a second
 LOG_TAIL = 20000  # characters of the ranks' output shown with a failure; a crash alone fills thousands
 FOLDER = Path(__file__).resolve().parent
