@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -70,7 +71,14 @@ def prepared(accelerator: Accelerator, **options):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"xla_fsdp_grad_ckpt": True}, {"auto_wrap_policy": "no_wrap"}], ids=str
+    "fields",
+    [
+        {},
+        {"xla_fsdp_grad_ckpt": True},
+        {"auto_wrap_policy": "no_wrap"},
+        {"auto_wrap_policy": "size_based_wrap", "min_num_params": 500},
+    ],
+    ids=str,
 )
 def test_losses_and_weights_are_those_of_one_device(fields):
     if "auto_wrap_policy" in fields:
@@ -80,6 +88,23 @@ def test_losses_and_weights_are_those_of_one_device(fields):
     model, optimizer, loader = prepared(accelerator)
     losses = train(accelerator, model, optimizer, loader, max_norm=0.5)
     assert_as_plain(accelerator, model, losses, max_norm=0.5)
+
+
+def test_blocks_are_selected_by_size_and_recompute_their_activations():
+    """A block has 1,072 parameters, its layers 544 and 528, the tied embedding 384."""
+    accelerator = sharded(
+        auto_wrap_policy="size_based_wrap",
+        transformer_cls_names_to_wrap=None,
+        min_num_params=1000,
+        xla_fsdp_grad_ckpt=True,
+    )
+    model, optimizer, loader = prepared(accelerator)
+    calls = Counter()
+    for name in ("embed", "blocks.0.up", "blocks.1.down"):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.update([name]))
+    losses = train(accelerator, model, optimizer, loader, max_norm=0.5)
+    assert_as_plain(accelerator, model, losses, max_norm=0.5)
+    assert calls == {"embed": 8, "blocks.0.up": 16, "blocks.1.down": 16}
 
 
 @pytest.mark.parametrize("name", CHECKS)
