@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -31,11 +32,13 @@ from accel.utils import (
     is_torch_xla_available,
     pad_across_processes,
     reduce,
+    save,
     send_to_device,
     set_seed,
     synchronize_rng_states,
 )
 from accel_plugins.strategies.xla import build
+from accel_state import runtime
 from accel_state.devices import xla
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
@@ -182,6 +185,16 @@ def test_a_compiled_model_trains_as_plain_pytorch(backend):
     model, optimizer, loader = prepared(accelerator, rows=16)
     losses = train(accelerator, model, optimizer, loader, epochs=1)
     assert_as_plain(accelerator, model, losses, epochs=1, rows=16)
+
+
+def test_a_model_is_compiled_for_evaluation():
+    accelerator = Accelerator(dynamo_backend="torchxla_trace_once")
+    problem = Problem(rows=16)
+    plain = Problem(rows=16).model
+    model, loader = accelerator.prepare(problem.model.eval(), problem.loader)
+    with torch.no_grad():
+        for (tokens,), (expected,) in zip(loader, problem.loader, strict=True):
+            torch.testing.assert_close(model(tokens).cpu(), plain(expected), **NEAR)
 
 
 def test_a_checkpoint_is_written_while_training_goes_on(tmp_path):
@@ -355,7 +368,25 @@ def test_models_are_saved_as_on_every_device(tmp_path):
     accelerator.save(model.state_dict(), str(tmp_path / "weights.bin"))
     read = torch.load(tmp_path / "weights.bin", weights_only=True)
     assert {tensor.device.type for tensor in read.values()} == {"cpu"}
+    assert read["head.weight"].data_ptr() == read["embed.weight"].data_ptr(), "tied weights are written once"
     Tied().load_state_dict(read)
+
+
+def test_every_rank_executes_what_it_saves_and_the_main_process_writes(tmp_path):
+    """A collective may be a part of what was recorded, and waits until all ranks execute it."""
+    PartialState()
+    tensor = torch.ones(2, device=XLA)
+    torch_xla.sync(wait=True)
+    other = replace(runtime.current(), topology=Topology(rank=1, world_size=2, local_rank=1))
+    for rank, run in enumerate([runtime.current(), other]):
+        runtime._current = run
+        before = counts()
+        path = tmp_path / str(rank)
+        save({"twice": [tensor * (2 + rank), tensor + 1]}, path)
+        assert counts()[1] == before[1] + 1
+        assert path.exists() is (rank == 0)
+    read = torch.load(tmp_path / "0", weights_only=True)
+    assert [found.tolist() for found in read["twice"]] == [[2, 2], [2, 2]]
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_state.devices.kinds import WITHOUT_STORAGE
 
@@ -101,6 +101,11 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
     if tensor.device.type in WITHOUT_STORAGE:
         return tensor.device, storage._cdata, storage.nbytes()  # pyright: ignore[reportPrivateUsage] - as `torch.save`
     return tensor.device, storage.data_ptr(), storage.nbytes()
+
+
+def tensor_memory(tensor: Tensor) -> tuple[Any, ...]:
+    """Identify what a tensor reads: the same for tensors of one memory, offset, shape and strides."""
+    return id_tensor_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:

@@ -23,8 +23,9 @@ from accel_ops.weights.names import (
 )
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, ShardPlan, filled, groups_of, numbered
 from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
-from accel_state.devices.kinds import WITHOUT_STORAGE
+from accel_state.devices.kinds import WITHOUT_STORAGE, own_runtime_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
@@ -40,6 +41,8 @@ def save(
 ) -> None:
     """Save on the main process, once. Tensors of lazy devices are saved as they are on the CPU.
 
+    With such devices all ranks call it, since all execute what they have recorded.
+
     Args:
         obj: What to save; with `safe_serialization`, a dictionary from name to tensor.
         f: A path, replaced at once when complete; or an open binary file (not with `safe_serialization`).
@@ -49,6 +52,7 @@ def save(
     Raises:
         TypeError: safetensors were asked for, into an open file.
     """
+    _execute(obj)
     topology = runtime.current_or_single().topology
     if not (topology.is_local_main if save_on_each_node else topology.is_main):
         return
@@ -157,8 +161,23 @@ def save_state_parts(
 def _with_storages(data: Any) -> Any:
     """Copy the tensors of lazy devices to the CPU, if there are any; nothing can serialise them."""
     if any(_lacks_storage(leaf) for _, leaf in walk(data)):
-        return recursively_apply(torch.Tensor.cpu, data, test_type=_lacks_storage)
+        copies: dict[Any, Tensor] = {}  # tied tensors share memory in the copy, too
+
+        def copy(tensor: Tensor) -> Tensor:
+            key = tensor_memory(tensor)
+            if key not in copies:
+                copies[key] = tensor.detach().cpu().requires_grad_(tensor.requires_grad)
+            return copies[key]
+
+        return recursively_apply(copy, data, test_type=_lacks_storage)
     return data
+
+
+def _execute(data: Any) -> None:
+    """Execute what was recorded for tensors of a lazy device; a collective may be a part of it."""
+    device = next((leaf.device for _, leaf in walk(data) if _lacks_storage(leaf)), None)
+    if device is not None:
+        own_runtime_of(device).flush()
 
 
 def _lacks_storage(data: Any) -> bool:

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_ops.tree import recursively_apply
-from accel_ops.weights.tensors import id_tensor_storage
+from accel_ops.weights.tensors import tensor_memory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from accel_plugins.roles import StateDict
@@ -62,11 +62,9 @@ def _iter_copies(state: StateDict) -> Iterator[StateDict]:
     """Copy tensors to the CPU one by one; names of the same memory get one copy."""
     names: dict[Any, list[str]] = {}
     for name, value in state.items():
-        names.setdefault(_memory_of(value) if isinstance(value, torch.Tensor) else id(value), []).append(name)
+        names.setdefault(tensor_memory(value) if isinstance(value, torch.Tensor) else id(value), []).append(
+            name
+        )
     for group in names.values():
         value = state[group[0]]
         yield dict.fromkeys(group, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
-
-
-def _memory_of(tensor: Tensor) -> tuple[Any, ...]:
-    return id_tensor_storage(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
