@@ -28,13 +28,7 @@ class Table(ModuleType):
 
 
 def replace(name: str, before: object, after: object) -> None:
-    """Replace an object in each of our modules that has it under a name.
-
-    Args:
-        name: The name.
-        before: The object.
-        after: What takes its place.
-    """
+    """Replace an object in each of our modules that has it under a name."""
     for module in list(sys.modules.values()):
         top = getattr(module, "__name__", "").partition(".")[0]
         if (top == "accel" or top.startswith("accel_")) and vars(module).get(name, module) is before:
@@ -46,9 +40,6 @@ def attach(package: str) -> None:
 
     The stub, the file beside the module that ends in `.pyi`, is the one list of them: type checkers read it
     as it is. `__all__` has the public names without submodules.
-
-    Args:
-        package: The module's `__name__`.
     """
     module: Any = sys.modules[package]
     spec = module.__spec__
@@ -74,10 +65,6 @@ def attach(package: str) -> None:
 
 def exports_of(stub: str, package: str) -> dict[str, str]:
     r"""Return the names that a stub exports: those that it imports as themselves.
-
-    Args:
-        stub: The text of the stub.
-        package: The full name of the module that it describes.
 
     Returns:
         Name to the dotted module that defines it, or to that of a submodule with a trailing colon.

@@ -140,11 +140,7 @@ class AcceleratorState:
 
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
-        """Reset the shared state, for tests and sweeps.
-
-        Args:
-            reset_partial_state: Also reset `PartialState`.
-        """
+        """Reset the shared state, for tests and sweeps."""
         cls._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way

@@ -79,9 +79,6 @@ LIBRARIES: Mapping[str, Library] = {
 def is_installed(name: str) -> bool:
     """Return whether a library of the table is installed, in a version that is enough.
 
-    Args:
-        name: A key of `LIBRARIES`.
-
     Example:
         >>> is_installed("import_timer")
         False

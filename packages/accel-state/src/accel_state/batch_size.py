@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 def should_reduce_batch_size(exception: BaseException) -> bool:
     """Return whether an error means that device or host memory was too small.
 
-    Args:
-        exception: Any exception.
-
     Example:
         >>> should_reduce_batch_size(RuntimeError("CUDA out of memory. Tried to allocate 1 GiB"))
         True

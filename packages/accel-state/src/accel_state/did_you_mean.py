@@ -12,11 +12,6 @@ if TYPE_CHECKING:
 def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known name that is most similar to another; `None` if none is similar.
 
-    Args:
-        name: The unknown name.
-        known: The known names.
-        cutoff: The least similarity, as for `difflib.get_close_matches`.
-
     Example:
         >>> nearest("colour", ["color", "size"])
         'color'
@@ -25,13 +20,7 @@ def nearest(name: object, known: Iterable[str], *, cutoff: float = 0.6) -> str |
 
 
 def did_you_mean(name: object, known: Iterable[str], otherwise: str, *, cutoff: float = 0.6) -> str:
-    """Return a sentence that suggests the nearest known name.
-
-    Args:
-        name: The unknown name.
-        known: The known names.
-        otherwise: The sentence to return if no known name is near.
-        cutoff: The least similarity, as for `difflib.get_close_matches`.
+    """Return a sentence that suggests the nearest known name, or `otherwise` if none is near.
 
     Example:
         >>> did_you_mean("colour", ["color", "size"], "there are 'color' and 'size'.")

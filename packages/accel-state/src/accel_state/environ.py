@@ -38,11 +38,7 @@ def read() -> dict[str, str]:
 
 
 def publish(variables: Mapping[str, str]) -> None:
-    """Set variables for this process and its children, for libraries that read them.
-
-    Args:
-        variables: Names and values; those not named keep their value.
-    """
+    """Set variables for this process and its children, for libraries that read them."""
     os.environ.update(variables)
 
 
@@ -69,10 +65,6 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
     """Read the variable `key` as a truth value.
 
-    Args:
-        key: Name of the variable.
-        default: The answer when it is not set.
-
     Raises:
         SettingsError: It is set to something that is not a truth value.
 
@@ -91,10 +83,6 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
     """Read the variable `key` as it is.
-
-    Args:
-        key: Name of the variable.
-        default: The answer when it is not set.
 
     Example:
         >>> parse_choice_from_env("SURELY_NOT_SET")
@@ -176,12 +164,6 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     one class what `setUp`, `setup_method` and their likes set is kept, until the matching teardown.
     Variables that existed before keep their value; other variables are left alone.
 
-    Args:
-        func_or_cls: A function, a coroutine function, or a class.
-
-    Returns:
-        The wrapped function, or the same class.
-
     Example:
         >>> @purge_accelerate_environment
         ... def configure():
@@ -210,9 +192,6 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
 def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
     r"""Write variables as lines for an environment file, leaving out what such a file cannot hold.
 
-    Args:
-        current_env: Names and values.
-
     Returns:
         `NAME=value` with a line end, one per variable. A variable whose name or value is empty, or holds
         white space, a line end, `;`, `<` or `>`, or whose name holds `=`, is left out with a warning.
@@ -235,12 +214,6 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Return which of these libraries this process has imported.
-
-    Args:
-        *library_names: Names of modules.
-
-    Returns:
-        The imported ones, in the order of the arguments.
 
     Example:
         >>> are_libraries_initialized("sys", "surely_not_imported")

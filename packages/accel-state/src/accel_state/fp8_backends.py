@@ -120,12 +120,6 @@ def choose_backend(
 ) -> Fp8Backend:
     """Return the backend of a run: the one that was named, else the first that is installed and can run.
 
-    Args:
-        named: A key of `BY_NAME`; `None` if nobody said.
-        device: Where models compute.
-        emulate: As in `why_unusable`.
-        installed: Names of the backends that are installed; looks for them if `None`.
-
     Raises:
         MissingDependencyError: The one that was named, or all of them, are not installed.
         UnsupportedError: The device cannot do it.

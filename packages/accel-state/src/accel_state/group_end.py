@@ -45,9 +45,6 @@ def destroy(group: Any = None) -> None:
 
     While an exception is handled or on its way, ranks may never answer: collectives are aborted where the
     backend can do that, and what is not done after a second is left to the end of the process.
-
-    Args:
-        group: The process group.
     """
     if sys.exc_info()[0] is None or group is not None:
         dist.destroy_process_group(group)

@@ -99,9 +99,6 @@ def transport_errors_explained(operation: str) -> Generator[None]:
 
     Unlike a `collective_scope` it is no collective: the collectives inside are recorded.
 
-    Args:
-        operation: Name of the operation, for the message.
-
     Raises:
         StalledCollectiveError: In place of the transport's error when a collective timed out.
         DistributedOperationException: In place of another error of the transport.
@@ -119,8 +116,6 @@ class HangMonitor:
 
     Args:
         store: A connection to the job's store of its own.
-        rank: Index of this process.
-        world_size: Number of processes.
         limit: Seconds after which the backend gives up on a collective.
         asynchronous: Whether collectives return before they are done, as on GPUs, so that a process that
             waits for them may be anywhere.
@@ -280,11 +275,7 @@ class HangMonitor:
             )
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
-        """Return the last status of ranks, in two requests if all have one; `None` for a rank without one.
-
-        Args:
-            ranks: The ranks.
-        """
+        """Return the last status of ranks, in two requests if all have one; `None` for a rank without one."""
         absent = set(absent_keys(self._store, [f"{rank}" for rank in ranks]))
         present = [f"{rank}" for rank in ranks if f"{rank}" not in absent]
         found = dict(zip(present, get_all(self._store, present), strict=True))
@@ -308,15 +299,7 @@ def active() -> HangMonitor | None:
 
 
 def begin(store: Any, *, rank: int, world_size: int, limit: timedelta, asynchronous: bool = False) -> None:
-    """Start to monitor this rank if there are several.
-
-    Args:
-        store: The default store of the process group; a connection of its own is made to it.
-        rank: Index of this process.
-        world_size: Number of processes.
-        limit: After how long the backend gives up on a collective.
-        asynchronous: Whether collectives return before they are done, as on GPUs.
-    """
+    """Start to monitor this rank if there are several."""
     global _active  # noqa: PLW0603 - one process has one monitor, and `collective_scope` must find it in no time
     end()
     if world_size == 1:

@@ -12,11 +12,6 @@ if TYPE_CHECKING:
 def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (), title: str = "") -> str:
     """Write rows as an HTML table.
 
-    Args:
-        rows: The cells of each row.
-        head: The titles of the columns; empty for none.
-        title: A line above; empty for none.
-
     Example:
         >>> html_table([("a", "<b>")], head=("name", "value"))
         '<table><thead><tr><th>name</th><th>value</th></tr></thead><tbody><tr><td>a</td><td>&lt;b&gt;</td></tr></tbody></table>'

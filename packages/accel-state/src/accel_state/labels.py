@@ -197,20 +197,9 @@ def distributed_type_of(
 
 
 TORCH_DISTRIBUTED_OPERATION_TYPES = [
-    "DEEPSPEED",
-    "MULTI_GPU",
-    "FSDP",
-    "MEGATRON_LM",
-    "TP",
-    "MULTI_NPU",
-    "MULTI_MLU",
-    "MULTI_SDAA",
-    "MULTI_MUSA",
-    "MULTI_XPU",
-    "MULTI_CPU",
-    "MULTI_HPU",
-    "MULTI_NEURON",
-]
+    "DEEPSPEED", "MULTI_GPU", "FSDP", "MEGATRON_LM", "TP", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA",
+    "MULTI_MUSA", "MULTI_XPU", "MULTI_CPU", "MULTI_HPU", "MULTI_NEURON",
+]  # fmt: skip
 """What runs are called whose processes `torch.distributed` connects."""
 
 

@@ -21,10 +21,6 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
     Every method of a logger takes two more arguments: `main_process_only` (default `True`) and, with
     `main_process_only=False`, `in_order` (default `False`), which lets ranks log one after the other;
     then all processes must make the call. It works before any state exists, too.
-
-    Args:
-        logger: The logger behind it.
-        extra: As of `logging.LoggerAdapter`.
     """
 
     def __init__(self, logger: logging.Logger, extra: Mapping[str, object] | None = None) -> None:
@@ -62,12 +58,7 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
             self.logger.log(level, message, *args, **options)
 
     def warning_once(self, *args: Any, **kwargs: Any) -> None:
-        """Log a warning once for the same arguments.
-
-        Args:
-            *args: As of `warning`.
-            **kwargs: As of `warning`.
-        """
+        """Log a warning once for the same arguments."""
         key: Hashable = (args, tuple(sorted(kwargs.items())))
         if key not in self._logged:
             self._logged.add(key)

@@ -316,12 +316,7 @@ class PartialState:
         return nullcontext(shard)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per node, as the built-in `print` does.
-
-        Args:
-            *args: What to print.
-            **kwargs: As of `print`.
-        """
+        """Print once per node, as the built-in `print` does."""
         if self.is_local_main_process:
             builtins.print(*args, **kwargs)  # noqa: T201 - it is what was asked for
 

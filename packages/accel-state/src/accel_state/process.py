@@ -19,10 +19,6 @@ R = TypeVar("R")
 def only_if(condition: bool, function: Callable[P, R]) -> Callable[P, R | None]:
     """Return the function itself, or one of the same name that does nothing.
 
-    Args:
-        condition: Whether this rank shall run it.
-        function: Any callable.
-
     Example:
         >>> only_if(False, len)([1, 2]) is None
         True
@@ -58,11 +54,6 @@ def goes_first(first: bool, barrier: Callable[[], None]) -> Generator[None]:
 def shard_bounds(length: int, num_shards: int, index: int) -> tuple[int, int]:
     """Return where one shard of a sequence begins and ends; the first shards may be one longer.
 
-    Args:
-        length: Number of items.
-        num_shards: Number of shards.
-        index: Index of the shard, from 0.
-
     Example:
         >>> [shard_bounds(5, 3, i) for i in range(3)]
         [(0, 2), (2, 4), (4, 5)]
@@ -74,12 +65,6 @@ def shard_bounds(length: int, num_shards: int, index: int) -> tuple[int, int]:
 
 def shard_inputs(inputs: Any, num_shards: int, index: int, *, apply_padding: bool = False) -> Any:
     """Return one rank's shard of some data.
-
-    Args:
-        inputs: A list, tuple, tensor, numpy array, `datasets.Dataset`, or a dict of such, all equally long.
-        num_shards: Number of processes.
-        index: The rank.
-        apply_padding: Repeat the last item of `inputs` so that all shards are equally long.
 
     Raises:
         ValueError: The values of a dict are not equally long.

@@ -28,7 +28,6 @@ class RankStatus:
     """The last status that one rank posted.
 
     Args:
-        rank: Index of the process.
         heartbeat: Number of posts; it stops when the process is gone.
         location: File and line of the user's program, such as `train.py:88`.
         source: The source line there, or the name of the operation.
@@ -60,9 +59,6 @@ def call_site(frame: FrameType | None) -> tuple[CodeType, int] | None:
 
     Frames of accel, torch and the standard library are passed over. Costs about a tenth of a microsecond
     per frame; `source_location` turns the answer into text when it is needed.
-
-    Args:
-        frame: Where to begin.
 
     Returns:
         The code and the offset of the instruction in it, or `None` without a frame.
@@ -149,9 +145,6 @@ def _describe(status: RankStatus | None, *, silent: bool) -> tuple[str, str]:
 
 def format_ranks(ranks: Sequence[int]) -> str:
     """Format ranks in ascending order.
-
-    Args:
-        ranks: One or more.
 
     Example:
         >>> format_ranks([3]), format_ranks([0, 1, 2, 5])

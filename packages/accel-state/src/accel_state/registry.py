@@ -76,15 +76,7 @@ class Registry(Generic[Row]):
         return {**found, **self.built_in}
 
     def find(self, name: str, *, source: str | None = None) -> Row:
-        """Return one row.
-
-        Args:
-            name: A key of `available()`.
-            source: Where the name was written, for the message.
-
-        Raises:
-            SettingsError: There is no such row.
-        """
+        """Return one row."""
         found = self.available()
         if name not in found:
             hint = did_you_mean(name, found, "")

@@ -89,17 +89,7 @@ def read_json(
     limit: int = JSON_LIMIT,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> Any:
-    """Read a JSON file.
-
-    Args:
-        path: The file.
-        what: What it should be, for the message.
-        limit: The bytes that it may have.
-        error: The exception to raise if it is no regular file, larger, or not JSON.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Read a JSON file."""
     return parse_json(read_regular(path, limit=limit, error=error), path, what=what, error=error)
 
 
@@ -112,13 +102,6 @@ def parse_json(
     **how: Any,
 ) -> Any:
     """Parse JSON, however deep.
-
-    Args:
-        text: The text; bytes are UTF-8.
-        path: Where it comes from, for the message.
-        what: What it should be, for the message.
-        error: The exception to raise if it is something else.
-        **how: More arguments of `json.loads`.
 
     Example:
         >>> parse_json("[" * 100_000, "a.json")

@@ -110,10 +110,6 @@ def synchronize_rng_states(
 def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None) -> RngSource:
     """Return the generator of a type.
 
-    Args:
-        rng_type: A value of `RNGType`.
-        generator: The generator, for `"generator"`.
-
     Raises:
         SettingsError: There is no such type, or no device for it, or no generator.
 

@@ -69,19 +69,10 @@ class Runtime:
 _SINGLE = Runtime()
 _current: Runtime | None = None
 
-GROUP_OPTIONS = frozenset(
-    {
-        "backend",
-        "init_method",
-        "timeout",
-        "world_size",
-        "rank",
-        "store",
-        "group_name",
-        "pg_options",
-        "device_id",
-    }
-)
+GROUP_OPTIONS = frozenset({
+    "backend", "init_method", "timeout", "world_size", "rank", "store", "group_name", "pg_options",
+    "device_id",
+})  # fmt: skip
 """What `init` passes on to `torch.distributed.init_process_group`."""
 
 
@@ -90,19 +81,10 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
 
     A default process group that exists already is used as it is.
 
-    Args:
-        settings: The settings of the run.
-        variables: The environment, with the variables of the launcher.
-        cpu: Compute on the CPU, also if there is an accelerator.
-        **group: Options of `torch.distributed.init_process_group`.
-
     Raises:
         SettingsError: The launcher's variables contradict each other, there are fewer devices than
             processes, or the backend cannot serve the device.
         TypeError: `group` holds something that is no such option.
-
-    Returns:
-        The runtime, which `current` returns from now on.
     """
     global _current  # noqa: PLW0603 - the one runtime of a process
     unknown = sorted(set(group) - GROUP_OPTIONS)
@@ -168,14 +150,7 @@ def reset() -> None:
 
 
 def set_collective_timeout(timeout: timedelta) -> None:
-    """Set the timeout of collectives of the default group.
-
-    Args:
-        timeout: The new timeout.
-
-    Raises:
-        TypeError: It is no `timedelta`.
-    """
+    """Set the timeout of collectives of the default group."""
     _check_timeout(timeout)
     set_group_timeout(timeout)
     _monitor(current(), timeout)

@@ -12,11 +12,7 @@ if TYPE_CHECKING:
 
 
 def clone_store(store: Any) -> Any:
-    """Open a second connection to a store, for another thread; a waiting request blocks the first.
-
-    Args:
-        store: The store of the process group.
-    """
+    """Open a second connection to a store, for another thread; a waiting request blocks the first."""
     if hasattr(store, "clone"):
         return store.clone()
     while isinstance(store, PrefixStore):
@@ -28,10 +24,6 @@ def clone_store(store: Any) -> Any:
 
 def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
     """Return the keys that are not in a store: one request if none is absent, else some log(n) for each.
-
-    Args:
-        store: Any store.
-        keys: The keys to check.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -49,12 +41,7 @@ def absent_keys(store: Any, keys: Sequence[str]) -> list[str]:
 
 
 def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that are all in a store, in one request where the store can.
-
-    Args:
-        store: Any store.
-        keys: The keys to get.
-    """
+    """Return the values of keys that are all in a store, in one request where the store can."""
     if not keys:
         return []
     if store.has_extended_api():

@@ -163,11 +163,7 @@ _overrides: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
 
 
 def device_streams(device: torch.device) -> DeviceStreams | None:
-    """Return the streams of a device, or None if it has none and every copy is done when it returns.
-
-    Args:
-        device: Any device.
-    """
+    """Return the streams of a device, or None if it has none and every copy is done when it returns."""
     if device == _CPU and not _overrides:
         return None  # called for every logged value, and reading `device.type` takes as long as all of this
     kind = device.type
@@ -178,11 +174,7 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Block the host until a device has done all its work, whether or not it has streams.
-
-    Args:
-        device: Any device; on the CPU there is nothing to wait for.
-    """
+    """Block the host until a device has done all its work, whether or not it has streams."""
     streams = device_streams(device)
     if streams is not None:
         streams.synchronize()
@@ -194,12 +186,7 @@ def synchronize(device: torch.device) -> None:
 def override_streams(
     device_type: str, make: Callable[[torch.device], DeviceStreams | None]
 ) -> Generator[None]:
-    """Replace the streams of a device type within a block. For tests.
-
-    Args:
-        device_type: Such as `"cpu"`.
-        make: Called by `device_streams` instead of its own choice.
-    """
+    """Replace the streams of a device type within a block. For tests."""
     before = _overrides.get(device_type)
     _overrides[device_type] = make
     try:

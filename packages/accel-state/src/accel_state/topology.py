@@ -60,25 +60,10 @@ class Topology:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """The address of a job's rendezvous.
-
-    Args:
-        address: Host name or IP address of node 0.
-        port: TCP port there.
-    """
+    """The address of a job's rendezvous."""
 
     address: str
     port: int
-
-
-def _no_rendezvous(environ: Mapping[str, str]) -> str | None:
-    del environ
-    return None
-
-
-def _always(environ: Mapping[str, str]) -> bool:
-    del environ
-    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +88,8 @@ class LauncherEnvironment:
     local_rank: str
     local_world_size: str
     node: str | None = None
-    applies: Callable[[Mapping[str, str]], bool] = _always
-    address: Callable[[Mapping[str, str]], str | None] = _no_rendezvous
+    applies: Callable[[Mapping[str, str]], bool] = lambda _: True
+    address: Callable[[Mapping[str, str]], str | None] = lambda _: None
     job: str | None = None
 
 
@@ -120,9 +105,6 @@ def _inside_srun(environ: Mapping[str, str]) -> bool:
 
 def first_host(nodelist: str) -> str | None:
     """Return the first host of a Slurm node list.
-
-    Args:
-        nodelist: As in `SLURM_STEP_NODELIST`, possibly abbreviated.
 
     Example:
         >>> first_host("gpu[07-09,12],login1")
@@ -184,9 +166,6 @@ LAUNCHERS: tuple[LauncherEnvironment, ...] = (
 def detect(environ: Mapping[str, str]) -> Topology:
     """Detect rank, world size and nodes from the variables of the launcher.
 
-    Args:
-        environ: The process environment, or a copy of it.
-
     Raises:
         SettingsError: If a launcher's variables are there but no whole numbers, or contradict each other.
 
@@ -229,10 +208,6 @@ def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
     """Return the rendezvous of this job.
 
     `MASTER_ADDR` and `MASTER_PORT` take precedence over the launcher's variables.
-
-    Args:
-        environ: The process environment.
-        topology: The result of `detect`.
 
     Raises:
         SettingsError: If rank 0's address is unknown, as under MPI on several nodes.
@@ -300,14 +275,7 @@ def _local_world_size(environ: Mapping[str, str], row: LauncherEnvironment, worl
 
 @dataclass(slots=True)
 class CPUInformation:
-    """Rank and world size of this process, as `get_cpu_distributed_information` returns them.
-
-    Args:
-        rank: Index of this process among all, from 0.
-        world_size: Number of processes.
-        local_rank: Index of this process on its node, from 0.
-        local_world_size: Number of processes of its node.
-    """
+    """Rank and world size of this process, as `get_cpu_distributed_information` returns them."""
 
     rank: int = 0
     world_size: int = 1

@@ -18,9 +18,6 @@ _NCCL_STALL = re.compile(r"timed? ?out|connection|remote|peer|system error|abort
 def is_transport_error(error: BaseException | None) -> bool:
     """Return whether an error was raised by a process-group backend or by the store.
 
-    Args:
-        error: Any error.
-
     Example:
         >>> is_transport_error(RuntimeError("request timed out"))
         False
@@ -32,9 +29,6 @@ def is_transport_error(error: BaseException | None) -> bool:
 
 def is_stall(error: BaseException) -> bool:
     """Return whether a transport error means that another rank did not take part, not that ranks disagree.
-
-    Args:
-        error: One for which `is_transport_error` holds.
 
     Example:
         >>> is_stall(RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:464] 8 vs 4"))
@@ -48,9 +42,6 @@ def is_stall(error: BaseException) -> bool:
 
 def first_sentence(error: BaseException) -> str:
     """Return the message of a transport error, without its source location and advice.
-
-    Args:
-        error: Any error.
 
     Example:
         >>> first_sentence(RuntimeError("[/gloo/transport/tcp/pair.cc:561] Read error. Look elsewhere"))

@@ -87,9 +87,6 @@ def is_torch_version(operation: str, version: str) -> bool:
 def installed_version(distribution: str) -> Version:
     """Return the version of an installed distribution.
 
-    Args:
-        distribution: Its name on the package index.
-
     Raises:
         MissingDependencyError: It is not installed.
 

@@ -57,11 +57,7 @@ _CHUNK_RANKS = 16
 
 
 class TorchCollectives:
-    """The collectives of the default process group; see `Collectives` for their contracts.
-
-    Args:
-        device: The device of this process.
-    """
+    """The collectives of the default process group; see `Collectives` for their contracts."""
 
     __slots__ = ("_device", "_device_types", "_rows", "_sent", "chunk_bytes", "rank", "world_size")
 
@@ -236,11 +232,7 @@ class _Same:
 
 
 def group_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of collectives of the backend of a device.
-
-    Args:
-        device: The device of the tensors.
-    """
+    """Return the timeout of collectives of the backend of a device."""
     try:
         return _default_group()._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # backends of third parties have no such option

@@ -72,9 +72,6 @@ def near_cores(address: str, devices: Path = _SYSFS) -> set[int]:
 def parse_cores(text: str) -> set[int]:
     """Read a list of cores as the kernel writes it.
 
-    Args:
-        text: Such as `"0-3,8"`.
-
     Example:
         >>> sorted(parse_cores("0-3,8"))
         [0, 1, 2, 3, 8]

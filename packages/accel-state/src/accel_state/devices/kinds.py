@@ -174,9 +174,6 @@ def available_kind() -> DeviceKind:
 def kind_of(device: torch.device) -> DeviceKind:
     """The family that a device belongs to.
 
-    Args:
-        device: Any device; its index does not matter.
-
     Raises:
         ValueError: No family has devices of this type.
 
@@ -194,9 +191,6 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 def own_runtime_of(device: torch.device) -> Any:
     """The module that stands for `torch.<type>` of a device that torch does not know; `None` for any other.
-
-    Args:
-        device: Any device.
 
     Example:
         >>> import torch

@@ -57,11 +57,6 @@ def choose_device(
 def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> torch.device:
     """The device of a family for one of the processes of a machine.
 
-    Args:
-        kind: The family.
-        local_rank: Local rank of this process.
-        local_world_size: Number of processes on this node.
-
     Returns:
         A device with an index, where the family numbers its devices: that of the local rank, or the one that
         the caller has made current already if this process is the only one on its node.
@@ -87,11 +82,7 @@ def default_device(kind: DeviceKind, local_rank: int, local_world_size: int) -> 
 
 
 def set_current_device(device: torch.device) -> None:
-    """Make a device the current one of its family, so that its kernels and collectives use it.
-
-    Args:
-        device: Any device; one of a family without numbers is left alone.
-    """
+    """Make a device the current one of its family; leave one of a family without numbers alone."""
     set_device = getattr(kind_of(device).module, "set_device", None)
     if device.index is not None and device.type not in SINGLE_DEVICE_TYPES and set_device is not None:
         set_device(device)

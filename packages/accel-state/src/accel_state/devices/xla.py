@@ -50,10 +50,6 @@ def library() -> Any:
 def check_versions(torch_version: str, xla_version: str) -> None:
     """Refuse a torch and a torch_xla that do not belong together.
 
-    Args:
-        torch_version: As installed.
-        xla_version: As installed.
-
     Raises:
         MissingDependencyError: Their first two numbers differ.
 
@@ -71,9 +67,6 @@ def check_versions(torch_version: str, xla_version: str) -> None:
 
 def topology(launched: Topology) -> Topology:
     """Return the ranks that PJRT knows: one for every device, or for every host where no launcher ran.
-
-    Args:
-        launched: What the launcher's variables say.
 
     Raises:
         SettingsError: They say something else; or torch_xla runs several ranks as threads of one process.
@@ -151,11 +144,7 @@ def flush() -> None:
 
 
 def synchronize(device: torch.device | None = None) -> None:
-    """Execute what was recorded, and wait until it is done.
-
-    Args:
-        device: Not used: every device of the process is waited for.
-    """
+    """Execute what was recorded on every device of the process, and wait until it is done."""
     del device
     library().sync(wait=True)
     import_module("torch_xla.core.xla_model").wait_device_ops()
@@ -199,11 +188,7 @@ def start(*, spmd: bool) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed the device's generator; before `start` the seed is only remembered, and no device used.
-
-    Args:
-        seed: Any whole number.
-    """
+    """Seed the device's generator; before `start` the seed is only remembered, and no device used."""
     _use.seed = seed
     if _use.started:
         library().manual_seed(seed)
@@ -217,9 +202,5 @@ def get_rng_state() -> Tensor:
 
 
 def set_rng_state(state: Tensor) -> None:
-    """Set the seed of the device's generator.
-
-    Args:
-        state: The result of `get_rng_state`.
-    """
+    """Set the seed of the device's generator."""
     manual_seed_all(int.from_bytes(state.numpy().tobytes(), sys.byteorder))

@@ -26,9 +26,6 @@ SPLIT_VARIABLES: Mapping[str, tuple[str, ...]] = {
 def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     """Read every documented variable that is set.
 
-    Args:
-        environ: The environment, or a copy of it.
-
     Returns:
         Path to value and origin. An empty variable counts as unset.
 
@@ -52,9 +49,6 @@ def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
 def from_environ(environ: Mapping[str, str]) -> Settings:
     """Read the settings of a process from its environment.
-
-    Args:
-        environ: The environment, as `accel_state.environ.read()` copies it.
 
     Raises:
         SettingsError: A variable cannot be read, or two ask for different engines; the message names them.
@@ -88,10 +82,6 @@ def to_environ(settings: Settings) -> dict[str, str]:
 
 def worker_environ(settings: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     """Make the environment of a worker: that of its launcher, with the variables of settings replaced.
-
-    Args:
-        settings: The settings of the worker.
-        environ: The environment of the launcher.
 
     Example:
         >>> worker_environ(Settings(), {"HOME": "/root", "ACCELERATE_USE_CPU": "1"})

@@ -46,12 +46,6 @@ def default_config_file(environ: Mapping[str, str]) -> Path | None:
 
     It lies in `accelerate/` below `$HF_HOME`, else below `$XDG_CACHE_HOME/huggingface`, else below
     `~/.cache/huggingface`, and is YAML or JSON.
-
-    Args:
-        environ: The environment, or a copy of it.
-
-    Returns:
-        The file, or None if there is none.
     """
     folder = default_config_folder(environ)
     return next((folder / name for name in FILE_NAMES if (folder / name).is_file()), None)

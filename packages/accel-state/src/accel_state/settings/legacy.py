@@ -36,7 +36,6 @@ class Translation:
     """A config file in the present format.
 
     Args:
-        content: The top-level table.
         notes: What was translated, a clause for each.
     """
 
@@ -46,9 +45,6 @@ class Translation:
 
 def translate(content: Mapping[str, Any]) -> Translation:
     """Translate the table of a config file to the present format; entries in that format stay.
-
-    Args:
-        content: The file's top-level table; not changed.
 
     Example:
         >>> translate({"fp16": True}).notes

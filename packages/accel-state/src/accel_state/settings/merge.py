@@ -73,12 +73,6 @@ class Merged:
 def parse(option: Option, text: str, layer: Layer, origin: str) -> SourcedValue | None:
     """Parse the text of an option.
 
-    Args:
-        option: A row of `OPTIONS`.
-        text: The text. An empty one means not given, as in a shell's `NAME= command`.
-        layer: The kind of source.
-        origin: The source as messages name it.
-
     Returns:
         The value and its origin, or None if the text stands for "not given".
 

@@ -85,10 +85,6 @@ IMPLICIT_SECTIONS: Mapping[str, type[Fp8Settings]] = {"fp8": Fp8Settings}
 def value_at(settings: Settings, path: str) -> object:
     """The value of a path; of a section alone whether it is there; None in a section that is not.
 
-    Args:
-        settings: Where to look.
-        path: The path of an `Option`.
-
     Example:
         >>> value_at(Settings(fsdp=FsdpSettings(fsdp_version=2)), "fsdp.fsdp_version")
         2

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+
+from accel_state.settings.parsing import boolean, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -80,6 +82,9 @@ def setting(
 ) -> Any:
     """Declare a field of a section with its row.
 
+    What the row leaves out follows: a boolean field is parsed as one, and its flag takes no value if
+    the field cannot be None; `choices` are parsed in any case.
+
     Args:
         derive: Makes values of the row from the field's name; those in `row` win.
         default: The field's default.
@@ -90,18 +95,28 @@ def setting(
     return field(default=default, repr=repr, metadata=metadata)
 
 
-def rows_of(section: str, kind: type[Any], *, topic: str) -> tuple[Option, ...]:
-    """Return the rows of a section, in the order of its fields.
+def spelled(name: str, table: str, *, variable: str | None = None, **row: Any) -> dict[str, Any]:
+    """Return the row of a setting that has one name as variable, as flag, and as key in a table."""
+    return {"variable": variable or name.upper(), "flags": (f"--{name}",), "key": f"{table}.{name}", **row}
 
-    Args:
-        section: The field of `Settings`.
-        kind: Its type, whose fields are made by `setting`.
-        topic: The heading under which help and reference show the rows.
-    """
-    return tuple(
-        Option(path=f"{section}.{one.name}", topic=topic, **one.metadata["row"](one.name))
-        for one in fields(kind)
-    )
+
+def rows_of(section: str, kind: type[Any], *, topic: str) -> tuple[Option, ...]:
+    """Return the rows of a section, in the order of its fields."""
+    return tuple(_row_of(section, one, topic) for one in fields(kind))
+
+
+def _row_of(section: str, one: Field[Any], topic: str) -> Option:
+    row: dict[str, Any] = one.metadata["row"](one.name)
+    implied: dict[str, Any] = {"parse": one_of(*row["choices"])} if "choices" in row else {}
+    if str(one.type).startswith("bool"):
+        implied = {"parse": boolean, "const": "true" if one.type == "bool" else None}
+    return Option(path=f"{section}.{one.name}", topic=topic, **{**implied, **row})
+
+
+def switch(section: str, name: str, **row: Any) -> Option:
+    """Make the row that turns on an optional section; `name` is that of its flag and variable."""
+    variable, flags = f"ACCELERATE_USE_{name.upper()}", (f"--use_{name}",)
+    return Option(path=section, parse=boolean, const="true", variable=variable, flags=flags, **row)
 
 
 def documented(kind: type[_Section]) -> type[_Section]:

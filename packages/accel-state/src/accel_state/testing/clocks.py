@@ -67,12 +67,7 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two accesses to one storage, one of them a write, that nothing orders.
-
-    Args:
-        first: The access that was issued first, with its place in the code.
-        second: The other one.
-    """
+    """Two accesses to one storage, one of them a write, that nothing orders."""
 
     first: str
     second: str

@@ -64,10 +64,6 @@ class Pool:
     def take(self, nbytes: int, owner: Actor) -> tuple[Block, Tensor]:
         """Hand out memory.
 
-        Args:
-            nbytes: How many bytes.
-            owner: Whose pool to take it from.
-
         Returns:
             The block, and a uint8 tensor of shape `(nbytes,)` on whose end the block is freed.
         """

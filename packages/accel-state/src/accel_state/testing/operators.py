@@ -29,11 +29,7 @@ _parse_to = _torch_c._nn._parse_to
 
 
 class OperatorMode(TorchDispatchMode):
-    """Tell a device about all operators of this thread.
-
-    Args:
-        device: Whom.
-    """
+    """Tell a device about all operators of this thread."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()
@@ -66,11 +62,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 class TransferMode(TorchFunctionMode):
-    """Give `pin_memory`, `is_pinned` and `to` of this thread's tensors the meaning they have with a device.
-
-    Args:
-        device: Which one.
-    """
+    """Give `pin_memory`, `is_pinned` and `to` of this thread the meaning they have with a device."""
 
     def __init__(self, device: LateDevice) -> None:
         super().__init__()

@@ -85,9 +85,6 @@ def storage_id(tensor: Tensor) -> int:
 def byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the first byte of a strided tensor in its storage and the first after it.
 
-    Args:
-        tensor: Of any strides.
-
     Example:
         >>> byte_range(torch.zeros(4, 4)[1:3, :2])
         (16, 40)

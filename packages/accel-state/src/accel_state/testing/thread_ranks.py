@@ -62,9 +62,6 @@ class ThreadRanks:
     def run(self, body: Callable[[int], Any]) -> list[Any]:
         """Run a function on every rank.
 
-        Args:
-            body: Called with the rank.
-
         Returns:
             What each rank returned, or the exception that it raised.
         """
@@ -81,11 +78,6 @@ class ThreadRanks:
 
     def exchange(self, rank: int, name: str, value: Any) -> list[Any]:
         """Return the values of all ranks, each a copy, once all are in the same collective.
-
-        Args:
-            rank: The calling rank.
-            name: Of the collective.
-            value: Of this rank.
 
         Raises:
             AssertionError: Ranks are in different collectives.
@@ -125,12 +117,7 @@ class ThreadRanks:
 
 
 class ThreadCollectives:
-    """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks.
-
-    Args:
-        rank: Of this thread.
-        ranks: All of them.
-    """
+    """`Collectives` between the threads of `ThreadRanks`; each call waits for all ranks."""
 
     def __init__(self, rank: int, ranks: ThreadRanks) -> None:
         self.rank = rank

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accel_state.settings.option import Answers, Option, documented, rows_of, setting
-from accel_state.settings.parsing import boolean, integer, number, one_of, optional
+from accel_state.settings.option import Answers, documented, rows_of, setting, spelled, switch
+from accel_state.settings.parsing import integer, number, optional
 from accel_state.settings.sections.launch import is_local, several_machines
 
 _DEVICES = ("none", "cpu", "nvme")
@@ -35,13 +35,8 @@ def _among_machines(answers: Answers) -> bool:
 
 def _row(help: str, *, long: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
     def derive(field: str) -> dict[str, Any]:
-        name = long or field
-        return {
-            "variable": f"ACCELERATE_{'' if long else 'DEEPSPEED_'}{name.upper()}",
-            "key": f"deepspeed_config.{name}",
-            "flags": (f"--{name}",),
-            "ask_if": _on,
-        }
+        variable = f"ACCELERATE_{'' if long else 'DEEPSPEED_'}{(long or field).upper()}"
+        return spelled(long or field, "deepspeed_config", variable=variable, ask_if=_on)
 
     return setting(derive, help=help, **more)
 
@@ -82,14 +77,12 @@ class DeepSpeedSettings:
     )
     offload_optimizer_device: str | None = _row(
         "Device to which optimizer state is offloaded; none: it stays on the GPU.",
-        parse=one_of(*_DEVICES),
         choices=_DEVICES,
         question="To which device is optimizer state offloaded? (none: it stays on the GPU)",
         ask_if=_is_zero,
     )
     offload_param_device: str | None = _row(
         "Device to which parameters are offloaded, with stage 3; none: they stay on the GPU.",
-        parse=one_of(*_DEVICES),
         choices=_DEVICES,
         question="To which device are parameters offloaded? (none: they stay on the GPU)",
         ask_if=lambda answers: _is_zero(answers) and answers("deepspeed.zero_stage") == 3,
@@ -116,13 +109,11 @@ class DeepSpeedSettings:
     zero3_init_flag: bool | None = _row(
         "Shard models while they are constructed, with stage 3 (deepspeed.zero.Init).",
         variable="ACCELERATE_DEEPSPEED_ZERO3_INIT",
-        parse=boolean,
         question="Shard models while they are constructed? (deepspeed.zero.Init)",
         ask_if=_stage_three,
     )
     zero3_save_16bit_model: bool | None = _row(
         "Gather sharded weights into a full state dict when a model is saved, with stage 3.",
-        parse=boolean,
         question="Gather sharded weights into a full state dict when a model is saved?",
         ask_if=lambda answers: _without_file(answers) and _stage_three(answers),
     )
@@ -141,7 +132,6 @@ class HostSettings:
 
     launcher: str | None = _hosts(
         "Program that starts workers on the other nodes.",
-        parse=one_of(*_LAUNCHERS),
         choices=_LAUNCHERS,
         question="What starts processes on the other machines? (standard: you do, with this command)",
         ask_if=_among_machines,
@@ -168,14 +158,11 @@ class HostSettings:
 
 
 DEEPSPEED = (
-    Option(
-        path="deepspeed",
+    switch(
+        "deepspeed",
+        "deepspeed",
         help="Train with DeepSpeed.",
         topic="DeepSpeed",
-        parse=boolean,
-        variable="ACCELERATE_USE_DEEPSPEED",
-        flags=("--use_deepspeed",),
-        const="true",
         question="Train with DeepSpeed?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") not in {"NO", "XLA"},
     ),

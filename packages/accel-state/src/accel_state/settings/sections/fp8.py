@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.settings.option import Answers, documented, rows_of, setting
-from accel_state.settings.parsing import boolean, booleans, integer, one_of
+from accel_state.settings.parsing import booleans, integer
 
 _BACKENDS = ("AO", "TE", "MSAMP")
 _FORMATS = ("HYBRID", "E4M3", "E5M2")
@@ -42,14 +42,12 @@ class Fp8Settings:
 
     backend: str | None = _row(
         "What multiplies matrices in eight bits: torchao, transformer-engine or MS-AMP.",
-        parse=one_of(*_BACKENDS),
         choices=_BACKENDS,
         question="What multiplies matrices in eight bits? (AO: torchao, TE: transformer-engine)",
         ask_if=_on,
     )
     use_autocast_during_eval: bool | None = _row(
         "TE: use FP8 in evaluation, too.",
-        parse=boolean,
         const="true",
         question="Use FP8 in evaluation, too?",
         ask_if=_with("TE"),
@@ -68,7 +66,6 @@ class Fp8Settings:
     )
     fp8_format: str | None = _row(
         "TE: the format of numbers; HYBRID: E4M3 forward and E5M2 backward.",
-        parse=one_of(*_FORMATS),
         choices=_FORMATS,
         question="In which format? (HYBRID: E4M3 forward and E5M2 backward)",
         ask_if=_with("TE"),
@@ -82,7 +79,6 @@ class Fp8Settings:
     )
     amax_compute_algo: str | None = _row(
         "TE: which of them counts.",
-        parse=one_of(*_ALGORITHMS),
         choices=_ALGORITHMS,
         key_aliases=("fp8_config.fp8_amax_compute_algo", "fp8_config.amax_compute_algorithm"),
         question="Which of them counts?",
@@ -97,29 +93,25 @@ class Fp8Settings:
     )
     use_mxfp8_block_scaling: bool | None = _row(
         "TE: give every block of 32 values a scale of its own.",
-        parse=boolean,
         question="Give every block of 32 values a scale of its own?",
         ask_if=_with("TE"),
     )
     opt_level: str | None = _row(
         "MS-AMP: what is in eight bits; O2: optimizer state as well.",
-        parse=one_of(*_LEVELS),
         choices=_LEVELS,
         question="What is in eight bits? (O2: optimizer state as well)",
         ask_if=_with("MSAMP"),
     )
     enable_fsdp_float8_all_gather: bool | None = _row(
         "AO: let FSDP gather parameters in eight bits.",
-        parse=boolean,
         question="Let FSDP gather parameters in eight bits?",
         ask_if=lambda answers: _with("AO")(answers) and bool(answers("fsdp")),
     )
     pad_inner_dim: bool | None = _row(
         "AO: pad the inner dim of matrices to a multiple of 16.",
-        parse=boolean,
         question="Pad the inner dim of matrices to a multiple of 16?",
         ask_if=_with("AO"),
     )
 
 
-FP8 = (*rows_of("fp8", Fp8Settings, topic="FP8"),)
+FP8 = rows_of("fp8", Fp8Settings, topic="FP8")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accel_state.settings.option import Answers, Option, documented, rows_of, setting
+from accel_state.settings.option import Answers, documented, rows_of, setting, spelled, switch
 from accel_state.settings.parsing import boolean, comma_list, integer, one_of
 from accel_state.settings.sections.launch import is_local
 
@@ -54,16 +54,9 @@ def _second(answers: Answers) -> bool:
 
 
 def _row(help: str, *, short: str | None = None, **more: Any) -> Any:  # noqa: A002 - as the field is called
-    def derive(field: str) -> dict[str, Any]:
-        name = f"fsdp_{short or field}"
-        return {
-            "variable": name.upper(),
-            "key": f"fsdp_config.{name}",
-            "flags": (f"--{name}",),
-            "ask_if": _on,
-        }
-
-    return setting(derive, help=help, **more)
+    return setting(
+        lambda field: spelled(f"fsdp_{short or field}", "fsdp_config", ask_if=_on), help=help, **more
+    )
 
 
 @documented
@@ -95,12 +88,10 @@ class FsdpSettings:
     cpu_offload: bool | None = _row(
         "Offload parameters, gradients and optimizer state to the CPU.",
         short="offload_params",
-        parse=boolean,
         question="Offload parameters, gradients and optimizer state to the CPU?",
     )
     auto_wrap_policy: str | None = _row(
         "Auto-wrap policy: which modules are FSDP units.",
-        parse=one_of(*FSDP_AUTO_WRAP_POLICY),
         choices=tuple(FSDP_AUTO_WRAP_POLICY),
         question="Which auto-wrap policy?",
     )
@@ -129,7 +120,6 @@ class FsdpSettings:
     )
     forward_prefetch: bool | None = _row(
         "Prefetch the next all-gather in the forward pass.",
-        parse=boolean,
         question="Prefetch the next all-gather in the forward pass?",
         ask_if=_first,
     )
@@ -141,66 +131,51 @@ class FsdpSettings:
     )
     use_orig_params: bool | None = _row(
         "Version 1: keep the original parameters visible instead of flat ones.",
-        parse=boolean,
         launch_default="true",
         question="Keep the original parameters visible instead of flat ones?",
         ask_if=_first,
     )
     cpu_ram_efficient_loading: bool | None = _row(
         "Load weights on rank 0 only; prepare materialises the other ranks from it.",
-        parse=boolean,
         launch_default="true",
         question="Load weights on rank 0 only, and materialise the other ranks from it?",
     )
     sync_module_states: bool | None = _row(
         "Version 1: broadcast the parameters and buffers of rank 0 to all ranks.",
-        parse=boolean,
         launch_default="true",
         question="Broadcast the parameters and buffers of rank 0 to all ranks?",
         ask_if=lambda answers: _first(answers) and not answers("fsdp.cpu_ram_efficient_loading"),
     )
     activation_checkpointing: bool | None = _row(
         "Activation checkpointing: recompute the activations of blocks in the backward pass.",
-        parse=boolean,
         question="Use activation checkpointing? (less memory, more time)",
     )
     activation_checkpointing_offload: bool | None = _row(
         "Offload checkpointed activations to the CPU.",
-        parse=boolean,
         question="Offload checkpointed activations to the CPU?",
         ask_if=lambda answers: _on(answers) and answers("fsdp.activation_checkpointing"),
     )
-    xla: bool | None = _row(
-        "Shard models over XLA devices.",
-        parse=boolean,
-        key="fsdp_config.xla",
-        skip_reason=_NOT_ON_XLA,
-    )
+    xla: bool | None = _row("Shard models over XLA devices.", key="fsdp_config.xla", skip_reason=_NOT_ON_XLA)
     xla_fsdp_v2: bool | None = _row(
         "On XLA devices: let the compiler shard (SPMD), with one process for all devices of a host.",
         short="xla_v2",
-        parse=boolean,
         key="fsdp_config.xla_fsdp_v2",
         skip_reason=_NOT_ON_XLA,
     )
     xla_fsdp_grad_ckpt: bool | None = _row(
         "On XLA devices: recompute the activations of blocks in the backward pass.",
         short="xla_grad_ckpt",
-        parse=boolean,
         key="fsdp_config.xla_fsdp_grad_ckpt",
         skip_reason=_NOT_ON_XLA,
     )
 
 
 FSDP = (
-    Option(
-        path="fsdp",
+    switch(
+        "fsdp",
+        "fsdp",
         help="Shard models with PyTorch's FSDP.",
         topic="FSDP",
-        parse=boolean,
-        variable="ACCELERATE_USE_FSDP",
-        flags=("--use_fsdp",),
-        const="true",
         question="Shard the model with PyTorch's FSDP?",
         ask_if=lambda answers: (
             is_local(answers)

@@ -8,7 +8,7 @@ from typing import Any
 from accel_state.devices.kinds import KINDS
 from accel_state.labels import DistributedType
 from accel_state.settings.option import Answers, documented, rows_of, setting
-from accel_state.settings.parsing import boolean, integer, number, one_of, optional
+from accel_state.settings.parsing import integer, number, one_of, optional
 
 _OF_DEVICES = {kind.distributed_type for kind in KINDS if kind.runtime is None}
 DEVICE_TYPES = tuple(one.value for one in DistributedType if one in _OF_DEVICES)
@@ -60,7 +60,6 @@ class LaunchSettings:
     compute_environment: str = _row(
         "Where the script runs.",
         default="LOCAL_MACHINE",
-        parse=one_of(*_ENVIRONMENTS),
         choices=_ENVIRONMENTS,
         question="Where do you train?",
         flags=(),
@@ -129,8 +128,6 @@ class LaunchSettings:
     same_network: bool = _row(
         "The machines are on one network. Config files say it; nothing depends on it.",
         default=False,
-        parse=boolean,
-        const="true",
         skip_reason="Nothing depends on it.",
     )
     gpu_ids: str | None = _row(
@@ -174,26 +171,20 @@ class LaunchSettings:
     module: bool = _row(
         "The script is the name of a module, as for python -m.",
         default=False,
-        parse=boolean,
         flags=("-m", "--module"),
-        const="true",
         skip_reason=_FROM_FILE,
         key=None,
     )
     no_python: bool = _row(
         "The script is a program of its own.",
         default=False,
-        parse=boolean,
-        const="true",
         skip_reason=_FROM_FILE,
         key=None,
     )
     quiet: bool = _row(
         "Leave out the launcher's own summary when a worker fails.",
         default=False,
-        parse=boolean,
         flags=("-q", "--quiet"),
-        const="true",
         skip_reason=_FROM_FILE,
         key=None,
     )
@@ -215,4 +206,4 @@ class LaunchSettings:
         return () if text.strip().lower() == "all" else tuple(one.strip() for one in text.split(","))
 
 
-LAUNCH = (*rows_of("launch", LaunchSettings, topic="processes and machines"),)
+LAUNCH = rows_of("launch", LaunchSettings, topic="processes and machines")

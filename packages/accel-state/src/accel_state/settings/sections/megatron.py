@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accel_state.settings.option import Answers, Option, documented, rows_of, setting
+from accel_state.settings.option import Answers, documented, rows_of, setting, spelled, switch
 from accel_state.settings.parsing import boolean, integer, number, one_of
 from accel_state.settings.sections.launch import is_local
 
@@ -29,16 +29,10 @@ def _on(answers: Answers) -> bool:
 
 
 def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
-    def derive(field: str) -> dict[str, Any]:
-        name = f"megatron_lm_{field}"
-        return {
-            "variable": name.upper(),
-            "flags": (f"--{name}",),
-            "key": f"megatron_lm_config.{name}",
-            "ask_if": _on if "question" in more else None,
-        }
-
-    return setting(derive, help=help, **more)
+    asked: dict[str, Any] = {"ask_if": _on} if "question" in more else {"skip_reason": _TUNING}
+    return setting(
+        lambda field: spelled(f"megatron_lm_{field}", "megatron_lm_config", **asked), help=help, **more
+    )
 
 
 @documented
@@ -46,14 +40,9 @@ def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
 class MegatronSettings:
     """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set from outside."""
 
-    tp_degree: int | None = _row(
-        "Tensor-parallel size.",
-        parse=integer(1),
-        question="Tensor-parallel size?",
-    )
+    tp_degree: int | None = _row("Tensor-parallel size.", parse=integer(1), question="Tensor-parallel size?")
     sequence_parallelism: bool | None = _row(
         "Shard activations along the sequence dim (sequence parallelism).",
-        parse=boolean,
         question="Shard activations along the sequence dim? (sequence parallelism)",
         ask_if=lambda answers: _on(answers) and (answers("megatron.tp_degree") or 1) > 1,
     )
@@ -69,12 +58,10 @@ class MegatronSettings:
     )
     recompute_activations: bool | None = _row(
         "Recompute selected activations in the backward pass.",
-        parse=boolean,
         question="Recompute selected activations in the backward pass? (less memory)",
     )
     use_distributed_optimizer: bool | None = _row(
         "Shard optimizer state across data-parallel ranks.",
-        parse=boolean,
         question="Shard optimizer state across data-parallel ranks?",
     )
     gradient_clipping: float | None = _row(
@@ -82,120 +69,49 @@ class MegatronSettings:
         parse=number(0),
         question="To which norm are gradients clipped? (0: not at all)",
     )
-    use_custom_fsdp: bool | None = _row(
-        "Not supported: use --use_fsdp.",
-        parse=boolean,
-        skip_reason=_REFUSED,
-    )
-    no_load_optim: bool | None = _row(
-        "Read checkpoints without the optimizer.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
-    no_save_optim: bool | None = _row(
-        "Write checkpoints without the optimizer.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
-    eod_mask_loss: bool | None = _row(
-        "Leave ends of documents out of the loss.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
-    optimizer_cpu_offload: bool | None = _row(
-        "Let the optimizer work on the CPU.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
-    overlap_cpu_optimizer_d2h_h2d: bool | None = _row(
-        "Copy for an offloaded optimizer while it computes.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
-    use_precision_aware_optimizer: bool | None = _row(
-        "Keep the state of the optimizer in fewer bits.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
+    use_custom_fsdp: bool | None = _row("Not supported: use --use_fsdp.", skip_reason=_REFUSED)
+    no_load_optim: bool | None = _row("Read checkpoints without the optimizer.")
+    no_save_optim: bool | None = _row("Write checkpoints without the optimizer.")
+    eod_mask_loss: bool | None = _row("Leave ends of documents out of the loss.")
+    optimizer_cpu_offload: bool | None = _row("Let the optimizer work on the CPU.")
+    overlap_cpu_optimizer_d2h_h2d: bool | None = _row("Copy for an offloaded optimizer while it computes.")
+    use_precision_aware_optimizer: bool | None = _row("Keep the state of the optimizer in fewer bits.")
     decoder_last_pipeline_num_layers: int | None = _row(
         "How many layers the last stage has.",
         parse=integer(0),
-        skip_reason=_TUNING,
     )
-    recompute_granularity: str | None = _row(
-        "Granularity of activation recompute.",
-        parse=one_of(*_GRANULARITIES),
-        choices=_GRANULARITIES,
-        skip_reason=_TUNING,
-    )
-    recompute_method: str | None = _row(
-        "Method of activation recompute.",
-        parse=one_of(*_METHODS),
-        choices=_METHODS,
-        skip_reason=_TUNING,
-    )
-    recompute_num_layers: int | None = _row(
-        "Layers per recompute unit.",
-        parse=integer(1),
-        skip_reason=_TUNING,
-    )
+    recompute_granularity: str | None = _row("Granularity of activation recompute.", choices=_GRANULARITIES)
+    recompute_method: str | None = _row("Method of activation recompute.", choices=_METHODS)
+    recompute_num_layers: int | None = _row("Layers per recompute unit.", parse=integer(1))
     attention_backend: str | None = _row(
         "Attention backend; true stands for auto and false for unfused.",
         parse=_attention_backend,
         choices=_BACKENDS,
-        skip_reason=_TUNING,
     )
     expert_model_parallel_size: int | None = _row(
         "Not supported: no supported model has experts.",
         parse=integer(1),
         skip_reason=_REFUSED,
     )
-    context_parallel_size: int | None = _row(
-        "Context-parallel size.",
-        parse=integer(1),
-        skip_reason=_TUNING,
-    )
+    context_parallel_size: int | None = _row("Context-parallel size.", parse=integer(1))
     expert_tensor_parallel_size: int | None = _row(
         "Not supported: no supported model has experts.",
         parse=integer(1),
         skip_reason=_REFUSED,
     )
-    attention_dropout: float | None = _row(
-        "Dropout probability of attention weights.",
-        parse=number(0, 1),
-        skip_reason=_TUNING,
-    )
-    hidden_dropout: float | None = _row(
-        "Dropout probability of hidden states.",
-        parse=number(0, 1),
-        skip_reason=_TUNING,
-    )
-    attention_softmax_in_fp32: bool | None = _row(
-        "Compute the softmax of attention in float32.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
-    calculate_per_token_loss: bool | None = _row(
-        "Average the loss over tokens.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
-    use_rotary_position_embeddings: bool | None = _row(
-        "Use rotary positions.",
-        parse=boolean,
-        skip_reason=_TUNING,
-    )
+    attention_dropout: float | None = _row("Dropout probability of attention weights.", parse=number(0, 1))
+    hidden_dropout: float | None = _row("Dropout probability of hidden states.", parse=number(0, 1))
+    attention_softmax_in_fp32: bool | None = _row("Compute the softmax of attention in float32.")
+    calculate_per_token_loss: bool | None = _row("Average the loss over tokens.")
+    use_rotary_position_embeddings: bool | None = _row("Use rotary positions.")
 
 
 MEGATRON = (
-    Option(
-        path="megatron",
+    switch(
+        "megatron",
+        "megatron_lm",
         help="Train with Megatron: tensor, pipeline, sequence and data parallelism by megatron-core.",
         topic="Megatron-LM",
-        parse=boolean,
-        variable="ACCELERATE_USE_MEGATRON_LM",
-        flags=("--use_megatron_lm",),
-        const="true",
         question="Train with Megatron?",
         ask_if=lambda answers: (
             is_local(answers)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from accel_state.settings.option import Answers, Option, documented, rows_of, setting
-from accel_state.settings.parsing import boolean, integer, one_of
+from accel_state.settings.option import Answers, documented, rows_of, setting, spelled, switch
+from accel_state.settings.parsing import integer
 from accel_state.settings.sections.launch import is_local
 
 _COMMUNICATION = ("allgather", "alltoall")
@@ -35,14 +35,9 @@ def _with_torch(answers: Answers) -> bool:
 
 def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
     def derive(field: str) -> dict[str, Any]:
+        aliases = (f"parallelism_config.{field}",)
         name = f"parallelism_config_{field}"
-        return {
-            "variable": name.upper(),
-            "flags": (f"--{name}",),
-            "key": f"parallelism_config.{name}",
-            "key_aliases": (f"parallelism_config.{field}",),
-            "ask_if": _on,
-        }
+        return spelled(name, "parallelism_config", key_aliases=aliases, ask_if=_on)
 
     return setting(derive, help=help, **more)
 
@@ -78,14 +73,12 @@ class ParallelismSettings:
     )
     cp_backend: str | None = _row(
         "Implementation of context parallelism.",
-        parse=one_of("torch"),
         choices=("torch",),
         skip_reason="There is one.",
         ask_if=None,
     )
     cp_comm_strategy: str | None = _row(
         "Collective that exchanges keys and values.",
-        parse=one_of(*_COMMUNICATION),
         choices=_COMMUNICATION,
         question="Which collective exchanges keys and values?",
         ask_if=_context,
@@ -98,14 +91,12 @@ class ParallelismSettings:
     )
     sp_backend: str | None = _row(
         "Implementation of sequence parallelism.",
-        parse=one_of("deepspeed"),
         choices=("deepspeed",),
         skip_reason="There is one.",
         ask_if=None,
     )
     sp_seq_length_is_variable: bool | None = _row(
         "Whether sequence lengths vary between batches.",
-        parse=boolean,
         question="Do sequence lengths vary between batches?",
         ask_if=_sequence,
     )
@@ -117,7 +108,6 @@ class ParallelismSettings:
     )
     sp_attn_implementation: str | None = _row(
         "Attention implementation.",
-        parse=one_of(*_ATTENTION),
         choices=_ATTENTION,
         question="Which attention implementation?",
         ask_if=_sequence,
@@ -125,14 +115,11 @@ class ParallelismSettings:
 
 
 PARALLELISM = (
-    Option(
-        path="parallelism",
+    switch(
+        "parallelism",
+        "parallelism_config",
         help="Use tensor, context or sequence parallelism, with the sizes of the axes below.",
         topic="tensor, context and sequence parallelism",
-        parse=boolean,
-        variable="ACCELERATE_USE_PARALLELISM_CONFIG",
-        flags=("--use_parallelism_config",),
-        const="true",
         question="Use tensor, context or sequence parallelism?",
         ask_if=lambda answers: (
             is_local(answers) and (bool(answers("deepspeed")) or answers("fsdp.fsdp_version") == 2)

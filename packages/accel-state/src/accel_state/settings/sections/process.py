@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from accel_state.settings.option import documented, rows_of, setting
-from accel_state.settings.parsing import boolean
 from accel_state.settings.sections.launch import is_local
 
 _ONE_RUN = "It belongs to one run rather than to a machine."
@@ -19,10 +18,8 @@ class ProcessSettings:
     use_cpu: bool = setting(
         help="Compute on the CPU, whatever else there is.",
         default=False,
-        parse=boolean,
         variable="ACCELERATE_USE_CPU",
         flags=("--cpu",),
-        const="true",
         key="use_cpu",
         question="Compute on the CPU, whatever else there is?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "NO",
@@ -30,10 +27,8 @@ class ProcessSettings:
     debug: bool = setting(
         help="Check before every collective that all ranks make the same call.",
         default=False,
-        parse=boolean,
         variable="ACCELERATE_DEBUG_MODE",
         flags=("--debug",),
-        const="true",
         key="debug",
         question="Check before every collective that all ranks make the same call? (slower, for debugging)",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") != "NO",
@@ -46,10 +41,8 @@ class ProcessSettings:
     cpu_affinity: bool = setting(
         help="Pin each process to the CPU cores near its device (NVIDIA only).",
         default=False,
-        parse=boolean,
         variable="ACCELERATE_CPU_AFFINITY",
         flags=("--enable_cpu_affinity",),
-        const="true",
         key="enable_cpu_affinity",
         question="Pin each process to the CPU cores near its GPU?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_GPU",
@@ -62,20 +55,17 @@ class ProcessSettings:
     enable_rich: bool = setting(
         help="Show tracebacks with rich.",
         default=False,
-        parse=boolean,
         variable="ACCELERATE_ENABLE_RICH",
         skip_reason=_ONE_RUN,
     )
     as_accelerate: bool = setting(
         help="Let `import accelerate` in the script, and in what it imports, be accel; needs accel-compat.",
         default=False,
-        parse=boolean,
         variable="ACCELERATE_AS_ACCELERATE",
         flags=("--as_accelerate",),
-        const="true",
         key="as_accelerate",
         skip_reason="It is for scripts and libraries that are written for Accelerate.",
     )
 
 
-PROCESS = (*rows_of("process", ProcessSettings, topic="each process"),)
+PROCESS = rows_of("process", ProcessSettings, topic="each process")

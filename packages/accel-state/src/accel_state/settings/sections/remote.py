@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accel_state.settings.option import Answers, documented, rows_of, setting
-from accel_state.settings.parsing import boolean, json_object, optional
+from accel_state.settings.parsing import json_object, optional
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -51,7 +51,7 @@ class MpiSettings:
     )
 
 
-MPI = (*rows_of("mpi", MpiSettings, topic="MPI"),)
+MPI = rows_of("mpi", MpiSettings, topic="MPI")
 
 
 @documented
@@ -70,9 +70,7 @@ class TpuSettings:
     downcast_bf16: bool = setting(
         help="With bf16 on a TPU: let double mean float32. Otherwise it means bfloat16, as float does.",
         default=False,
-        parse=boolean,
         flags=("--downcast_bf16",),
-        const="true",
         key="downcast_bf16",
         question="Let double mean float32? Otherwise it means bfloat16, as float does.",
         ask_if=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
@@ -80,9 +78,7 @@ class TpuSettings:
     use_cluster: bool = setting(
         help="Run on all machines of a pod.",
         default=False,
-        parse=boolean,
         flags=("--tpu_cluster",),
-        const="true",
         flag_aliases=(("--no_tpu_cluster", "false"),),
         key="tpu_use_cluster",
         question="Run on all machines of a pod?",
@@ -103,9 +99,7 @@ class TpuSettings:
     use_sudo: bool = setting(
         help="Run as root on the machines of a pod.",
         default=False,
-        parse=boolean,
         flags=("--tpu_use_sudo",),
-        const="true",
         key="tpu_use_sudo",
         question="Run as root there?",
         ask_if=_pod,
@@ -144,7 +138,7 @@ class TpuSettings:
     )
 
 
-TPU = (*rows_of("tpu", TpuSettings, topic="TPU"),)
+TPU = rows_of("tpu", TpuSettings, topic="TPU")
 
 
 @documented
@@ -156,19 +150,12 @@ class SageMakerSettings:
         "What machines the job runs on.",
         question="On which instance type?",
     )
-    iam_role_name: str | None = _sagemaker(
-        "The role that the job has.",
-        question="With which IAM role?",
-    )
+    iam_role_name: str | None = _sagemaker("The role that the job has.", question="With which IAM role?")
     profile: str | None = _sagemaker(
         "The profile of the AWS configuration.",
         question="With which AWS profile? (empty: the variables of AWS, or the flags)",
     )
-    region: str = _sagemaker(
-        "The region of AWS.",
-        default="us-east-1",
-        question="In which region?",
-    )
+    region: str = _sagemaker("The region of AWS.", default="us-east-1", question="In which region?")
     image_uri: str | None = _sagemaker(
         "A container of your own.",
         question="In a container of your own? (empty: the usual one)",
@@ -224,4 +211,4 @@ class SageMakerSettings:
     )
 
 
-SAGEMAKER = (*rows_of("sagemaker", SageMakerSettings, topic="Amazon SageMaker"),)
+SAGEMAKER = rows_of("sagemaker", SageMakerSettings, topic="Amazon SageMaker")

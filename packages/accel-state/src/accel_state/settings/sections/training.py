@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from accel_state.labels import DynamoBackend, PrecisionType
-from accel_state.settings.option import Answers, documented, rows_of, setting
-from accel_state.settings.parsing import boolean, integer, one_of, optional, precision
+from accel_state.settings.option import Answers, documented, rows_of, setting, spelled
+from accel_state.settings.parsing import integer, optional, precision
 
 _PRECISIONS = tuple(member.value for member in PrecisionType)
 _BACKENDS = tuple(member.value for member in DynamoBackend)
@@ -66,65 +67,47 @@ TRAINING = (
 )
 
 
+def _dynamo(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    def derive(field: str) -> dict[str, Any]:
+        name = f"dynamo_{field}"
+        return spelled(name, "dynamo_config", variable=f"ACCELERATE_{name.upper()}", ask_if=_compiles)
+
+    return setting(derive, help=help, **more)
+
+
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamoSettings:
     """How `torch.compile` compiles the model."""
 
-    backend: str = setting(
-        help="The compiler behind torch.compile; no compiles nothing.",
+    backend: str = _dynamo(
+        "The compiler behind torch.compile; no compiles nothing.",
         default="NO",
-        parse=one_of(*_BACKENDS),
         choices=_BACKENDS,
-        variable="ACCELERATE_DYNAMO_BACKEND",
-        flags=("--dynamo_backend",),
-        key="dynamo_config.dynamo_backend",
         question="What compiles the model? (NO: nothing does)",
+        ask_if=None,
     )
-    mode: str = setting(
-        help="The mode of torch.compile.",
+    mode: str = _dynamo(
+        "The mode of torch.compile.",
         default="default",
-        parse=one_of(*_MODES),
         choices=_MODES,
-        variable="ACCELERATE_DYNAMO_MODE",
-        flags=("--dynamo_mode",),
-        key="dynamo_config.dynamo_mode",
         question="In which mode?",
-        ask_if=_compiles,
     )
-    use_fullgraph: bool = setting(
-        help="Fail rather than break the model into several graphs.",
+    use_fullgraph: bool = _dynamo(
+        "Fail rather than break the model into several graphs.",
         default=False,
-        parse=boolean,
-        variable="ACCELERATE_DYNAMO_USE_FULLGRAPH",
-        flags=("--dynamo_use_fullgraph",),
-        const="true",
-        key="dynamo_config.dynamo_use_fullgraph",
         question="Fail rather than break the model into several graphs?",
-        ask_if=_compiles,
     )
-    use_dynamic: bool = setting(
-        help="Trace with dynamic shapes.",
+    use_dynamic: bool = _dynamo(
+        "Trace with dynamic shapes.",
         default=False,
-        parse=boolean,
-        variable="ACCELERATE_DYNAMO_USE_DYNAMIC",
-        flags=("--dynamo_use_dynamic",),
-        const="true",
-        key="dynamo_config.dynamo_use_dynamic",
         question="Trace with dynamic shapes?",
-        ask_if=_compiles,
     )
-    use_regional_compilation: bool = setting(
-        help="Compile each repeated block once instead of the whole model.",
+    use_regional_compilation: bool = _dynamo(
+        "Compile each repeated block once instead of the whole model.",
         default=False,
-        parse=boolean,
-        variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION",
-        flags=("--dynamo_use_regional_compilation",),
-        const="true",
-        key="dynamo_config.dynamo_use_regional_compilation",
         question="Compile each repeated block once instead of the whole model?",
-        ask_if=_compiles,
     )
 
 
-DYNAMO = (*rows_of("dynamo", DynamoSettings, topic="compilation"),)
+DYNAMO = rows_of("dynamo", DynamoSettings, topic="compilation")
