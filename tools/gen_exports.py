@@ -53,7 +53,7 @@ ABOUT = {
     "accel.settings": "What can be set from outside a script, typed.",
     "accel.state": "What this process is: rank, device, precision, accumulation.",
     "accel.tracking": "Experiment trackers.",
-    "accel.utils": "The building blocks: nested data, settings, RNG, availability, plugin dataclasses.",
+    "accel.utils": "Nested data, settings, availability, plugin dataclasses.",
     "accel.utils.deepspeed": "What DeepSpeed's engine is wrapped in.",
     "accel.utils.environment": "Environment variables, CPU topology and driver facts.",
     "accel.utils.fsdp_utils": "Sharded models and their checkpoints.",
@@ -218,7 +218,6 @@ def programs(api: Api) -> dict[Path, str]:
             (
                 f'"""`python -m {module}` is `accel {command}`. Written by tools/gen_exports.py."""',
                 "",
-                "# fmt: off",
                 "import sys",
                 main_text(module).removesuffix("\n"),
                 "",
@@ -234,20 +233,18 @@ def table_text(module: str, api: Api) -> str:
     parent, _, own = module.rpartition(".")
     is_callable = own in api.get(parent, {})
     is_program = module in COMMANDS and not is_package(module, api)
+    about = ABOUT.get(module, "Names under the path by which users of Accelerate import them.")
     lines = [
-        f'"""{ABOUT.get(module, "Names under the path by which users of Accelerate import them.")}',
+        f'"""{about} Written by tools/gen_exports.py."""',
         "",
-        "Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.",
-        '"""',
-        "",
-        "# fmt: off",
         *(["import sys"] if is_callable or is_program else []),
-        *(["from typing import Any", ""] if is_callable else []),
+        *(["from typing import Any"] if is_callable else []),
+        *([""] if is_callable or is_program else []),
         f"from accel_state._lazy import {'Table, ' if is_callable else ''}attach",
         "",
         *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
         "attach(__name__)",
-        *([CALLABLE_MODULE.format(name=own).removesuffix("\n")] if is_callable else []),
+        *(["", CALLABLE_MODULE.format(name=own).removesuffix("\n")] if is_callable else []),
         *([main_text(module).removesuffix("\n")] if is_program else []),
     ]
     return "\n".join(lines) + "\n"

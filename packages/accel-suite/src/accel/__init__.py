@@ -1,9 +1,5 @@
-"""One training script, unchanged, on any number of devices.
+"""One training script, unchanged, on any number of devices. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 __version__ = "0.1.0"

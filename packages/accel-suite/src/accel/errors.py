@@ -1,9 +1,5 @@
-"""The errors that accel raises on purpose.
+"""The errors that accel raises on purpose. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

@@ -1,9 +1,5 @@
-"""Hooks around a module's forward pass.
+"""Hooks around a module's forward pass. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

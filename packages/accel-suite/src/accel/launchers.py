@@ -1,9 +1,5 @@
-"""Starting processes from a notebook or a test.
+"""Starting processes from a notebook or a test. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

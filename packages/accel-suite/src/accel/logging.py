@@ -1,9 +1,5 @@
-"""Loggers that speak once per run rather than once per process.
+"""Loggers that speak once per run rather than once per process. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

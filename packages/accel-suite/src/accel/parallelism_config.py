@@ -1,9 +1,5 @@
-"""The sizes of the axes of a device mesh.
+"""The sizes of the axes of a device mesh. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

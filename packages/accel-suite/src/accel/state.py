@@ -1,9 +1,5 @@
-"""What this process is: rank, device, precision, accumulation.
+"""What this process is: rank, device, precision, accumulation. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

@@ -1,10 +1,7 @@
-"""Names under the path by which users of Accelerate import them.
+"""Names under the path by which users of Accelerate import them. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 import sys
+
 from accel_state._lazy import attach
 
 attach(__name__)

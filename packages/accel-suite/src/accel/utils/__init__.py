@@ -1,9 +1,5 @@
-"""The building blocks: nested data, settings, RNG, availability, plugin dataclasses.
+"""Nested data, settings, availability, plugin dataclasses. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

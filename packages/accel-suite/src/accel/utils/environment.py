@@ -1,9 +1,5 @@
-"""Environment variables, CPU topology and driver facts.
+"""Environment variables, CPU topology and driver facts. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

@@ -1,15 +1,12 @@
-"""Names under the path by which users of Accelerate import them.
+"""Names under the path by which users of Accelerate import them. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 import sys
 from typing import Any
 
 from accel_state._lazy import Table, attach
 
 attach(__name__)
+
 
 class _CallableModule(Table):
     def __call__(self, *arguments: Any, **options: Any) -> Any:

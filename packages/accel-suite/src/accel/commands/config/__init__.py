@@ -1,9 +1,5 @@
-"""Names under the path by which users of Accelerate import them.
+"""Names under the path by which users of Accelerate import them. Written by tools/gen_exports.py."""
 
-Written by tools/gen_exports.py from api.toml and aliases.toml; change it there.
-"""
-
-# fmt: off
 from accel_state._lazy import attach
 
 attach(__name__)

@@ -1,6 +1,5 @@
 """`python -m accel.commands.config` is `accel config`. Written by tools/gen_exports.py."""
 
-# fmt: off
 import sys
 
 if __name__ == "__main__":
