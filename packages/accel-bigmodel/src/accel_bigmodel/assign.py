@@ -35,6 +35,7 @@ UPLOAD_BATCH = 512 << 20
 """Bytes that are uploaded at a time, in the types of the file."""
 
 How = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
+"""How a tensor comes: mapped; read and cast; read; through pinned buffers; copied; left; from rank 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +58,7 @@ class Step:
     """The load plan of one tensor.
 
     Attributes:
-        name: Its name.
-        device: Where it goes; `None` into the tensor that the model has.
         dtype: The type it gets.
-        nbytes: Its bytes in that type.
-        how: How it comes.
-        site: Where the model holds it.
     """
 
     name: str
@@ -83,15 +79,6 @@ def plan_load(
     tied: Sequence[Sequence[str]],
 ) -> Plan:
     """Match a checkpoint with a model.
-
-    Args:
-        model: The model.
-        sources: The checkpoint's files.
-        assignment: The arguments of the load.
-        tied: Groups of names of one tensor: one of them is enough.
-
-    Returns:
-        Each file with the steps of its tensors.
 
     Raises:
         CheckpointMismatchError: Shapes differ; or, with `strict`, names are missing or unexpected.
@@ -136,19 +123,7 @@ def assign(
     index: Index,
     sample: Callable[[], None],
 ) -> dict[str, int]:
-    """Load one file's tensors to their devices.
-
-    Args:
-        model: The model, changed in place.
-        source: The file.
-        steps: The load plan of its tensors.
-        assignment: The arguments of the load.
-        index: Gets the entries of tensors on the disk.
-        sample: Called as memory grows.
-
-    Returns:
-        Bytes by how they came.
-    """
+    """Load one file's tensors to their devices; return the bytes by how they came."""
     strategies: dict[str, int] = {}
     spilled = None
     uploaded: dict[str, Tensor] = {}

@@ -87,11 +87,6 @@ class StreamedBlocks:
 
     Weights that several blocks share are copied once while any of them is acquired or prefetched: an
     embedding that is tied to the head comes once per token.
-
-    Args:
-        weights: Where the tensors are.
-        blocks: Block name to the names of its tensors.
-        streams: The device's streams.
     """
 
     def __init__(

@@ -42,9 +42,6 @@ class MappedBlocks:
     is read and cast ahead, and dropped when its block is released.
 
     Args:
-        weights: Where the tensors are.
-        blocks: Block name to the names of its tensors.
-        device: Where blocks execute.
         limit: Bytes of offloaded weights that may be in memory; by default as many as the kernel keeps.
 
     Raises:

@@ -26,9 +26,6 @@ def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
 
     Every rank then asks for the same tensors in the same order; each is sent once.
 
-    Args:
-        checkpoint: As `open_checkpoint` takes it; read on rank 0 alone.
-
     Raises:
         SettingsError: There is no process group.
         CheckpointError: Rank 0 could not open it; every rank raises.

@@ -22,12 +22,7 @@ _LABELLED = 0.05
 
 
 def draw_device_map(explanation: Explanation, axes: Axes) -> None:
-    """Draw onto axes.
-
-    Args:
-        explanation: The device map with its numbers.
-        axes: Axes of matplotlib.
-    """
+    """Draw onto axes."""
     widest = max((row.nbytes for row in explanation.rows), default=0) or 1
     for height, row in enumerate(explanation.rows):
         left = 0
@@ -51,12 +46,7 @@ def draw_device_map(explanation: Explanation, axes: Axes) -> None:
 
 
 def label_bytes(axis: Axis, limit: float) -> None:
-    """Label an axis of bytes with round numbers of one unit.
-
-    Args:
-        axis: An axis of matplotlib that begins at 0.
-        limit: The largest value.
-    """
+    """Label an axis of bytes with round numbers of one unit."""
     name, unit = next(
         (
             (name, 1 << shift)
@@ -72,11 +62,7 @@ def label_bytes(axis: Axis, limit: float) -> None:
 
 
 def device_map_figure(explanation: Explanation) -> Figure:
-    """Draw a figure of its own.
-
-    Args:
-        explanation: The device map with its numbers.
-    """
+    """Draw a figure of its own."""
     figure = Figure(figsize=(9, 0.9 + 0.5 * len(explanation.rows)), layout="constrained", facecolor="white")
     draw_device_map(explanation, figure.subplots())
     return figure

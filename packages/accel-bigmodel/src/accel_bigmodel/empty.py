@@ -19,39 +19,21 @@ from torch.overrides import TorchFunctionMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-_UNDISPATCHED = (
-    "eye_",
-    "dirac_",
-    "orthogonal_",
-    "sparse_",
-    "trunc_normal_",
-    "xavier_normal_",
-    "xavier_uniform_",
-)
+_UNDISPATCHED = [
+    "eye_", "dirac_", "orthogonal_", "sparse_", "trunc_normal_", "xavier_normal_", "xavier_uniform_",
+]  # fmt: skip
 """Initialisers of torch.nn.init that do not ask the function mode, and compute before they fill."""
 
-_RANDOM = (
-    "normal_",
-    "uniform_",
-    "random_",
-    "bernoulli_",
-    "exponential_",
-    "geometric_",
-    "cauchy_",
-    "log_normal_",
-)
-_CONSTANT = ("fill_", "zero_", "erfinv_", "clamp_")
-_INITIALISERS = (
-    nn.init.normal_,
-    nn.init.uniform_,
-    nn.init.constant_,
-    nn.init.ones_,
-    nn.init.zeros_,
-    nn.init.kaiming_normal_,
-    nn.init.kaiming_uniform_,
-)
+_RANDOM = [
+    "normal_", "uniform_", "random_", "bernoulli_", "exponential_", "geometric_", "cauchy_", "log_normal_",
+]  # fmt: skip
+_CONSTANT = ["fill_", "zero_", "erfinv_", "clamp_"]
+_INITIALISERS = ["normal_", "uniform_", "constant_", "ones_", "zeros_", "kaiming_normal_", "kaiming_uniform_"]
 FILLS: frozenset[object] = frozenset(
-    [*(getattr(Tensor, name) for name in (*_RANDOM, *_CONSTANT)), *_INITIALISERS]
+    [
+        *(getattr(Tensor, name) for name in _RANDOM + _CONSTANT),
+        *(getattr(nn.init, name) for name in _INITIALISERS),
+    ]
 )
 """In-place fills: without effect on a meta tensor, and some of them import the compiler to find that out."""
 

@@ -15,11 +15,7 @@ _NETWORK = frozenset(
 
 
 def is_network(path: Path) -> bool:
-    """Return whether a path is on a network file system, where many small mapped reads are slow.
-
-    Args:
-        path: Any path; where the system does not tell, the answer is False.
-    """
+    """Return whether a path is known to be on a network, where many small mapped reads are slow."""
     real = path.resolve()
     mounts = _mounts()
     for parent in (real, *real.parents):

@@ -36,10 +36,6 @@ def cgroup_headroom(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:
     """Return the bytes that the memory limits of this process's control groups leave; `None` without a limit.
 
     Pages of files that the kernel can drop at once count as free.
-
-    Args:
-        proc: The file that names the groups of the process, as in cgroups(7).
-        mount: Where the hierarchies are mounted.
     """
     if not proc.is_file():
         return None

@@ -68,9 +68,6 @@ class HostToDevice:
 
         One call at a time.
 
-        Args:
-            spans: What to copy.
-
         Raises:
             CheckpointError: A file ends too early. Copies of other spans may have been issued.
         """
@@ -81,12 +78,7 @@ class HostToDevice:
         list(self._readers.map(self._stage, range(needed), [staged[i::needed] for i in range(needed)]))
 
     def copy_pinned(self, source: Tensor, target: Tensor) -> None:
-        """Issue the copy of pinned memory.
-
-        Args:
-            source: Flat uint8, pinned.
-            target: Flat uint8, of the same size, on the device.
-        """
+        """Issue the copy of pinned memory."""
         with self.streams.on(self.stream):
             self.streams.copy_(target, source)
 
@@ -109,13 +101,7 @@ class HostToDevice:
 
 
 def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) -> dict[str, Tensor]:
-    """Copy tensors of a file to a device. The current stream may use them at once.
-
-    Args:
-        file: The file.
-        names: Which of its tensors.
-        pipeline: The way to the device.
-    """
+    """Copy tensors of a file to a device. The current stream may use them at once."""
     streams = pipeline.streams
     found: dict[str, Tensor] = {}
     spans: list[Span] = []

@@ -53,13 +53,7 @@ class Layers:
 
 
 def read_layers(model: nn.Module, unsplit: frozenset[str], count: ByteCount | None) -> Layers:
-    """Read a model once, in time linear in its modules and tensors.
-
-    Args:
-        model: The model, on any device; a module that is registered twice is read at both names.
-        unsplit: Names of classes that stay whole.
-        count: Says a tensor's bytes; by default those that it has.
-    """
+    """Read a model once, in time linear in its modules and tensors."""
     reader = _Reader(unsplit, count)
     reader.visit(model, "", "")
     return reader.layers

@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_bigmodel.assign import Assignment, assign, plan_load
 from accel_bigmodel.broadcast import broadcast_sources
-from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
 from accel_bigmodel.device_map.check import check_device_map
-from accel_bigmodel.device_map.infer import infer_auto_device_map
+from accel_bigmodel.device_map.infer import automatic_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.offload_index import save_offload_index
 from accel_bigmodel.placement import torch_dtype
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     Device = int | str | torch.device
 
 _log = logging.getLogger(__name__)
-_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_checkpoint_in_model(
@@ -94,7 +92,7 @@ def load_checkpoint_in_model(
         strict=strict,
         shards=not full_state_dict,
     )
-    _, index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0)
+    index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0)
     if index and offload_folder is None:
         raise SettingsError(
             "the device_map sends weights to the disk: pass offload_folder, where that is noted"
@@ -158,7 +156,9 @@ def load_checkpoint_and_dispatch(
         SettingsError: The map is unusable, or the memory limit cannot be kept.
     """
     if isinstance(device_map, str):
-        device_map = _make_map(model, device_map, max_memory, no_split_module_classes, dtype, offload_buffers)
+        device_map = automatic_device_map(
+            device_map, model, max_memory, no_split_module_classes, offload_buffers, dtype=dtype
+        )
     limit = None if memory_limit is None else convert_file_size_to_int(memory_limit)
     on_disk = device_map is not None and "disk" in device_map.values()
     assignment = Assignment(
@@ -171,9 +171,7 @@ def load_checkpoint_and_dispatch(
         shards=not full_state_dict,
         memory_limit=limit,
     )
-    found, index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0, measure=report)
-    if report:
-        vars(model)["load_report"] = found
+    index = _load(model, checkpoint, assignment, broadcast=broadcast_from_rank0, measure=report)
     if device_map is None:
         return model
     return dispatch_model(
@@ -196,7 +194,7 @@ def _load(
     *,
     broadcast: bool,
     measure: bool = False,
-) -> tuple[LoadReport, Index]:
+) -> Index:
     start = time.perf_counter()
     if assignment.device_map is not None:
         check_device_map(model, assignment.device_map)
@@ -219,27 +217,6 @@ def _load(
     retie_parameters(model, tied)
     report = LoadReport(files=tuple(files), seconds=time.perf_counter() - start, peak=meter.peak)
     _log.info("%s", report)
-    return report, index
-
-
-def _make_map(
-    model: nn.Module,
-    kind: str,
-    max_memory: Mapping[int | str, float | str] | None,
-    no_split: str | Sequence[str] | None,
-    dtype: str | torch.dtype | None,
-    offload_buffers: bool,
-) -> dict[str, Any]:
-    if kind not in _AUTOMATIC:
-        raise SettingsError(
-            f"device_map is {kind!r}: write one of {', '.join(map(repr, _AUTOMATIC))}, or a mapping"
-        )
-    if kind == "sequential":
-        memory = get_max_memory(max_memory)
-    else:
-        memory = get_balanced_memory(
-            model, max_memory, no_split, dtype=dtype, low_zero=kind == "balanced_low_0"
-        )
-    return infer_auto_device_map(
-        model, memory, no_split_module_classes=no_split, dtype=dtype, offload_buffers=offload_buffers
-    )
+    if measure:
+        vars(model)["load_report"] = report
+    return index

@@ -96,10 +96,6 @@ def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapp
 def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str, Tensor]) -> None:
     """Write a state dict as a folder of offloaded weights. Tied weights are one file with several names.
 
-    Args:
-        save_dir: The folder; made if absent.
-        state_dict: Name to tensor.
-
     Example:
         >>> import tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -129,13 +125,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
 def load_offloaded_weights(
     model: nn.Module, index: Mapping[str, Mapping[str, Any]], offload_folder: str | os.PathLike[str]
 ) -> None:
-    """Give a model the tensors of an offload folder, mapped, on the CPU.
-
-    Args:
-        model: The model, which has tensors of these names.
-        index: The names, with their entries.
-        offload_folder: Where they lie.
-    """
+    """Give a model the tensors of an offload folder, mapped, on the CPU."""
     if not index:
         return
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
@@ -148,10 +138,6 @@ def extract_submodules_state_dict(
 ) -> dict[str, Tensor]:
     """Take the part of a state dict that belongs to some modules.
 
-    Args:
-        state_dict: Name to tensor.
-        submodule_names: The modules (or single tensors).
-
     Example:
         >>> list(extract_submodules_state_dict({"a.w": torch.ones(1), "ab.w": torch.ones(1)}, ["a"]))
         ['a.w']
@@ -162,12 +148,7 @@ def extract_submodules_state_dict(
 
 
 class PrefixedDataset(Mapping[str, Any]):
-    """A mapping as one module sees it: keys have its prefix added.
-
-    Args:
-        dataset: The mapping of the whole model.
-        prefix: What is put before a key, with its trailing dot.
-    """
+    """A mapping as one module sees it: keys have its prefix added."""
 
     def __init__(self, dataset: Mapping[str, Any], prefix: str) -> None:
         self.dataset = dataset
@@ -255,11 +236,7 @@ class OffloadedWeightsLoader(Mapping[str, Any]):
         return self._files[path], entry.get("weight_name", key)
 
     def stored(self, key: str) -> StoredTensor:
-        """Describe where a weight's bytes are, without reading any.
-
-        Args:
-            key: The weight's name.
-        """
+        """Describe where a weight's bytes are, without reading any."""
         located = self.file_of(key)
         if located is None:
             tensor = self[key]

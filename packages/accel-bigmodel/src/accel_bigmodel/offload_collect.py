@@ -38,16 +38,6 @@ def collect_weights(
 ) -> OffloadedWeightsLoader | None:
     """Collect the offloaded weights, writing to the disk what is not there yet.
 
-    Args:
-        model: The model.
-        device_map: Name to device.
-        offload: The same names to whether their weights are offloaded between forwards.
-        tied: Groups of names of one tensor: a name that nobody has is served by another of its group.
-        state_dict: Weights on the CPU; by default the model's.
-        offload_dir: Where weights on the disk lie, or are written.
-        offload_index: Name to where a weight on the disk lies.
-        offload_buffers: Whether buffers are offloaded too.
-
     Raises:
         SettingsError: Weights are to go to the disk, and there is no folder for them.
     """

@@ -53,10 +53,6 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
 def check_offload_index(index: Mapping[str, Any], source: str) -> None:
     """Refuse an index with an entry that describes no tensor.
 
-    Args:
-        index: Name to entry, as it was read or given.
-        source: Where it comes from, for the message.
-
     Raises:
         CheckpointError: An entry is damaged; it is shown.
 

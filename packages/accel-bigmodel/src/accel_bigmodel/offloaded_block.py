@@ -30,11 +30,6 @@ class OffloadedBlock:
     """One block. Its hooks, of its root and of everything below it, hold it while their forward runs.
 
     Any number of threads may hold it; the last one to let go releases the weights.
-
-    Args:
-        name: Its name.
-        order: The blocks in the order of their last use.
-        device: Where it executes.
     """
 
     def __init__(self, name: str, order: BlockOrder, device: torch.device) -> None:
@@ -114,10 +109,6 @@ class BlockOrder:
     """The blocks of one model in the order of their use: after a block comes what came after it last time.
 
     At first that is the next one of the model; after the last block comes the first, as in generation.
-
-    Args:
-        weights: Gives blocks their weights.
-        names: The blocks, in order of registration.
     """
 
     weights: BlockWeights
@@ -155,14 +146,6 @@ def make_blocks(
     A block is the largest module below an entry that does not contain a list of modules, or one whose class
     stays whole. Tensors of modules above blocks are materialised once and stay resident: they are few, and
     such a module may use them at any time.
-
-    Args:
-        model: The model, whose modules have their hooks.
-        entries: Names of the modules and tensors that are offloaded.
-        weights: Where their weights are.
-        device: Where they execute.
-        preload_classes: Names of classes whose modules are one block.
-        memory_limit: Bytes of offloaded weights that may be in host memory.
     """
     roots: dict[str, nn.Module] = {}
     for entry in entries:

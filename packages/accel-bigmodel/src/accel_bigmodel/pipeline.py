@@ -102,13 +102,6 @@ def build_pipeline(
 ) -> ScheduleGPipe:
     """Trace a model, and make this process's stage of it.
 
-    Args:
-        model: In evaluation mode.
-        split_points: The names of the modules with which the second and every further stage begins.
-        args: Inputs of one chunk.
-        kwargs: Inputs of one chunk, by keyword.
-        num_chunks: How many chunks a batch has.
-
     Returns:
         The schedule. Its `step` takes a batch on the first process, and returns the output on the last.
     """
@@ -125,13 +118,6 @@ def pippy_forward(
 ) -> Any:
     """Run one batch through a pipeline. Call it on every process.
 
-    Args:
-        forward: The `step` of a schedule.
-        num_chunks: How many chunks a batch has; the last row is repeated until all have the same size.
-        gather_output: Whether every process gets the output, not only the last.
-        *args: Inputs; what the first process gives counts.
-        **kwargs: The same, by keyword.
-
     Returns:
         The output without repeated rows, or `None`.
     """
@@ -142,14 +128,7 @@ def pippy_forward(
 
 
 def find_pippy_batch_size(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> int | None:
-    """The number of rows of the first tensor among the inputs of a model.
-
-    Args:
-        args: Positional inputs.
-        kwargs: Inputs by keyword.
-
-    Returns:
-        `None` if there is no tensor.
+    """The number of rows of the first tensor among the inputs of a model; `None` if there is no tensor.
 
     Example:
         >>> find_pippy_batch_size((torch.zeros(3, 2),), {})

@@ -151,12 +151,7 @@ def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
 
 
 def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
-    """Wrap a tensor as the parameter that it replaces: same class, attributes and `requires_grad`.
-
-    Args:
-        tensor: The new data; a parameter that is `like` already comes back as it is.
-        like: The parameter that the module has now, if any.
-    """
+    """Wrap a tensor as the parameter that it replaces: same class, attributes and `requires_grad`."""
     if isinstance(tensor, nn.Parameter):
         return tensor
     if like is None or type(like) in (nn.Parameter, torch.Tensor):

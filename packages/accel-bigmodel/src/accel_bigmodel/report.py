@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import psutil
 
@@ -14,10 +14,6 @@ from accel_state.html_table import html_table
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-Strategy = Literal["map", "cast", "read", "pinned", "copy", "in place", "broadcast"]
-"""How a file's tensors came: mapped; read and cast; read whole; through pinned buffers; copied one by one;
-left where they are; from rank 0."""
 
 _SAMPLE = 256 << 20
 _CHUNK = 8 << 20
@@ -28,9 +24,7 @@ class FileReport:
     """One weight file.
 
     Attributes:
-        path: The file.
         strategies: How its tensors came, by bytes.
-        seconds: How long that took.
         raw: Bytes per second of a plain read of the same file afterwards, if measured.
     """
 
@@ -55,8 +49,6 @@ class LoadReport:
     """One load.
 
     Attributes:
-        files: Its files.
-        seconds: How long all took.
         peak: How many bytes the process's memory grew by at most, mapped pages not counted where the system
             says.
     """

@@ -75,11 +75,6 @@ def compute_module_total_buffer_size(
 ) -> int:
     """Sum the bytes of a model's buffers.
 
-    Args:
-        model: The model, on any device, the meta device too.
-        dtype: As for `compute_module_sizes`.
-        special_dtypes: As for `compute_module_sizes`.
-
     Example:
         >>> from torch import nn
         >>> compute_module_total_buffer_size(nn.BatchNorm1d(3))

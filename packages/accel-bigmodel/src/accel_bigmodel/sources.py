@@ -36,7 +36,6 @@ class Source(Protocol):
     """One weight file.
 
     Attributes:
-        path: The file.
         tensors: Name to shape and element type.
         in_place: Whether a tensor may stay in the file and be read when it is used.
         mapped: Whether `get` gives tensors that take no memory until they are used.
@@ -109,9 +108,6 @@ class BinSource:
 
 def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
     """Open every weight file of a checkpoint.
-
-    Args:
-        checkpoint: A file, an index, a folder, or the id of a model on the hub.
 
     Raises:
         CheckpointError: A file is damaged, unsafe or absent.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 from dataclasses import dataclass
@@ -11,12 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_state.errors import CheckpointError
+from accel_ops.weights.safetensors_file import fill_from
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-_READ_SIZE = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +36,6 @@ class StoredTensor:
     """An offloaded tensor where it is stored.
 
     Attributes:
-        shape: Its shape.
-        stored: The type of its bytes.
         dtype: The type that it is used in.
         memory: The tensor itself: in memory, or mapped.
         file: The file that is mapped, if its bytes can be read there.
@@ -97,10 +92,6 @@ class StoredTensor:
         With large plain reads if the file still has its name; from memory or the mapping otherwise, since a
         file that was replaced is whole there.
 
-        Args:
-            target: uint8, contiguous.
-            begin: The first byte, counted from the tensor's first.
-
         Raises:
             CheckpointError: The file ends inside the tensor.
         """
@@ -118,12 +109,5 @@ def _read(identity: FileIdentity, target: Tensor, begin: int) -> bool:
         found = os.fstat(file.fileno())
         if (found.st_dev, found.st_ino) != (identity.device, identity.inode):
             return False
-        count, done = target.numel(), 0
-        view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
-        file.seek(begin)
-        while done < count:
-            got = file.readinto(view[done : done + _READ_SIZE])
-            if not got:
-                raise CheckpointError(f"{str(identity.path)!r} ends at byte {begin + done}; fetch it again")
-            done += got
+        fill_from(file, target, begin, identity.path)
     return True

@@ -18,13 +18,6 @@ def check(
 ) -> None:
     """Check that all ranks are about to call the same collective; called by every rank before each.
 
-    Args:
-        collectives: The collectives of the run.
-        operation: The name of the collective.
-        *data: Its nested data, if it takes any.
-        detail: Its other arguments, as text; they must agree.
-        rows_differ: Sizes of dimension 0 need not agree.
-
     Raises:
         DistributedOperationException: They are not. Every rank raises it, with a table of where each rank
             is, what it calls, and on what.

@@ -56,9 +56,6 @@ def regions(module: nn.Module) -> list[nn.Module]:
     of what is around these, the largest parts without repeated blocks. Single layers of `torch.nn` are left
     out: alone they gain nothing, and use up the compiler's limit of variants.
 
-    Args:
-        module: The model.
-
     Example:
         >>> class Block(nn.Module): ...
         >>> model = nn.ModuleDict({"embed": nn.Embedding(3, 2), "blocks": nn.ModuleList([Block(), Block()])})

@@ -82,14 +82,7 @@ class Cutter:
 
 
 class Draft:
-    """The result of a gather, allocated during the transfer and filled after it.
-
-    Args:
-        flat: The structure.
-        cutter: Extracts its leaves from the chunks.
-        device: The device of the result.
-        large: Leaves that were sent on their own, appended to the others before they are restored.
-    """
+    """The result of a gather, allocated during the transfer and filled after it."""
 
     __slots__ = ("_device", "_flat", "_large", "_made", "cutter")
 
@@ -107,11 +100,7 @@ class Draft:
         self._made = self._make()
 
     def finish(self, everything: Tensor) -> Any:
-        """Copy the data into the result and return it.
-
-        Args:
-            everything: The chunks of all ranks.
-        """
+        """Copy the data into the result and return it."""
         content, result = self._made or self._make()
         cutter = self.cutter
         with below_autograd():
@@ -135,11 +124,6 @@ class Draft:
 
 def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves whose sizes of dimension 0 may differ between ranks.
-
-    Args:
-        collectives: The collectives of the run.
-        flat: The structure and its leaves, on any device.
-        device: The device of the collective.
 
     Returns:
         The structure with, for every leaf, the concatenation over the ranks, on `device`.
@@ -189,16 +173,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
 
 
 def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
-    """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied.
-
-    Args:
-        collectives: The collectives of the run.
-        flat: The structure and its leaves, on any device.
-        device: The device of the collectives.
-
-    Returns:
-        As `gather`.
-    """
+    """Gather leaves that have the same shape on every rank: no exchange of shapes, large leaves uncopied."""
     world_size = collectives.world_size
     buckets, large = flat.plan.packed, flat.plan.large
     joined: list[Tensor] = []

@@ -111,10 +111,6 @@ def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callab
 
     A deep copy of the model has a `forward` of its own; a pickled copy has that of its class.
 
-    Args:
-        model: The model, of which an attribute `forward` is set. Compiled models are changed inside.
-        around: Gets the present function, returns the new one; both take the model as first argument.
-
     Example:
         >>> import torch
         >>> model = torch.nn.Identity()
@@ -131,10 +127,6 @@ def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callab
 
 def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace a model's present `forward`, also that of `wrap_forward`; `restore_forward` undoes both.
-
-    Args:
-        model: The model, of which an attribute `forward` is set. Compiled models are changed inside.
-        around: As of `wrap_forward`.
 
     Example:
         >>> import torch
@@ -156,11 +148,7 @@ def replace_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Cal
 
 
 def unbound_forward(model: nn.Module) -> Callable[..., Any]:
-    """Return a model's present `forward` as a function of the model: a deep copy uses its own parameters.
-
-    Args:
-        model: The model; an attribute `forward` of other code may be bound to any object.
-    """
+    """Return a model's present `forward` as a function of the model: a deep copy uses its own parameters."""
     forward = model.forward
     if isinstance(forward, MethodType) and forward.__self__ is model:
         return forward.__func__

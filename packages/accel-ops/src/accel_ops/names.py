@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 def recursive_getattr(obj: Any, attr: str) -> Any:
     """Return an attribute by its dotted name.
 
-    Args:
-        obj: The object.
-        attr: Names joined by dots, outermost first.
-
     Raises:
         AttributeError: One of them does not exist.
 

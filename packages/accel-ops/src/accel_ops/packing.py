@@ -85,14 +85,7 @@ class Flat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A flat buffer of leaves.
-
-    Attributes:
-        content: The bytes.
-        buckets: The layout of the leaves.
-        sections: The view of every bucket.
-        members: The view of every leaf, bucket after bucket.
-    """
+    """A flat buffer of leaves."""
 
     content: Tensor
     buckets: tuple[Bucket, ...]
@@ -100,11 +93,7 @@ class Buffer:
     members: list[Tensor] = field(default_factory=list[Tensor])
 
     def fill(self, leaves: list[Tensor]) -> None:
-        """Copy leaves, from any device, into the buffer.
-
-        Args:
-            leaves: All leaves of the structure.
-        """
+        """Copy leaves, from any device, into the buffer."""
         with below_autograd():
             for bucket, section in zip(self.buckets, self.sections, strict=True):
                 if bucket.start == bucket.stop:
@@ -124,10 +113,6 @@ _plans: dict[Any, Plan] = {}
 
 def flatten(data: Any, operation: str) -> Flat:
     """Flatten nested data.
-
-    Args:
-        data: Tensors nested in lists, tuples, named tuples, mappings and dataclasses.
-        operation: Name of the operation, for the message.
 
     Raises:
         TypeError: A leaf is not a tensor.
@@ -175,14 +160,7 @@ def size_of(buckets: Sequence[Bucket]) -> int:
 def make_buffer(
     buckets: tuple[Bucket, ...], device: torch.device, *, start: int = 0, capacity: int | None = None
 ) -> Buffer:
-    """Allocate an uninitialised buffer for leaves.
-
-    Args:
-        buckets: Their layout.
-        device: The device.
-        start: Bytes before the first bucket; a multiple of 16.
-        capacity: Total bytes; the minimum by default.
-    """
+    """Allocate an uninitialised buffer for leaves."""
     size = start + size_of(buckets) if capacity is None else capacity
     content = torch.empty(size, dtype=torch.uint8, device=device)
     return Buffer(content=content, buckets=buckets, sections=sections(buckets, content, start))
@@ -201,14 +179,6 @@ def cached_buffer(
 
     Only on the CPU: elsewhere a call on another stream might overwrite it while the last one still reads.
 
-    Args:
-        owner: The plan with which it is cached.
-        key: The key of the value.
-        buckets: As in `make_buffer`.
-        device: As in `make_buffer`.
-        capacity: As in `make_buffer`.
-        start: As in `make_buffer`.
-
     Returns:
         The buffer, and whether it is new.
     """
@@ -224,14 +194,7 @@ def cached_buffer(
 
 
 def cache(owner: Plan, key: Hashable, value: Any, nbytes: int) -> None:
-    """Cache a value with a plan; the oldest plans lose theirs above a limit for all plans.
-
-    Args:
-        owner: The plan.
-        key: The key of the value.
-        value: The value to cache.
-        nbytes: Bytes of its tensors.
-    """
+    """Cache a value with a plan; the oldest plans lose theirs above a limit for all plans."""
     total = sum(known.cached_bytes for known in _plans.values()) + nbytes
     for known in [*_plans.values(), owner]:
         if total <= MAX_CACHED_BYTES:
@@ -243,13 +206,7 @@ def cache(owner: Plan, key: Hashable, value: Any, nbytes: int) -> None:
 
 
 def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list[Tensor]:
-    """View the buckets in a flat buffer, with their dtypes and shapes.
-
-    Args:
-        buckets: The layout.
-        content: The bytes, one-dimensional.
-        start: Where the first bucket begins; a multiple of 16.
-    """
+    """View the buckets in a flat buffer, with their dtypes and shapes."""
     found: list[Tensor] = []
     for dtype, group in groupby(buckets, attrgetter("dtype")):
         same = list(group)
@@ -263,12 +220,7 @@ def sections(buckets: Sequence[Bucket], content: Tensor, start: int = 0) -> list
 
 
 def cut_all(buckets: Sequence[Bucket], blocks: Sequence[Tensor]) -> list[Tensor]:
-    """View the leaves with their own shapes, bucket after bucket.
-
-    Args:
-        buckets: The layout.
-        blocks: A tensor of the shape of each.
-    """
+    """View the leaves with their own shapes, bucket after bucket."""
     leaves: list[Tensor] = []
     for bucket, block in zip(buckets, blocks, strict=True):
         leaves += block.unbind() if bucket.scalar else block.split_with_sizes(bucket.rows)

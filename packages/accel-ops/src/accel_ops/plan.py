@@ -84,10 +84,6 @@ def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tup
 
     The order depends on the leaves' paths, types and shapes without dimension 0, and not on the order of
     `leaves`: ranks that built their dicts in different orders lay them out alike.
-
-    Args:
-        leaves: All leaves.
-        members: Which of them to lay out; all by default.
     """
     grouped: dict[tuple[int, str, bool, tuple[int, ...]], list[int]] = {}
     for index in range(len(leaves)) if members is None else members:
@@ -114,13 +110,7 @@ def lay_out(leaves: Sequence[Leaf], members: Iterable[int] | None = None) -> tup
 
 
 def at_rows(buckets: Sequence[Bucket], rows: Sequence[int], *, scalars: bool = True) -> tuple[Bucket, ...]:
-    """Return buckets with other sizes of dimension 0: those of another rank, or of all ranks together.
-
-    Args:
-        buckets: This rank's buckets.
-        rows: The other sizes, in the order in which the leaves lie.
-        scalars: Whether leaves without dimensions stay so; else they become one-dimensional.
-    """
+    """Return buckets with other sizes of dimension 0: those of another rank, or of all ranks together."""
     placed: list[Bucket] = []
     start = offset = 0
     for bucket in buckets:
@@ -141,11 +131,6 @@ def split_large(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], tuple[int, ...
 
 def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> list[tuple[int, int]]:
     """Find the slices of every leaf in the chunks of all ranks.
-
-    Args:
-        ranks: The buckets of every rank.
-        start: Offset of the first bucket in a chunk, in bytes.
-        stride: Bytes of a chunk.
 
     Returns:
         Offset and length, in bytes, of every slice: for every leaf, in the order in which they lie, the

@@ -56,14 +56,7 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
-    """Decorate a function so that its low-precision outputs become float32.
-
-    Args:
-        model_forward: The function; it stays available as `__wrapped__`.
-
-    Returns:
-        A `ConvertOutputsToFp32`.
-    """
+    """Decorate a function so that its low-precision outputs become float32."""
     return ConvertOutputsToFp32(model_forward)
 
 

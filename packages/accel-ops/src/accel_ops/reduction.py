@@ -28,9 +28,7 @@ class Scaling:
     """The reduction of values, and the scaling of the result.
 
     Attributes:
-        op: The reduction.
         divisor: The divisor of a mean, which may be 1; None for no mean.
-        scale: The factor of the result.
     """
 
     op: ReduceOp = "sum"
@@ -76,10 +74,6 @@ def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
 
     A mean or a scaled result of integers or booleans is exact in 64 bits and then becomes the default
     floating type; float8, which has no arithmetic, takes the way through float32.
-
-    Args:
-        operand: This rank's tensor, contiguous.
-        scaling: Reduction and scaling.
     """
     if operand.dtype.is_complex and scaling.op != "sum":
         raise TypeError(
@@ -97,12 +91,7 @@ def reduce_in_place(operand: Tensor, scaling: Scaling) -> PendingReduce:
 
 
 def combine_rows(rows: Tensor, scaling: Scaling) -> PendingReduce:
-    """Reduce the gathered operands of all ranks.
-
-    Args:
-        rows: The operand of each rank, of shape `(world_size, n)`.
-        scaling: Reduction and scaling.
-    """
+    """Reduce the gathered operands of all ranks."""
     wide = scaling.changes and not rows.dtype.is_floating_point and not rows.dtype.is_complex
     if wide:
         rows = rows.to(torch.int64)
@@ -115,13 +104,7 @@ def combine_rows(rows: Tensor, scaling: Scaling) -> PendingReduce:
 
 
 def reduce_copy(operand: Tensor, scaling: Scaling, device: torch.device) -> PendingReduce:
-    """Prepare the reduction of a tensor that stays as it is; which is read once, and the result written once.
-
-    Args:
-        operand: This rank's tensor.
-        scaling: Reduction and scaling.
-        device: The device of the reduction.
-    """
+    """Prepare the reduction of a tensor that stays as it is; read it once, and write the result once."""
     source = operand.detach().to(device)
     total = torch.empty(source.shape, dtype=source.dtype, device=device)
     factor = scaling.scale / (scaling.divisor or 1)

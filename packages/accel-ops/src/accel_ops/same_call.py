@@ -90,13 +90,7 @@ def structure_digest(structure: Plan) -> int:
 def mismatch(
     call: str, collectives: Collectives, mine: Mapping[str, tuple[Hashable, str]]
 ) -> DistributedOperationException:
-    """Return the error for calls that differ; every rank must ask for it at the same time.
-
-    Args:
-        call: What this rank has called.
-        collectives: The collectives of the run.
-        mine: For every path of this rank's structure, what must agree, and what to show.
-    """
+    """Return the error for calls that differ; every rank must ask for it at the same time."""
     calls: list[str]
     structures: list[Mapping[str, tuple[Hashable, str]]]
     calls, structures = zip(*collectives.all_gather_object((call, mine)), strict=True)  # pyright: ignore[reportAssignmentType] - pairs of these

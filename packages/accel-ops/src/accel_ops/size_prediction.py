@@ -37,21 +37,13 @@ class Guess:
         return max(self.after.get(self.last, (SMALLEST,)))
 
     def catch_up(self, rank: int) -> None:
-        """Learn from the last message if an exception on this rank came in between: the others have.
-
-        Args:
-            rank: Index of this process.
-        """
+        """Learn from the last message if an exception on this rank came in between: the others have."""
         heads, self.pending = self.pending, None
         if heads is not None and heads[rank, 0] != UNSENT:
             self.learn_from(heads[:, :4].tolist())
 
     def learn_from(self, prefixes: Sequence[Sequence[int]]) -> None:
-        """Record a gather.
-
-        Args:
-            prefixes: The first numbers of the chunks of all ranks.
-        """
+        """Record a gather by the first numbers of the chunks of all ranks."""
         self.pending = None
         structures = {prefix[0] for prefix in prefixes}
         if len(structures) > 1:
@@ -60,12 +52,7 @@ class Guess:
             self.learn(structures.pop(), max(prefix[3] for prefix in prefixes))
 
     def learn(self, structure: int, need: int) -> None:
-        """Record a gather.
-
-        Args:
-            structure: The hash of the structure, or any number that all ranks share.
-            need: Bytes of the largest chunk that any rank needed.
-        """
+        """Record a gather: its structure's hash, and the bytes of the largest chunk that a rank needed."""
         if len(self.after) >= MAX_GUESSES:
             self.after.clear()
         enough = max(SMALLEST, 1 << (need - 1).bit_length()) if need <= self.largest else SMALLEST

@@ -126,10 +126,6 @@ def smallest_bound(units: Units, capacities: Sequence[int]) -> int | None:
     Bisection on the answer with a greedy check, exact for contiguous parts (Skiena, The Algorithm Design
     Manual, "linear partition", solved by search on the bound).
 
-    Args:
-        units: What is placed, in order.
-        capacities: Bytes of each device, in order.
-
     Returns:
         The bound in bytes, or `None` when the capacities cannot hold everything.
 

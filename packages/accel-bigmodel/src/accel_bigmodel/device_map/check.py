@@ -61,10 +61,6 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None
 def known_entries(model: nn.Module, device_map: Mapping[str, Device]) -> dict[str, Device]:
     """Leave out the entries of a map that name no part of a model.
 
-    Args:
-        model: The model.
-        device_map: Module or tensor name to device.
-
     Example:
         >>> from torch import nn
         >>> known_entries(nn.Sequential(nn.Linear(2, 2)), {"0": "cpu", "1": 0})
@@ -95,12 +91,7 @@ def _check_device(name: object, device: object) -> None:
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Iterable[str]], device_map: Mapping[str, Device]
 ) -> None:
-    """Warn of tied weights that a map sends to different devices: each device then holds a copy of its own.
-
-    Args:
-        tied_params: Groups of names, from `find_tied_parameters`.
-        device_map: Module or tensor name to device.
-    """
+    """Warn of tied weights that a map sends to different devices: each then holds a copy of its own."""
     for group in tied_params:
         devices = {name: device_of(name, device_map) for name in group}
         if len(set(devices.values())) > 1:

@@ -13,15 +13,6 @@ if TYPE_CHECKING:
 def assign_by_size(units: Units, depths: Sequence[int], placed: Sequence[int], machine: Machine) -> list[int]:
     """Give accelerators that a plan left empty the first layer, in breadth-first order, that fits.
 
-    Args:
-        units: What is placed, in order.
-        depths: How deep each unit lies in the model.
-        placed: The plan so far, as `fill` gives it.
-        machine: The devices.
-
-    Returns:
-        The plan with those units moved.
-
     Example:
         >>> from accel_bigmodel.device_map.plan import Machine, Units
         >>> units = Units(

@@ -17,10 +17,6 @@ T = TypeVar("T")
 def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
     """Replace entries that have others below them by entries for what is left of them.
 
-    Args:
-        model: The model.
-        device_map: Module or tensor name to anything; the longest name that fits a tensor decides.
-
     Example:
         >>> from torch import nn
         >>> model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from itertools import accumulate
 from operator import ne
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from accel_bigmodel.device_map.budget import get_max_memory
+from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
 from accel_bigmodel.device_map.fallback import assign_by_size
 from accel_bigmodel.device_map.plan import Machine, assign_units, devices_of, units_of
 from accel_bigmodel.layers import class_names, read_layers
 from accel_bigmodel.sizes import byte_count
 from accel_ops.weights.sizes import convert_bytes
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from accel_bigmodel.sizes import ElementType
 
 _log = logging.getLogger(__name__)
+_AUTOMATIC = ("auto", "balanced", "balanced_low_0", "sequential")
 
 Device = int | str
 
@@ -98,12 +100,32 @@ def infer_auto_device_map(
     return {name: keys[device] for name, device in merged(layers, where)}
 
 
+def automatic_device_map(
+    kind: str,
+    model: nn.Module,
+    max_memory: Mapping[int | str, float | str] | None,
+    no_split: str | Sequence[str] | None,
+    offload_buffers: bool = False,
+    **dtypes: Any,
+) -> dict[str, Device]:
+    """Infer the device map that users ask for by a word, such as `"balanced"`.
+
+    Raises:
+        SettingsError: It is no such word.
+    """
+    if kind not in _AUTOMATIC:
+        raise SettingsError(
+            f"device_map is {kind!r}: write one of {', '.join(map(repr, _AUTOMATIC))}, or a mapping"
+        )
+    if kind != "sequential":
+        max_memory = get_balanced_memory(
+            model, max_memory, no_split, low_zero=kind == "balanced_low_0", **dtypes
+        )
+    return infer_auto_device_map(model, max_memory, no_split, offload_buffers=offload_buffers, **dtypes)
+
+
 def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
     """Merge a device map into the fewest entries: one for each topmost module whose layers share a device.
-
-    Args:
-        layers: The layers of a model.
-        where: The device of each.
 
     Example:
         >>> from torch import nn

@@ -43,12 +43,7 @@ class Units:
 
 
 def units_of(layers: Layers, workload: Workload | None = None) -> Units:
-    """Merge layers that share tied tensors.
-
-    Args:
-        layers: The layers of a model.
-        workload: Activations and cache of named modules.
-    """
+    """Merge layers that share tied tensors."""
     sizes, totals, buffers = list(layers.sizes), list(layers.totals), list(layers.buffers)
     caches, actives = [0] * len(sizes), list[int]()
     if workload is not None:
@@ -73,10 +68,6 @@ def units_of(layers: Layers, workload: Workload | None = None) -> Units:
 
 def fill(units: Units, capacities: Sequence[int]) -> list[int]:
     """Place units in order, each on the present device if it fits, else on the next that has room.
-
-    Args:
-        units: What to place.
-        capacities: Bytes of each device, in order.
 
     Returns:
         Where each device's run of units ends; units from the last end on found no room.
@@ -113,9 +104,6 @@ def assign_units(units: Units, machine: Machine) -> list[int]:
     room for the largest offloaded layer (and the buffers of all of them, if they are not offloaded), the CPU
     for the largest layer on the disk. What needs no offload is first tried with room for the largest layer of
     all, so that small changes of a model do not move its layers about.
-
-    Returns:
-        As `fill`.
     """
     count = len(units.sizes)
     if machine.executors and fill(units, machine.capacities[:1])[0] == count:

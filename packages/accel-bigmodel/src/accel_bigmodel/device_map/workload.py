@@ -36,9 +36,6 @@ class Workload:
     def per_layer(self, names: Sequence[str]) -> tuple[list[int], list[int]]:
         """Give each layer its cache, and its activations; what a module has goes to its first layer.
 
-        Args:
-            names: The layers, in order.
-
         Raises:
             SettingsError: The workload names no module of the model.
         """

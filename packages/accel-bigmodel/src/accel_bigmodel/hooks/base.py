@@ -44,11 +44,7 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks as one: each event goes through them in order.
-
-    Args:
-        *hooks: The hooks.
-    """
+    """Several hooks as one: each event goes through them in order."""
 
     def __init__(self, *hooks: ModelHook) -> None:
         self.hooks = hooks
@@ -149,11 +145,7 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Give a module and everything below it their own forwards back.
-
-    Args:
-        module: The top of what is freed.
-    """
+    """Give a module and everything below it their own forwards back."""
     for part in list(module.modules()):
         remove_hook_from_module(part)
 

@@ -27,9 +27,6 @@ def hook_replaced_modules(model: nn.Module) -> None:
     torch offers this event for the whole process only; the registration ends with the last dispatched model.
     A replacement that has a hook already, or that contains the module it replaces (a wrapper such as an
     adapter), is left alone.
-
-    Args:
-        model: A dispatched model.
     """
     global _handle  # noqa: PLW0603 - the one registration of the process
     with _lock:

@@ -46,12 +46,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """The handle that `cpu_offload_with_hook` gives: sends a model back, or frees it of its hook.
-
-    Args:
-        model: The model.
-        hook: Its hook.
-    """
+    """The handle that `cpu_offload_with_hook` gives: sends a model back, or frees it of its hook."""
 
     def __init__(self, model: nn.Module, hook: ModelHook) -> None:
         self.model = model

@@ -13,11 +13,7 @@ from accel_ops.weights.tensors import buffer_table, parameter_table
 
 
 class Slot(Protocol):
-    """What an offloading hook does with one tensor.
-
-    Attributes:
-        name: The tensor's name in the hooked module.
-    """
+    """What an offloading hook does with one tensor."""
 
     name: str
 
@@ -31,13 +27,7 @@ class Slot(Protocol):
 
 
 class PlainSlot:
-    """The slot of a plain parameter or buffer.
-
-    Args:
-        module: The hooked module.
-        name: The tensor's name there.
-        tensor: What the module holds now.
-    """
+    """The slot of a plain parameter or buffer."""
 
     __slots__ = ("_last", "_leaf", "_live", "_meta", "_table", "name")
 
@@ -74,10 +64,5 @@ def slot_of(tensor: Tensor, module: nn.Module, name: str) -> Slot:
     """Make the slot of a tensor.
 
     A package with a parameter class of its own registers a slot for it.
-
-    Args:
-        tensor: What the module holds now; its class decides.
-        module: The hooked module.
-        name: The tensor's name there.
     """
     return PlainSlot(module, name, tensor)

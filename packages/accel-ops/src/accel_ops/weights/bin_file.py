@@ -35,9 +35,6 @@ _ITEM_SIZES = {
 def load_bin(path: Path) -> dict[str, Tensor]:
     """Read a state dict; the zip format is mapped, the format from before torch 1.6 is read.
 
-    Args:
-        path: A file that `torch.save` wrote.
-
     Raises:
         CheckpointError: The file is damaged, or holds more than plain tensors.
     """

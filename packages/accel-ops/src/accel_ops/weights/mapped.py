@@ -26,10 +26,6 @@ def create_safetensors(
     The system writes out what is filled in when it needs the memory; the file is complete when the tensors
     are filled and no longer used.
 
-    Args:
-        path: Of a file that does not exist.
-        rows: Name to shape and dtype.
-
     Returns:
         Name to tensor, all zero.
 

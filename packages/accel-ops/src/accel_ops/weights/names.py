@@ -27,10 +27,6 @@ OFFLOAD_INDEX_NAME = "index.json"
 def shard_suffix(position: int, count: int) -> str:
     """Say what a pattern's `{suffix}` is for one shard, e.g. `-00002-of-00005`.
 
-    Args:
-        position: Which shard, from 0.
-        count: How many there are; the only one has no suffix.
-
     Example:
         >>> SAFE_WEIGHTS_PATTERN_NAME.format(suffix=shard_suffix(1, 5))
         'model-00002-of-00005.safetensors'

@@ -20,7 +20,7 @@ from accel_state.regular_file import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-    from io import BufferedReader
+    from io import BufferedReader, FileIO
 
     from torch import Tensor
 
@@ -61,11 +61,7 @@ class SafetensorsFile:
         self._map: mmap.mmap | None = None
 
     def tensor(self, name: str) -> Tensor:
-        """Map one tensor: no bytes are read until they are used.
-
-        Args:
-            name: A name among `entries`.
-        """
+        """Map one tensor: no bytes are read until they are used."""
         entry = self.entries[name]
         if not entry.nbytes:
             return torch.empty(entry.shape, dtype=entry.dtype)
@@ -75,9 +71,6 @@ class SafetensorsFile:
 
     def read(self, name: str) -> Tensor:
         """Read one tensor into memory of its own, in large pieces.
-
-        Args:
-            name: A name among `entries`.
 
         Raises:
             CheckpointError: The file ends inside it.
@@ -91,23 +84,11 @@ class SafetensorsFile:
     def read_into(self, target: Tensor, begin: int) -> None:
         """Fill a flat tensor of bytes with the file's bytes from `begin` on.
 
-        Args:
-            target: uint8, contiguous, on the CPU.
-            begin: Where to start in the file.
-
         Raises:
             CheckpointError: The file ends before the tensor is full.
         """
-        count = target.numel()
-        view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
         with self._open() as file:
-            file.seek(begin)
-            done = 0
-            while done < count:
-                got = file.readinto(view[done : done + _READ_SIZE])
-                if not got:
-                    raise CheckpointError(f"{str(self.path)!r} ends at byte {begin + done}; fetch it again")
-                done += got
+            fill_from(file, target, begin, self.path)
 
     def read_ahead(self, names: Iterable[str]) -> None:
         """Bring tensors into memory now, and return when they are there (or, on older kernels, asked for)."""
@@ -156,6 +137,22 @@ class SafetensorsFile:
     def _pages(self, names: Iterable[str]) -> list[tuple[int, int]]:
         runs = _page_runs(self.entries[name] for name in names)
         return [(begin, min(end, self.size)) for begin, end in runs]
+
+
+def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: Path) -> None:
+    """Fill a flat uint8 tensor on the CPU with the bytes of an open file from `begin` on.
+
+    Raises:
+        CheckpointError: The file ends before the tensor is full.
+    """
+    count, done = target.numel(), 0
+    view = memoryview((ctypes.c_char * count).from_address(target.data_ptr())).cast("B")
+    file.seek(begin)
+    while done < count:
+        got = file.readinto(view[done : done + _READ_SIZE])
+        if not got:
+            raise CheckpointError(f"{str(path)!r} ends at byte {begin + done}; fetch it again")
+        done += got
 
 
 @functools.cache

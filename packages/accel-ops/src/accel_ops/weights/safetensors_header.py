@@ -59,11 +59,6 @@ class Entry:
 def read_header(file: BinaryIO, path: Path, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
     """Read the header of a file.
 
-    Args:
-        file: At its start.
-        path: Its name, for messages.
-        size: Its bytes.
-
     Returns:
         Tensor name to where it lies, in the header's order; and the header's `__metadata__`.
 

@@ -82,12 +82,6 @@ def split_state_dict(
 def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:
     """Tell which tensors share memory, so that they have to be in the same file.
 
-    Args:
-        state_dict: Name to tensor, on any device, the meta device too.
-
-    Returns:
-        The groups, in order, each with its bytes.
-
     Example:
         >>> import torch
         >>> weight = torch.zeros(4)
@@ -124,13 +118,7 @@ def filled(groups: Iterable[tuple[Group, int]], limit: int) -> Iterator[tuple[li
 
 
 def numbered(shards: Sequence[Sequence[str]], *, total_size: int, pattern: str) -> ShardPlan:
-    """Name the files of shards, once it is known how many there are.
-
-    Args:
-        shards: The names of the tensors in each.
-        total_size: Bytes of all tensors.
-        pattern: The file name, with `{suffix}`.
-    """
+    """Name the files of shards, once it is known how many there are."""
     count = len(shards)
     return ShardPlan(
         files={pattern.format(suffix=shard_suffix(i, count)): tuple(names) for i, names in enumerate(shards)},

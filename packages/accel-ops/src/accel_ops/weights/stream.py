@@ -59,9 +59,6 @@ def write_safetensors(
 def as_bytes(tensor: Tensor) -> memoryview:
     r"""Show the contents of a tensor on the CPU as bytes; without a copy, if it is contiguous.
 
-    Args:
-        tensor: Dense, on the CPU.
-
     Example:
         >>> import torch
         >>> bytes(as_bytes(torch.tensor([1, 2], dtype=torch.int16)))

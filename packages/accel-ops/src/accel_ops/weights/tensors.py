@@ -44,10 +44,6 @@ def named_module_tensors(
 def non_persistent_buffers(module: nn.Module, *, recurse: bool = False) -> set[str]:
     """Name the buffers that `module.state_dict()` leaves out.
 
-    Args:
-        module: The module.
-        recurse: Whether submodules are visited; names then have their dotted prefix.
-
     Example:
         >>> import torch
         >>> module = torch.nn.Module()

@@ -46,10 +46,6 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Iterable[str]]) -> 
     The tensor that wins is the first of the group that holds values, whatever its place: a name that is still
     on the meta device never replaces one that was loaded.
 
-    Args:
-        model: The model whose ties may have broken, by loading or by moving parts.
-        tied_params: Groups of names, as `find_tied_parameters` gave them before.
-
     Example:
         >>> from torch import nn
         >>> model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})

@@ -85,9 +85,6 @@ def save_state_dict(
         max_shard_size: Bytes per file, or text like `"5GB"`.
         safe_serialization: Write safetensors rather than torch's zip format.
 
-    Returns:
-        Which tensor went to which file.
-
     Raises:
         FileExistsError: `folder` is a file.
     """
@@ -106,15 +103,6 @@ def save_state_parts(
     """Write a state dict that comes in parts; no more of it is held than one file and one part.
 
     Files get their names when all are written, as these tell how many there are.
-
-    Args:
-        parts: Name to tensor. Different parts share no memory.
-        folder: As of `save_state_dict`, which see.
-        max_shard_size: As there.
-        safe_serialization: As there.
-
-    Returns:
-        Which tensor went to which file.
 
     Raises:
         FileExistsError: `folder` is a file.

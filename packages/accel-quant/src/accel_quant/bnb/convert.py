@@ -29,11 +29,7 @@ _BLOCK, _NESTED_BLOCK = 64, 256
 
 
 def bitsandbytes() -> Any:
-    """Import the library.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """Import the library."""
     require("bnb", "quantised weights", install="accel-quant[bnb]")
     import bitsandbytes as bnb
 
@@ -55,9 +51,6 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 def default_skipped(model: nn.Module) -> list[str]:
     """Name what is better not quantised: the output head, and modules whose weights are tied.
 
-    Args:
-        model: The model. One without a head (a transformers base model) gives no head.
-
     Example:
         >>> default_skipped(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
         ['1']
@@ -78,22 +71,13 @@ def is_listed(name: str, listed: Iterable[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantizer:
-    """Makes quantised layers and weights as a configuration says.
-
-    Args:
-        config: The configuration.
-        bnb: The library.
-    """
+    """Makes quantised layers and weights as a configuration says."""
 
     config: BnbQuantizationConfig
     bnb: Any
 
     def replace_linears(self, model: nn.Module, keep: Iterable[str]) -> dict[str, nn.Linear]:
         """Put quantised layers, still without weights, where linear layers are.
-
-        Args:
-            model: The model, changed in place.
-            keep: Modules that stay as they are; see `is_listed`.
 
         Returns:
             Name to the layer that was replaced.
@@ -109,13 +93,7 @@ class Quantizer:
         return replaced
 
     def quantize(self, weight: Tensor, device: torch.device, layer: nn.Module) -> nn.Parameter:
-        """Quantise a weight on a device.
-
-        Args:
-            weight: Float, out features by in features, on any device.
-            device: Where the quantised weight is.
-            layer: The layer that gets it.
-        """
+        """Quantise a weight on a device."""
         config = self.config
         value = weight.detach()
         if config.load_in_8bit:

@@ -27,9 +27,6 @@ def keep_exact(layer: Any) -> None:
 
     While a layer is packed it keeps its exact scales, a sixteenth of a byte per weight, but no second copy
     of the weights.
-
-    Args:
-        layer: A `bitsandbytes.nn.Linear4bit`.
     """
     layer.register_load_state_dict_pre_hook(_load_scales)
     if not getattr(layer, "support_avx512bf16_for_cpu", False):
@@ -42,11 +39,7 @@ def keep_exact(layer: Any) -> None:
 
 
 def never_pack(layer: Any) -> None:
-    """Undo the packing of a 4-bit layer and let it never be packed again.
-
-    Args:
-        layer: A `bitsandbytes.nn.Linear4bit`.
-    """
+    """Undo the packing of a 4-bit layer and let it never be packed again."""
     if _is_packed(_state_of(layer)):
         _unpack(layer)
     layer.support_avx512bf16_for_cpu = False

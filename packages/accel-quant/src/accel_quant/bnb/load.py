@@ -161,12 +161,7 @@ class _Loader:
             save_offload_index(self.index, self.folder)
 
     def take(self, tensors: Iterator[tuple[str, Tensor]], origin: str) -> None:
-        """Place tensors; the parts of a saved quantised weight wait for each other.
-
-        Args:
-            tensors: With their names.
-            origin: Where they come from, for messages.
-        """
+        """Place tensors; the parts of a saved quantised weight wait for each other."""
         sites = sites_of(self.model)
         for name, value in tensors:
             layer = self._layer_of(name)

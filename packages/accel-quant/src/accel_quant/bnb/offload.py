@@ -26,13 +26,7 @@ def register_slots() -> None:
 
 
 class QuantizedSlot:
-    """The slot of a quantised weight.
-
-    Args:
-        module: The hooked module.
-        name: The weight's name there.
-        tensor: The quantised weight that the module holds now.
-    """
+    """The slot of a quantised weight."""
 
     def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
         self.name = name

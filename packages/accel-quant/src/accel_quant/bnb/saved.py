@@ -36,12 +36,6 @@ _NESTED_FIELDS = {"nested_blocksize", "nested_dtype", "nested_offset"}
 def check_4bit(where: str, weight: Tensor, statistics: Mapping[str, Tensor], shape: tuple[int, int]) -> None:
     """Refuse a saved 4-bit weight that does not fit its layer.
 
-    Args:
-        where: The file and the weight, for the message.
-        weight: The packed numbers.
-        statistics: The parts of its quantisation state, as `QuantState.as_dict(packed=True)` names them.
-        shape: Out features and in features of the layer.
-
     Raises:
         CheckpointError: A part is missing, unknown, or of another type or size.
     """
