@@ -27,10 +27,6 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
     A tensor on a device with streams is not read: it is put into `waiting`, with its place in the copy, for a
     `Reading`.
 
-    Args:
-        values: As given to `log`; dictionaries may be nested.
-        waiting: Gets the tensors that are read later.
-
     Raises:
         UnsupportedError: A tensor or array has several elements, or complex ones.
 
@@ -69,10 +65,6 @@ class Reading:
 
     The tensors are copied to pinned memory on their own stream, after everything that computes them and
     before everything that changes them later.
-
-    Args:
-        captured: What `capture` returned.
-        waiting: The tensors that it left to be read; none if everything was read at once.
     """
 
     def __init__(self, captured: dict[str, Any], waiting: Waiting) -> None:
@@ -100,11 +92,7 @@ class _Index:
 
 
 class HostCopies:
-    """Single elements of tensors of one device, copied to one pinned buffer.
-
-    Args:
-        tensors: With one element each, on a device with streams.
-    """
+    """Single elements of tensors of one device, copied to one pinned buffer."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         streams = device_streams(tensors[0].device)

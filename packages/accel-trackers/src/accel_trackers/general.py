@@ -24,9 +24,6 @@ def on_main_process(function: Callable[_P, _R]) -> Callable[_P, _R]:
     A tracker whose `main_process_only` is False runs it on every rank. The rank is looked up when the method
     is called; nothing is started for it.
 
-    Args:
-        function: A method of a `GeneralTracker`.
-
     Example:
         >>> class Printer(GeneralTracker):
         ...     name = "printer"
@@ -56,9 +53,6 @@ _DECORATED: WeakKeyDictionary[Callable[..., Any], Callable[..., Any]] = WeakKeyD
 
 def without_rank_check(method: Callable[_P, _R]) -> Callable[_P, _R]:
     """Take the check of `on_main_process` off a method, for a caller that has made it for many calls.
-
-    Args:
-        method: Bound to a tracker, decorated or not.
 
     Example:
         >>> class Printer(GeneralTracker):
@@ -260,11 +254,7 @@ class GeneralTracker:
 
     @classmethod
     def resume_arguments(cls, run_id: str) -> dict[str, Any]:
-        """Arguments of the class with which a run goes on.
-
-        Args:
-            run_id: What `run_id` was.
-        """
+        """Arguments of the class with which a run goes on."""
         del run_id
         return {}
 
@@ -276,14 +266,7 @@ class GeneralTracker:
 
 
 def check_attributes(tracker: type[GeneralTracker] | GeneralTracker) -> None:
-    """Check that a tracker has what every one needs.
-
-    Args:
-        tracker: A class or an object.
-
-    Raises:
-        UnsupportedError: An attribute is absent.
-    """
+    """Check that a tracker has what every one needs."""
     there = dir(tracker)
     absent = [name for name in ("name", "requires_logging_directory", "tracker") if name not in there]
     if absent:
@@ -332,11 +315,7 @@ class Inert:
 
 
 class InertTracker(GeneralTracker):
-    """What stands for a tracker on ranks where it does nothing: it has every method there could be.
-
-    Args:
-        name: Of the tracker.
-    """
+    """What stands for a tracker on ranks where it does nothing: it has every method there could be."""
 
     requires_logging_directory = False
 

@@ -69,9 +69,6 @@ def _axes(shape: tuple[int, ...]) -> str | None:
 def to_numbers(value: Any) -> np.ndarray[Any, Any]:
     """Convert a tensor, array or sequence of numbers to a flat array of floats.
 
-    Args:
-        value: Of any shape, on any device.
-
     Example:
         >>> to_numbers([[1, 2], [3, 4]])
         array([1., 2., 3., 4.])

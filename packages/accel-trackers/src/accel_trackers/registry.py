@@ -142,9 +142,6 @@ def filter_trackers(
 def tracker_class(name: str) -> type[GeneralTracker]:
     """Find the class of a tracker.
 
-    Args:
-        name: Its name.
-
     Raises:
         SettingsError: There is none, or the entry point of that name gives something else.
     """

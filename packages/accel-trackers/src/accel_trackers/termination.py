@@ -17,9 +17,6 @@ class TerminationHook:
     Also a re-entrant lock: a signal that arrives while the main thread holds it is acted on when it is
     released.
 
-    Args:
-        action: Called in the main thread, between two instructions of whatever runs there.
-
     Example:
         >>> hook = TerminationHook(lambda: print("terminated"))
         >>> with hook:

@@ -13,7 +13,7 @@ import dataclasses
 import enum
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -45,18 +45,6 @@ class Record:
     media: dict[str, int] = dataclasses.field(default_factory=dict[str, int])
 
 
-class MakeTracker(Protocol):
-    """Constructs the tracker under test, as `init_trackers` would."""
-
-    def __call__(self, **kwargs: Any) -> GeneralTracker:
-        """Construct it.
-
-        Args:
-            **kwargs: `resume_arguments`, for a run that goes on.
-        """
-        ...
-
-
 class _Schedule(enum.Enum):
     COSINE = "cosine"
 
@@ -84,11 +72,13 @@ _NUMBERS = {
 _RESUMED_STEP = 21
 
 
-def check_tracker(make: MakeTracker, read: Callable[[], Record], media: Collection[str] = ()) -> None:
+def check_tracker(
+    make: Callable[..., GeneralTracker], read: Callable[[], Record], media: Collection[str] = ()
+) -> None:
     """Check that a tracker keeps the contract of `GeneralTracker`. Call it where no accel state exists.
 
     Args:
-        make: Constructs the tracker.
+        make: Constructs the tracker as `init_trackers` would; its keywords are `resume_arguments`.
         read: Reads what was written, when the run is finished, with the library's own reader.
         media: Which of `MEDIA` it has.
 
@@ -130,7 +120,7 @@ def _media_calls(tracker: GeneralTracker, file: Path) -> dict[str, Callable[[], 
     }
 
 
-def _on_another_rank(make: MakeTracker) -> list[str]:
+def _on_another_rank(make: Callable[..., GeneralTracker]) -> list[str]:
     """Make every call on rank 1 of 2, where it must do nothing."""
     problems: list[str] = []
     with patch_environment(RANK=1, WORLD_SIZE=2, LOCAL_RANK=1, LOCAL_WORLD_SIZE=2):

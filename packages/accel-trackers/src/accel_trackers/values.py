@@ -37,9 +37,6 @@ def to_plain(value: Any) -> Any:
     value. Tensors and arrays become numbers or lists, beyond 32 elements a description. Everything else,
     such as a path, a dtype or a class, becomes its `str`.
 
-    Args:
-        value: Anything; it is not changed.
-
     Example:
         >>> import torch
         >>> from pathlib import PurePosixPath
@@ -92,9 +89,6 @@ def to_flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str | N
     As `to_plain`; then the keys of dictionaries in dictionaries are joined with dots, and lists are written
     as texts.
 
-    Args:
-        config: It is not changed.
-
     Example:
         >>> to_flat({"optimizer": {"lr": 0.1, "betas": (0.9, 0.99)}, "seed": 3})
         {'optimizer.lr': 0.1, 'optimizer.betas': '[0.9, 0.99]', 'seed': 3}
@@ -107,9 +101,6 @@ def to_flat(config: Mapping[str, Any]) -> dict[str, bool | int | float | str | N
 
 def join_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     """Copy nested dictionaries into one level, keys joined with dots.
-
-    Args:
-        values: Dictionaries in dictionaries.
 
     Example:
         >>> join_keys({"loss": {"train": 1, "test": 2}, "lr": 3})
@@ -140,10 +131,6 @@ def is_number(value: Any) -> TypeGuard[Number]:
 def to_number(name: str, value: Any) -> Any:
     """Convert tensors and numpy scalars with one element to numbers; leave everything else.
 
-    Args:
-        name: Of the value, for messages.
-        value: Anything.
-
     Raises:
         UnsupportedError: A tensor or array has several elements, complex ones, or none that can be read.
 
@@ -157,10 +144,6 @@ def to_number(name: str, value: Any) -> Any:
 
 def read_number(name: Any, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> Any:
     """Read a tensor or array with one element.
-
-    Args:
-        name: Of the value, for messages.
-        value: A tensor or array.
 
     Raises:
         UnsupportedError: It has several elements, complex ones, or none that can be read.
@@ -178,9 +161,6 @@ def read_number(name: Any, value: torch.Tensor | np.ndarray[Any, Any] | np.gener
 def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert tensors and numpy scalars with one element to numbers; leave everything else.
 
-    Args:
-        values: By name.
-
     Raises:
         UnsupportedError: A tensor or array has several elements, or complex ones.
 
@@ -197,10 +177,6 @@ def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> None:
     """Check that a tensor or array is one real number that can be read.
-
-    Args:
-        name: Of the value, for messages.
-        value: A tensor or array.
 
     Raises:
         UnsupportedError: It is not.
@@ -220,10 +196,6 @@ def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.gene
 
 def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], dict[str, str]]:
     """Split values into numbers and texts, with the keys of inner dictionaries joined by dots.
-
-    Args:
-        tracker: Its name, for messages.
-        values: As given to `log`.
 
     Raises:
         UnsupportedError: A value is neither.

@@ -51,9 +51,6 @@ def import_vendor(name: str, module: str | None = None) -> Any:
     Args:
         name: Of the tracker.
         module: Which of its modules; its main one if `None`.
-
-    Raises:
-        MissingDependencyError: It is not installed.
     """
     vendor = VENDORS[name]
     require(vendor.installed, f"The tracker {name!r}", install=f"accel-trackers[{vendor.extra}]")

@@ -63,13 +63,7 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts and objects of Aim.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: More arguments of `run.track`, such as `context`.
-        """
+        """Log numbers, texts and objects of Aim."""
         for name, value in with_numbers(join_keys(values)).items():
             tracked = self._aim.Text(value) if isinstance(value, str) else value
             self.writer.track(tracked, name=name, step=step, **kwargs)

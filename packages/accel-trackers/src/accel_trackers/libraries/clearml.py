@@ -85,13 +85,7 @@ class ClearMLTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays, and more arguments of `Logger.report_image`.
-        """
+        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `Logger.report_image`."""
         dataformats = kwargs.pop("dataformats", None)
         for name, value in values.items():
             title, series = _title_and_series(name)

@@ -42,13 +42,7 @@ class CometMLTracker(ProjectRunTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics and texts as `other`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: More arguments of `log_metrics`.
-        """
+        """Log numbers as metrics and texts as `other`."""
         numbers, texts = split(self.name, values)
         if numbers:
             self.run.log_metrics(numbers, step=step, **kwargs)
@@ -59,13 +53,7 @@ class CometMLTracker(ProjectRunTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays, and more arguments of `log_image`.
-        """
+        """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `log_image`."""
         fromarray = import_vendor(self.name, "PIL.Image").fromarray
         dataformats = kwargs.pop("dataformats", None)
         for name, value in values.items():

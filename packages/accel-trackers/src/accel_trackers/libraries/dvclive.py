@@ -60,13 +60,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and texts as metrics.
-
-        Args:
-            values: By name.
-            step: At which step; the one after the last if `None`.
-            **kwargs: More arguments of `Live.log_metric`.
-        """
+        """Log numbers and texts as metrics."""
         self._set_step(step)
         numbers, texts = split(self.name, values)
         for name, value in {**numbers, **texts}.items():
@@ -75,12 +69,7 @@ class DVCLiveTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays.
+        """Log images; see `GeneralTracker.log_images`. The one option is `dataformats`, the axes of arrays.
 
         Raises:
             UnsupportedError: Another option was given.

@@ -104,13 +104,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics, and texts as files.
-
-        Args:
-            values: By name.
-            step: At which step; 0 if `None`.
-            **kwargs: More arguments of `MlflowClient.log_batch`.
-        """
+        """Log numbers as metrics, and texts as files."""
         numbers, texts = split(self.name, values)
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
@@ -122,13 +116,7 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays, and more arguments of `MlflowClient.log_image`.
-        """
+        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `MlflowClient.log_image`."""
         dataformats = kwargs.pop("dataformats", None)
         for name, value in values.items():
             images = to_images(name, value, dataformats)
@@ -146,16 +134,7 @@ class MLflowTracker(GeneralTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table as a JSON file, to which rows of the same name are added.
-
-        Args:
-            table_name: Its name.
-            columns: Names of the columns, with `data`.
-            data: The rows.
-            dataframe: A pandas data frame, instead of both.
-            step: A column of that name is added.
-            **kwargs: More arguments of `MlflowClient.log_table`.
-        """
+        """Log a table as a JSON file, to which rows of the same name are added."""
         if dataframe is not None:
             table = {str(name): list(dataframe[name]) for name in dataframe.columns}
         else:
@@ -176,34 +155,17 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Store a figure of matplotlib or plotly.
-
-        Args:
-            figure: The figure.
-            artifact_file: Under which name.
-            **save_kwargs: More arguments of `MlflowClient.log_figure`.
-        """
+        """Store a figure of matplotlib or plotly."""
         self._client.log_figure(self.run_id, figure, artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifact(self, local_path: str | Path, artifact_path: str | None = None, **kwargs: Any) -> None:
-        """Store a file.
-
-        Args:
-            local_path: The file.
-            artifact_path: In which folder of the run.
-            **kwargs: More arguments of `MlflowClient.log_artifact`.
-        """
+        """Store a file."""
         self._client.log_artifact(self.run_id, str(local_path), artifact_path, **kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str | Path, artifact_path: str | None = None) -> None:
-        """Store the files of a folder.
-
-        Args:
-            local_dir: The folder.
-            artifact_path: In which folder of the run.
-        """
+        """Store the files of a folder."""
         self._client.log_artifacts(self.run_id, str(local_dir), artifact_path)
 
     @on_main_process

@@ -63,13 +63,7 @@ class ProjectRunTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts and objects of the library.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: More arguments of `run.log`.
-        """
+        """Log numbers, texts and objects of the library."""
         self.run.log(with_numbers(values), step=step, **kwargs)
 
     def log_captured(self) -> Callable[..., object]:

@@ -23,13 +23,7 @@ class SwanLabTracker(ProjectRunTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts and objects of SwanLab.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: More arguments of `run.log`.
-        """
+        """Log numbers, texts and objects of SwanLab."""
         self._log_numbers(with_numbers(join_keys(values)), step=step, **kwargs)
 
     def log_captured(self) -> Callable[..., object]:
@@ -60,13 +54,7 @@ class SwanLabTracker(ProjectRunTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays, and more arguments of `swanlab.Image`.
-        """
+        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `swanlab.Image`."""
         dataformats = kwargs.pop("dataformats", None)
         images = {
             name: [

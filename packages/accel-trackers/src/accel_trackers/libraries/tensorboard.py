@@ -63,13 +63,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as scalars, texts as texts, and dictionaries of numbers into one chart.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: More arguments of `add_scalar`, `add_text` or `add_scalars`.
-        """
+        """Log numbers as scalars, texts as texts, and dictionaries of numbers into one chart."""
         groups = {
             name: value
             for name, value in values.items()
@@ -86,13 +80,7 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays, and more arguments of `add_image`.
-        """
+        """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `add_image`."""
         dataformats = kwargs.pop("dataformats", None)
         for name, value in values.items():
             images = to_images(name, value, dataformats)

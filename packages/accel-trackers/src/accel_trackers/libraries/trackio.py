@@ -29,13 +29,7 @@ class TrackioTracker(ProjectRunTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays, and more arguments of `trackio.Image`.
-        """
+        """Log images; `kwargs` are `dataformats`, their axes, and arguments of `trackio.Image`."""
         dataformats = kwargs.pop("dataformats", None)
         logged: dict[str, Any] = {}
         for name, value in values.items():

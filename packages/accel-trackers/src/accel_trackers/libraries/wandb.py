@@ -29,14 +29,7 @@ class WandBTracker(ProjectRunTracker):
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images; see `GeneralTracker.log_images`.
-
-        Args:
-            values: By name.
-            step: At which step.
-            **kwargs: `dataformats`, the axes of arrays, and more arguments of `wandb.Image`, such as
-                `caption`.
-        """
+        """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `wandb.Image`."""
         dataformats = kwargs.pop("dataformats", None)
         images = {
             name: [self._library.Image(image, **kwargs) for image in to_images(name, value, dataformats)]
