@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_cli.commands.selftest.names import CHECK_NAMES
+from accel_cli.commands.selftest.results import CHECK_NAMES
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "packages/accel-suite/examples"

@@ -161,7 +161,7 @@ def test_the_default_config_file_is_used_and_a_named_one_takes_its_place(became,
 def test_a_config_file_that_cannot_be_used_is_named(name, text, parts, tmp_path):
     (tmp_path / name).write_text(text)
     with pytest.raises(SettingsError) as caught:
-        file.settings_from_config(str(tmp_path / name), {})
+        file.read_config(str(tmp_path / name), {})
     assert [part for part in parts if part not in str(caught.value)] == []
 
 
@@ -177,7 +177,7 @@ def test_what_is_wrong_with_variables_and_the_file_is_reported_at_once(tmp_path,
 
 def test_an_empty_config_file_says_nothing(tmp_path):
     (tmp_path / "a.yaml").write_text("# nothing\n")
-    assert file.settings_from_config(str(tmp_path / "a.yaml"), {}) == {}
+    assert file.read_config(str(tmp_path / "a.yaml"), {}).sourced == {}
 
 
 def test_a_config_file_of_an_older_format_is_used_and_says_so(became, tmp_path, capsys):

@@ -13,8 +13,16 @@ from hypothesis import strategies as st
 from accel_cli.commands.selftest import command
 from accel_cli.commands.selftest.advice import ABOUT, advice
 from accel_cli.commands.selftest.checks import CHECKS
-from accel_cli.commands.selftest.names import CHECK_NAMES
-from accel_cli.commands.selftest.results import FAILED, PASSED, RUNNING, SKIPPED, Outcome, Report, combine
+from accel_cli.commands.selftest.results import (
+    CHECK_NAMES,
+    FAILED,
+    PASSED,
+    RUNNING,
+    SKIPPED,
+    Outcome,
+    Report,
+    combine,
+)
 
 STATES = (PASSED, FAILED, SKIPPED, RUNNING)
 

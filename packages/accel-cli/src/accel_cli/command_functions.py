@@ -80,9 +80,6 @@ def to_fsdp2_command(args: Namespace) -> None:
 def convert_config_to_fsdp2(config: Mapping[str, Any]) -> dict[str, Any]:
     """Rewrite the keys of a config file for FSDP as those for FSDP2.
 
-    Args:
-        config: The keys; they are not changed.
-
     Raises:
         SettingsError: There is nothing in FSDP2 for one of them.
 

@@ -37,25 +37,8 @@ class ConfigFile:
     notes: tuple[str, ...] = ()
 
 
-def settings_from_config(named: str | None, environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Read the settings of the config file that applies, as `read_config` does.
-
-    Args:
-        named: The file that the user names; None for the one at the default location, if there is one.
-        environ: The environment, which may move the default location.
-
-    Returns:
-        Path to value and origin.
-    """
-    return read_config(named, environ).sourced
-
-
 def read_config(named: str | None, environ: Mapping[str, str]) -> ConfigFile:
     """Read the config file that applies.
-
-    Args:
-        named: The file that the user names; None for the one at the default location, if there is one.
-        environ: The environment, which may move the default location.
 
     Raises:
         SettingsError: The file cannot be read, is no table, or holds a key or value that cannot be used.

@@ -69,9 +69,6 @@ class BaseConfig:
     def to_yaml_file(self, yaml_file: str) -> None:
         """Write the file as YAML.
 
-        Args:
-            yaml_file: The file.
-
         Raises:
             SettingsError: It cannot be written.
         """
@@ -94,9 +91,6 @@ class BaseConfig:
     def from_yaml_file(cls, yaml_file: str | None = None) -> Self:
         """Read a file.
 
-        Args:
-            yaml_file: The file; None for the default one.
-
         Raises:
             SettingsError: It cannot be read, or holds what cannot be used.
         """
@@ -104,11 +98,7 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls, json_file: str | None = None) -> Self:
-        """Read a file, as `from_yaml_file` does; its suffix says the format.
-
-        Args:
-            json_file: The file; None for the default one.
-        """
+        """Read a file, as `from_yaml_file` does; its suffix says the format."""
         return cls(**_content(json_file or default_json_config_file, cls))
 
 
@@ -177,9 +167,6 @@ class SageMakerConfig(BaseConfig):
 
 def load_config_from_file(config_file: str | None) -> ClusterConfig | SageMakerConfig:
     """Read a config file as a record.
-
-    Args:
-        config_file: The file, YAML or JSON; None for the default one.
 
     Raises:
         FileNotFoundError: There is none.

@@ -20,11 +20,7 @@ WRITTEN_BY = "# Written by accel "
 
 
 def write(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a table to a file, and its folder if that is not there.
-
-    Args:
-        path: The file; `.json` for JSON, anything else is YAML.
-        content: The table.
+    """Write a table to a file, as JSON if that ends in `.json`, else as YAML; make its folder.
 
     Raises:
         SettingsError: It cannot be written.
@@ -48,10 +44,5 @@ def text_of(path: Path, content: Mapping[str, Any]) -> str:
 
 
 def path_to_write(named: str | None, environ: Mapping[str, str]) -> Path:
-    """Where a config file goes.
-
-    Args:
-        named: The file that the user names; None for the default one.
-        environ: The environment, which may move the default location.
-    """
+    """Where a config file goes."""
     return Path(named).expanduser() if named is not None else default_config_folder(environ) / FILE_NAMES[0]

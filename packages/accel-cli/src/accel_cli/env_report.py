@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.config_file import settings_from_config
+from accel_cli.config_file import read_config
 from accel_cli.launch.machine import ask_nvidia
 from accel_cli.output import working
 from accel_cli.redact import redact
@@ -52,9 +52,6 @@ _PREFIXES = (
 def run(options: Namespace) -> int:
     """Write the report to the standard output.
 
-    Args:
-        options: What `accel_cli.commands.arguments.env` reads.
-
     What is broken on this machine is reported, and does not end the report.
     """
     with working("looking at devices and libraries"):
@@ -64,12 +61,7 @@ def run(options: Namespace) -> int:
 
 
 def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[str, Any]:
-    """Collect the facts.
-
-    Args:
-        environ: The environment, or a copy of it.
-        config_file: The config file to look at; None for the default one.
-    """
+    """Collect the facts."""
     return {
         "accel": _versions(_OURS),
         "command": shutil.which("accel", path=environ.get("PATH")),
@@ -149,7 +141,7 @@ def _launcher(environ: Mapping[str, str]) -> str:
 
 def _settings(environ: Mapping[str, str], config_file: str | None) -> dict[str, str]:
     """What differs from the defaults, and who says so."""
-    merged = combine(parse_environ(environ), settings_from_config(config_file, environ))
+    merged = combine(parse_environ(environ), read_config(config_file, environ).sourced)
     return {
         path: f"{redact(path, str(setting.value))} ({setting.origin})"
         for path, setting in sorted(merged.sourced.items())

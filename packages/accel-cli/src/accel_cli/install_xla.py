@@ -61,10 +61,6 @@ def install_xla(upgrade: bool = False) -> None:
 def has_tpu(environ: Mapping[str, str], devices: Path) -> bool:
     """Whether this is Google Colab, or a machine with a TPU.
 
-    Args:
-        environ: The environment.
-        devices: Where device files are.
-
     Example:
         >>> has_tpu({"TPU_NAME": "local"}, Path("/nowhere"))
         True
@@ -76,11 +72,6 @@ def has_tpu(environ: Mapping[str, str], devices: Path) -> bool:
 
 def commands(torch: str | None, *, upgrade: bool, python: str = sys.executable) -> Sequence[list[str]]:
     """Say the command lines that install torch_xla.
-
-    Args:
-        torch: The version of torch that is installed; None if there is none.
-        upgrade: Whether torch may become a newer one.
-        python: The interpreter to install for.
 
     Raises:
         InstallationError: torch is absent, or no release.

@@ -64,50 +64,50 @@ COMMANDS: Mapping[str, Command] = {
     "config": Command(
         target="accel_cli.config.command:run",
         help="Ask how scripts are to be run on this machine, and write it to a file.",
-        parser="accel_cli.commands.arguments.config:parser",
+        parser="accel_cli.commands.arguments.parsers:config",
     ),
     "launch": Command(target="accel_cli.launch.command:run", help="Run a script in one process or in many."),
     "test": Command(
         target="accel_cli.commands.selftest.command:run",
         help="Tell whether this machine trains correctly with a config.",
-        parser="accel_cli.commands.arguments.selftest:parser",
+        parser="accel_cli.commands.arguments.parsers:selftest",
     ),
     "env": Command(
         target="accel_cli.env_report:run",
         help="Tell what a bug report should say about this machine.",
-        parser="accel_cli.commands.arguments.env:parser",
+        parser="accel_cli.commands.arguments.parsers:env",
     ),
     "estimate-memory": Command(
         target="accel_cli.commands.estimate.command:run",
         help="Tell how much memory a model takes, at rest and in training.",
-        parser="accel_cli.commands.arguments.estimate:parser",
+        parser="accel_cli.commands.arguments.parsers:estimate",
         imports_torch=True,
     ),
     "check": Command(
         target="accel_cli.commands.check.command:run",
         help="Try a script as ranks of a large run, without devices.",
-        parser="accel_cli.commands.arguments.check:parser",
+        parser="accel_cli.commands.arguments.parsers:check",
     ),
     "merge-weights": Command(
         target="accel_cli.commands.merge:run",
         help="Turn a sharded checkpoint into plain weights.",
-        parser="accel_cli.commands.arguments.merge:parser",
+        parser="accel_cli.commands.arguments.parsers:merge",
         imports_torch=True,
     ),
     "to-fsdp2": Command(
         target="accel_cli.commands.to_fsdp2:run",
         help="Rewrite a config file for FSDP as one for FSDP2.",
-        parser="accel_cli.commands.arguments.to_fsdp2:parser",
+        parser="accel_cli.commands.arguments.parsers:to_fsdp2",
     ),
     "tpu-config": Command(
         target="accel_cli.commands.tpu:run",
         help="Run commands on all machines of a TPU pod.",
-        parser="accel_cli.commands.arguments.tpu:parser",
+        parser="accel_cli.commands.arguments.parsers:tpu",
     ),
     "completion": Command(
         target="accel_cli.commands.completion.command:run",
         help="Write the completion of a shell.",
-        parser="accel_cli.commands.arguments.completion:parser",
+        parser="accel_cli.commands.arguments.parsers:completion",
     ),
 }
 """The subcommands, in the order of the overview."""

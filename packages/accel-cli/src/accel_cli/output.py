@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of cells.
-
-    Args:
-        head: What the columns are called.
-        rows: The cells of each row, as many as there are columns.
-        title: A line above; empty for none.
-    """
+    """Rows of cells."""
 
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
@@ -31,12 +25,7 @@ class Table:
 
 
 def show(*items: Table | str, stream: TextIO | None = None) -> None:
-    """Write tables and lines to the standard output.
-
-    Args:
-        *items: What to show, one below the other.
-        stream: Where to; the standard output if None.
-    """
+    """Write tables and lines to the standard output."""
     target = sys.stdout if stream is None else stream
     if is_rich(target, read()):
         import_module("accel_cli.rich_output").write(items, target)
@@ -46,11 +35,7 @@ def show(*items: Table | str, stream: TextIO | None = None) -> None:
 
 @contextmanager
 def working(what: str) -> Generator[None]:
-    """Show on a terminal that the command works, until the block ends; nothing in a file or pipe.
-
-    Args:
-        what: What it does.
-    """
+    """Show on a terminal that the command works, until the block ends; nothing in a file or pipe."""
     with contextlib.ExitStack() as stack:
         if is_rich(sys.stderr, read()):
             stack.enter_context(import_module("accel_cli.rich_output").spinner(what, sys.stderr))

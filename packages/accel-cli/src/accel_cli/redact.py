@@ -34,10 +34,6 @@ _ASSIGNED = re.compile(
 def redact(name: str, value: Any) -> Any:
     """Give a value as it may be shown.
 
-    Args:
-        name: What it is called: a variable, a key, a path.
-        value: Text, or lists and tables of it.
-
     Returns:
         The same; what its name or its form tells to be secret is replaced.
 

@@ -26,12 +26,7 @@ STYLES: Mapping[str, str] = {
 
 
 def write(items: Iterable[Table | str], stream: TextIO) -> None:
-    """Write tables and lines.
-
-    Args:
-        items: What to show, one below the other.
-        stream: A terminal.
-    """
+    """Write tables and lines."""
     console = Console(file=stream, highlight=False)
     for item in items:
         if isinstance(item, str):
@@ -46,12 +41,7 @@ def write(items: Iterable[Table | str], stream: TextIO) -> None:
 
 
 def spinner(what: str, stream: TextIO) -> Live:
-    """Return a context that shows a spinner, and removes it at its end.
-
-    Args:
-        what: The text beside it; what is wider than the terminal is cut.
-        stream: A terminal.
-    """
+    """Return a context that shows a spinner, and removes it at its end."""
     console = Console(file=stream)
     text = Text(f"{what} …")
     text.truncate(console.width - len("⠋ "), overflow="ellipsis")

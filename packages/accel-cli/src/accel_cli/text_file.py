@@ -13,10 +13,6 @@ _LIMIT = 10_000_000  # bytes; a hostfile of a hundred thousand machines has 4 MB
 def text_lines(file: str, what: str) -> list[str]:
     """The lines of a text file.
 
-    Args:
-        file: Its path, with `~` for the home folder.
-        what: What it is, for the message.
-
     Raises:
         SettingsError: It is no regular file, larger than 10 MB, no text in UTF-8, or cannot be read.
     """

@@ -17,9 +17,6 @@ if TYPE_CHECKING:
 def run(options: Namespace) -> int:
     """Merge a checkpoint.
 
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.merge`.
-
     Raises:
         SettingsError: The folder does not exist, or the output cannot be written.
         CheckpointError: The shards are absent or damaged.

@@ -56,12 +56,7 @@ _STATE = "fsdp_state_dict_type"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A config for FSDP2.
-
-    Args:
-        config: All keys.
-        notes: One line per change.
-    """
+    """A config for FSDP2."""
 
     config: Mapping[str, Any]
     notes: tuple[str, ...] = field(default=())
@@ -69,9 +64,6 @@ class Converted:
 
 def to_fsdp2(config: Mapping[str, Any]) -> Converted:
     """Rewrite a config for FSDP as one for FSDP2.
-
-    Args:
-        config: The keys of a config file.
 
     Raises:
         SettingsError: The config is not for FSDP, or has a value that FSDP2 does not support.
@@ -126,14 +118,7 @@ def _reshard(table: Mapping[str, Any], notes: list[str]) -> bool:
 
 
 def run(options: Namespace) -> int:
-    """Rewrite a config file.
-
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.to_fsdp2`.
-
-    Raises:
-        SettingsError: The file does not exist, cannot be converted, or the output exists already.
-    """
+    """Rewrite a config file."""
     file = read_config(options.config_file, read())
     if file.path is None:
         raise SettingsError("the default config file does not exist; name one with --config_file.")

@@ -26,17 +26,7 @@ _VERSION = re.compile(r"\d+(\.\w+)*")
 
 
 def run(options: Namespace) -> int:
-    """Run commands on a pod, or show the command line.
-
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.tpu`.
-
-    Returns:
-        The exit code of gcloud.
-
-    Raises:
-        SettingsError: An argument is missing or invalid; nothing was run.
-    """
+    """Run commands on a pod, or show the command line."""
     config = read_config(options.config_file, read()).content
     command = plan(
         name=options.tpu_name or config.get("tpu_name"),
@@ -55,12 +45,6 @@ def run(options: Namespace) -> int:
 
 def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> list[str]:
     """Return the command line that runs commands on all hosts of a pod.
-
-    Args:
-        name: Name of the TPU.
-        zone: Zone of the TPU.
-        commands: The commands, run one after the other until one fails.
-        alpha: Use `gcloud alpha`.
 
     Raises:
         SettingsError: An argument is missing, or the name is an option of gcloud.

@@ -55,12 +55,7 @@ def write_basic_config(
 
 
 def basic_settings(machine: Machine, mixed_precision: str) -> Settings:
-    """Return the default settings of a host.
-
-    Args:
-        machine: The host.
-        mixed_precision: The precision.
-    """
+    """Return the default settings of a host."""
     return Settings(
         precision=PrecisionSettings(mixed_precision=mixed_precision),  # pyright: ignore[reportArgumentType] - was checked
         process=ProcessSettings(use_cpu=machine.gpus == 0),
@@ -72,17 +67,7 @@ def basic_settings(machine: Machine, mixed_precision: str) -> Settings:
 
 
 def update(config_file: str | None) -> tuple[Path, tuple[str, ...]]:
-    """Rewrite a config file in the current format.
-
-    Args:
-        config_file: The file; None for the default one.
-
-    Returns:
-        The file, and a note on each change.
-
-    Raises:
-        SettingsError: The file does not exist, or is not valid.
-    """
+    """Rewrite a config file in the current format; return the file, and a note on each change."""
     found = read_config(config_file, read())
     if found.path is None:
         raise SettingsError(

@@ -29,17 +29,7 @@ if TYPE_CHECKING:
 
 
 def run(options: Namespace) -> int:
-    """Run the command.
-
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.config.parser`.
-
-    Returns:
-        0; 1 if nothing was written.
-
-    Raises:
-        SettingsError: An argument or a setting is invalid.
-    """
+    """Run the command."""
     if options.mixed_precision is not None and options.action != "default":
         raise SettingsError("argument --mixed_precision is only for `accel config default`.")
     return _ACTIONS[options.action](options)
@@ -99,11 +89,7 @@ _ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
 
 
 def summary(settings: Settings) -> list[Table]:
-    """Return a table of the settings to write.
-
-    Args:
-        settings: The settings of the answers.
-    """
+    """Return a table of the settings to write."""
     sourced = combine(parse_file(to_content(settings), "")).sourced
     rows = [
         (option.key or "", as_text(sourced[option.path].value))
@@ -114,24 +100,14 @@ def summary(settings: Settings) -> list[Table]:
 
 
 def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:
-    """Return the problems for which `accel launch` would refuse settings.
-
-    Args:
-        settings: The settings of the answers.
-        found: This host.
-    """
+    """Return the problems for which `accel launch` would refuse settings."""
     merged = combine(parse_file(to_content(settings), "the answers"))
     machine = Machine(gpus=found.gpus, cores=found.cores)
     return problems(Facts(merged=merged, machine=machine, environ={}))
 
 
 def commands(settings: Settings, config_file: Path | str | None) -> list[str]:
-    """Return the command lines that run a script with settings: one, or one per node.
-
-    Args:
-        settings: The settings that were written.
-        config_file: The config file; None for the default one.
-    """
+    """Return the command lines that run a script with settings: one, or one per node."""
     named = ["--config_file", str(config_file)] if config_file is not None else []
     by_launcher = (settings.deepspeed and settings.hosts.hostfile) or settings.mpi.hostfile
     several = settings.launch.num_machines > 1 and settings.launch.compute_environment == "LOCAL_MACHINE"

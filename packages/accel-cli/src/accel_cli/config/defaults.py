@@ -41,12 +41,7 @@ CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
 
 
 def choices(option: Option, answers: Answers) -> tuple[str, ...]:
-    """Return the choices of a question.
-
-    Args:
-        option: The row of the setting.
-        answers: The answers so far.
-    """
+    """Return the choices of a question."""
     if option.path == "launch.distributed_type":
         if answers("launch.compute_environment") == "AMAZON_SAGEMAKER":
             return ("NO", *SAGEMAKER_TYPES)
@@ -59,36 +54,17 @@ def choices(option: Option, answers: Answers) -> tuple[str, ...]:
 
 
 def suggestion(option: Option, found: HostInfo, answers: Answers) -> str:
-    """Return the suggested answer of a question; empty for none.
-
-    Args:
-        option: The row of the setting.
-        found: This host.
-        answers: The answers so far.
-    """
-    if option.path in _SUGGESTIONS:
-        return _SUGGESTIONS[option.path](found, answers)
+    """Return the suggested answer of a question; empty for none."""
+    suggested = _SUGGESTIONS.get(option.path)
+    if suggested is not None:
+        return suggested if isinstance(suggested, str) else suggested(found, answers)
     value = option.launch_default or value_at(Settings(), option.path)
     return "" if value is None else as_text(value)
-
-
-def _always(text: str) -> _Suggests:
-    return lambda found, answers: text  # noqa: ARG005 - every row takes both
 
 
 def _kind(found: HostInfo, answers: Answers) -> str:
     several = (found.gpus > 1 or found.nodes > 1) and answers("launch.compute_environment") == "LOCAL_MACHINE"
     return "MULTI_GPU" if several else "NO"
-
-
-def _nodes(found: HostInfo, answers: Answers) -> str:
-    del answers
-    return str(found.nodes)
-
-
-def _address(found: HostInfo, answers: Answers) -> str:
-    del answers
-    return found.first_node or found.address or ""
 
 
 def _processes(found: HostInfo, answers: Answers) -> str:
@@ -109,63 +85,62 @@ def _threads_per_process(found: HostInfo, answers: Answers) -> str:
     return str(max(1, found.cores // processes))
 
 
-def _shards(found: HostInfo, answers: Answers) -> str:
-    del found
+def _shards(_: HostInfo, answers: Answers) -> str:
     return str(
         max(1, (answers("launch.num_processes") or 1) // (answers("parallelism.dp_replicate_size") or 1))
     )
 
 
-_SUGGESTIONS: Mapping[str, _Suggests] = {
+_SUGGESTIONS: Mapping[str, str | _Suggests] = {
     "launch.distributed_type": _kind,
-    "launch.num_machines": _nodes,
+    "launch.num_machines": lambda found, _: str(found.nodes),
     "launch.num_processes": _processes,
-    "launch.main_process_ip": _address,
-    "launch.main_process_port": _always("29500"),
-    "launch.gpu_ids": _always("all"),
+    "launch.main_process_ip": lambda found, _: found.first_node or found.address or "",
+    "launch.main_process_port": "29500",
+    "launch.gpu_ids": "all",
     "launch.num_cpu_threads_per_process": _threads_per_process,
     "precision.mixed_precision": _precision,
-    "fsdp.fsdp_version": _always("2"),
-    "fsdp.sharding_strategy": _always("FULL_SHARD"),
-    "fsdp.reshard_after_forward": _always("true"),
-    "fsdp.auto_wrap_policy": _always("TRANSFORMER_BASED_WRAP"),
-    "fsdp.backward_prefetch": _always("BACKWARD_PRE"),
-    "fsdp.state_dict_type": _always("SHARDED_STATE_DICT"),
-    "deepspeed.zero_stage": _always("2"),
-    "deepspeed.offload_optimizer_device": _always("none"),
-    "deepspeed.offload_param_device": _always("none"),
-    "deepspeed.zero3_init_flag": _always("true"),
-    "deepspeed.zero3_save_16bit_model": _always("true"),
-    "hosts.launcher": _always("pdsh"),
-    "parallelism.dp_replicate_size": _always("1"),
+    "fsdp.fsdp_version": "2",
+    "fsdp.sharding_strategy": "FULL_SHARD",
+    "fsdp.reshard_after_forward": "true",
+    "fsdp.auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "fsdp.backward_prefetch": "BACKWARD_PRE",
+    "fsdp.state_dict_type": "SHARDED_STATE_DICT",
+    "deepspeed.zero_stage": "2",
+    "deepspeed.offload_optimizer_device": "none",
+    "deepspeed.offload_param_device": "none",
+    "deepspeed.zero3_init_flag": "true",
+    "deepspeed.zero3_save_16bit_model": "true",
+    "hosts.launcher": "pdsh",
+    "parallelism.dp_replicate_size": "1",
     "parallelism.dp_shard_size": _shards,
-    "parallelism.tp_size": _always("1"),
-    "parallelism.cp_size": _always("1"),
-    "parallelism.cp_comm_strategy": _always("allgather"),
-    "parallelism.sp_size": _always("1"),
-    "parallelism.sp_seq_length_is_variable": _always("true"),
-    "parallelism.sp_attn_implementation": _always("sdpa"),
-    "megatron.tp_degree": _always("1"),
-    "megatron.pp_degree": _always("1"),
-    "megatron.num_micro_batches": _always("1"),
-    "megatron.sequence_parallelism": _always("true"),
-    "megatron.recompute_activations": _always("true"),
-    "megatron.use_distributed_optimizer": _always("true"),
-    "megatron.gradient_clipping": _always("1.0"),
-    "fp8.backend": _always("AO"),
-    "fp8.margin": _always("0"),
-    "fp8.interval": _always("1"),
-    "fp8.fp8_format": _always("HYBRID"),
-    "fp8.amax_history_len": _always("1024"),
-    "fp8.amax_compute_algo": _always("most_recent"),
-    "fp8.override_linear_precision": _always("false,false,false"),
-    "fp8.opt_level": _always("O2"),
-    "fp8.enable_fsdp_float8_all_gather": _always("true"),
-    "fp8.pad_inner_dim": _always("true"),
-    "sagemaker.ec2_instance_type": _always("ml.g5.2xlarge"),  # PyTorch 2.8 no longer knows the V100 of p3
-    "sagemaker.iam_role_name": _always("accelerate_sagemaker_execution_role"),
+    "parallelism.tp_size": "1",
+    "parallelism.cp_size": "1",
+    "parallelism.cp_comm_strategy": "allgather",
+    "parallelism.sp_size": "1",
+    "parallelism.sp_seq_length_is_variable": "true",
+    "parallelism.sp_attn_implementation": "sdpa",
+    "megatron.tp_degree": "1",
+    "megatron.pp_degree": "1",
+    "megatron.num_micro_batches": "1",
+    "megatron.sequence_parallelism": "true",
+    "megatron.recompute_activations": "true",
+    "megatron.use_distributed_optimizer": "true",
+    "megatron.gradient_clipping": "1.0",
+    "fp8.backend": "AO",
+    "fp8.margin": "0",
+    "fp8.interval": "1",
+    "fp8.fp8_format": "HYBRID",
+    "fp8.amax_history_len": "1024",
+    "fp8.amax_compute_algo": "most_recent",
+    "fp8.override_linear_precision": "false,false,false",
+    "fp8.opt_level": "O2",
+    "fp8.enable_fsdp_float8_all_gather": "true",
+    "fp8.pad_inner_dim": "true",
+    "sagemaker.ec2_instance_type": "ml.g5.2xlarge",  # PyTorch 2.8 no longer knows the V100 of p3
+    "sagemaker.iam_role_name": "accelerate_sagemaker_execution_role",
     # The newest container of SageMaker for PyTorch and transformers; the defaults are the reference's.
-    "sagemaker.transformers_version": _always("4.56.2"),
-    "sagemaker.pytorch_version": _always("2.8.0"),
-    "sagemaker.py_version": _always("py312"),
+    "sagemaker.transformers_version": "4.56.2",
+    "sagemaker.pytorch_version": "2.8.0",
+    "sagemaker.py_version": "py312",
 }

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.machine import ask_nvidia, this_machine
+from accel_cli.launch.machine import this_machine
 from accel_state.topology import first_host
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from accel_cli.launch.machine import Machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +21,6 @@ class HostInfo:
     """This host, and the nodes of its Slurm job.
 
     Args:
-        gpus: Number of GPUs.
         cores: Number of CPU cores that may be used.
         bf16: Whether the GPUs support bfloat16.
         address: Network address; None if the host has none.
@@ -35,30 +37,22 @@ class HostInfo:
 
 
 def probe_host(environ: Mapping[str, str]) -> HostInfo:
-    """Probe this host, without torch.
-
-    Args:
-        environ: The environment.
-    """
+    """Probe this host, without torch."""
     machine = this_machine(environ)
     nodes = environ.get("SLURM_JOB_NUM_NODES", "")
     return HostInfo(
         gpus=machine.gpus,
         cores=machine.cores,
-        bf16=machine.gpus > 0 and _computes_bf16(),
+        bf16=machine.gpus > 0 and _computes_bf16(machine),
         address=_address(),
         nodes=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
         first_node=first_host(environ.get("SLURM_JOB_NODELIST", "")),
     )
 
 
-def _computes_bf16() -> bool:
+def _computes_bf16(machine: Machine) -> bool:
     """Return whether all NVIDIA GPUs have compute capability 8 (Ampere) or later; AMD's are assumed to."""
-    output = ask_nvidia("--query-gpu=compute_cap", "--format=csv,noheader")
-    if output is None:
-        return True
-    words = output.split()
-    return bool(words) and all(line.partition(".")[0].isdecimal() and float(line) >= 8 for line in words)
+    return shutil.which("nvidia-smi") is None or (machine.capability() or (0, 0)) >= (8, 0)
 
 
 def _address() -> str | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from accel_cli.config.defaults import CHOICE_TITLES, choices, suggestion
 from accel_state.errors import SettingsError
@@ -24,9 +24,6 @@ class Question:
     """A question about a setting.
 
     Args:
-        path: Path of the setting.
-        message: The question.
-        kind: Kind of the answer.
         choices: The choices, each with its title.
         default: The suggested answer; for yes or no `"true"` or `"false"`.
         find_problem: Returns the problem of a text answer; None if it is valid.
@@ -44,29 +41,12 @@ class Back(Exception):  # noqa: N818 - the user's wish, not an error
     """The user goes back to the question before."""
 
 
-class Prompter(Protocol):
-    """A function that answers questions."""
-
-    def __call__(self, question: Question, /) -> str:
-        """Return one of the choices, `"true"` or `"false"`, or a valid text.
-
-        Raises:
-            Back: The user goes back to the question before, or stays at the first.
-        """
-        ...
-
-
-def interview(ask: Prompter, found: HostInfo) -> Settings:
+def interview(ask: Callable[[Question], str], found: HostInfo) -> Settings:
     """Ask the questions that depend on the answers so far.
 
+    `ask` returns one of the choices, `"true"` or `"false"`, or a valid text, or raises `Back`.
+
     A question that is asked again, after the user went back, suggests the answer that it had.
-
-    Args:
-        ask: Answers a question.
-        found: This host.
-
-    Returns:
-        The settings of the answers.
     """
     answers: list[tuple[Option, str]] = []
     earlier: dict[str, str] = {}
@@ -107,13 +87,7 @@ def _settings_of(answers: Sequence[tuple[Option, str]]) -> Settings:
 
 
 def question_about(option: Option, found: HostInfo, answers: Callable[[str], object]) -> Question:
-    """Return the question about a setting.
-
-    Args:
-        option: The row of the setting.
-        found: This host.
-        answers: The answers so far.
-    """
+    """Return the question about a setting."""
     offered = choices(option, answers)
     titles = CHOICE_TITLES.get(option.path, {})
     return Question(
@@ -138,15 +112,10 @@ def read_answer(option: Option, text: str) -> SourcedValue | None:
     return parse(option, text.strip(), Layer.ARGUMENT, "answer")
 
 
-_REQUIRED = (
-    "launch.main_process_ip",
-    "launch.main_process_port",
-    "hosts.hostfile",
-    "sagemaker.ec2_instance_type",
-    "sagemaker.iam_role_name",
-    "tpu.name",
-    "tpu.zone",
-)
+_REQUIRED = [
+    "launch.main_process_ip", "launch.main_process_port", "hosts.hostfile", "sagemaker.ec2_instance_type",
+    "sagemaker.iam_role_name", "tpu.name", "tpu.zone",
+]  # fmt: skip
 
 
 def _problem(option: Option, text: str) -> str | None:

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 def ask(question: Question) -> str:
     """Ask on the terminal until the answer is valid.
 
-    Args:
-        question: The question.
-
     Raises:
         Back: The user presses Esc.
         KeyboardInterrupt: The user presses Ctrl-C.

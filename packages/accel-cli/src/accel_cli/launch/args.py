@@ -64,11 +64,7 @@ FLAGS = _flags()
 
 
 def read_arguments(arguments: Sequence[str]) -> Arguments:
-    """Read a command line.
-
-    Args:
-        arguments: What follows `accel launch`. Flags may be spelled with dashes or underscores, their
-            values follow or are joined with `=`; the first word that is neither is the script.
+    """Read what follows `accel launch`: flags, the script, and its arguments.
 
     Raises:
         SettingsError: Flags are unknown, lack their values, or have some that cannot be used; the message

@@ -18,21 +18,20 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from accel_cli.launch.machine import Machine
-    from accel_state.settings import Merged, Settings
+    from accel_state.settings import Merged, Settings, SourcedValue
 
 
+_IN_DEEPSPEED_FILES = [
+    "zero_stage", "gradient_clipping", "offload_optimizer_device", "offload_param_device",
+    "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
+]  # fmt: skip
+"""What a configuration file of DeepSpeed decides."""
 _MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """The inputs of the checks.
-
-    Args:
-        merged: The settings, and who decided them.
-        machine: What this machine has.
-        environ: The environment of the command.
-    """
+    """The inputs of the checks."""
 
     merged: Merged
     machine: Machine
@@ -42,6 +41,14 @@ class Facts:
     def settings(self) -> Settings:
         """Return the settings alone."""
         return self.merged.settings
+
+    def source_of(self, path: str) -> SourcedValue:
+        """Return the source of a setting."""
+        return self.merged.source_of(path)
+
+    def origin(self, path: str) -> str:
+        """Return the source of a setting as messages name it."""
+        return self.merged.source_of(path).origin
 
     @property
     def is_local(self) -> bool:
@@ -74,21 +81,13 @@ class Facts:
 
 
 def problems(facts: Facts) -> list[str]:
-    """Return all problems, a sentence for each.
-
-    Args:
-        facts: What is known.
-    """
+    """Return all problems, a sentence for each."""
     found = [problem for check in CHECKS for problem in check(facts)]
     return list(dict.fromkeys(found))
 
 
 def uses_cpu(merged: Merged) -> bool:
-    """Whether to compute on the CPU; of `use_cpu` and `distributed_type` the stronger source decides.
-
-    Args:
-        merged: The settings, and who decided them.
-    """
+    """Whether to compute on the CPU; of `use_cpu` and `distributed_type` the stronger source decides."""
     switch, kind = merged.source_of("process.use_cpu"), merged.source_of("launch.distributed_type")
     value = merged.settings.process.use_cpu
     if kind.value == "MULTI_CPU":
@@ -99,12 +98,8 @@ def uses_cpu(merged: Merged) -> bool:
 
 
 def processes_wanted(facts: Facts) -> int:
-    """Return the world size: as asked for, else one process per device.
-
-    Args:
-        facts: What is known.
-    """
-    launch, kind = facts.settings.launch, facts.merged.source_of("launch.distributed_type")
+    """Return the world size: as asked for, else one process per device."""
+    launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
     if facts.is_worker:
         return detect(facts.environ).world_size
     if launch.num_processes is not None:
@@ -122,14 +117,13 @@ def _devices(facts: Facts) -> int:
 
 
 def _device_contradicts(facts: Facts) -> Iterator[str]:
-    merged = facts.merged
-    switch, kind = merged.source_of("process.use_cpu"), merged.source_of("launch.distributed_type")
+    switch, kind = facts.source_of("process.use_cpu"), facts.source_of("launch.distributed_type")
     if facts.settings.process.use_cpu and kind.value in VISIBLE_DEVICES and kind.layer == switch.layer:
         yield f"{switch.origin} asks for the CPU and {kind.origin} for {kind.value}: leave one out."
 
 
 def _devices_are_missing(facts: Facts) -> Iterator[str]:
-    launch, kind = facts.settings.launch, facts.merged.source_of("launch.distributed_type")
+    launch, kind = facts.settings.launch, facts.source_of("launch.distributed_type")
     by_others = facts.is_worker or facts.reaches_hosts or facts.settings.mpi.hostfile is not None
     if uses_cpu(facts.merged) or not facts.is_local or by_others:
         return
@@ -138,7 +132,7 @@ def _devices_are_missing(facts: Facts) -> Iterator[str]:
             yield f"{kind.origin} is {kind.value}, whose devices cannot be counted: give --num_processes."
         return
     if (kind.value == "MULTI_GPU" or launch.device_ids) and not facts.machine.installed:
-        asking = kind if kind.value == "MULTI_GPU" else facts.merged.source_of("launch.gpu_ids")
+        asking = kind if kind.value == "MULTI_GPU" else facts.source_of("launch.gpu_ids")
         yield (
             f"{asking.origin} asks for GPUs, but this machine shows none: see what `nvidia-smi` and "
             "CUDA_VISIBLE_DEVICES say, or run with --cpu."
@@ -152,24 +146,21 @@ def _too_few_devices(facts: Facts) -> Iterator[str]:
     absent = [id_ for id_ in launch.device_ids if id_.isdecimal() and int(id_) >= machine.installed]
     if absent:
         yield (
-            f"{facts.merged.source_of('launch.gpu_ids').origin} names GPU {', '.join(absent)}, but this "
+            f"{facts.origin('launch.gpu_ids')} names GPU {', '.join(absent)}, but this "
             f"machine has {machine.installed}, numbered from 0."
         )
     local = processes_wanted(facts) // facts.machines
     found = min(machine.gpus, machine.installed)
-    wants_gpus = found or facts.merged.source_of("launch.distributed_type").value == "MULTI_GPU"
+    wants_gpus = found or facts.source_of("launch.distributed_type").value == "MULTI_GPU"
     if wants_gpus and not launch.device_ids and local > found:
         yield (
-            f"{facts.merged.source_of('launch.num_processes').origin} asks for {local} processes on this "
+            f"{facts.origin('launch.num_processes')} asks for {local} processes on this "
             f"machine, which shows {found} GPUs: each needs one of its own; or run with --cpu."
         )
 
 
 def _number_contradicts(facts: Facts) -> Iterator[str]:
-    number, kind = (
-        facts.merged.source_of("launch.num_processes"),
-        facts.merged.source_of("launch.distributed_type"),
-    )
+    number, kind = facts.source_of("launch.num_processes"), facts.source_of("launch.distributed_type")
     asked = facts.settings.launch.num_processes
     if (
         kind.value == "NO"
@@ -213,7 +204,7 @@ def _machines_do_not_fit(facts: Facts) -> Iterator[str]:
 
 
 def _elasticity_does_not_fit(facts: Facts) -> Iterator[str]:
-    launch, least = facts.settings.launch, facts.merged.source_of("launch.min_machines")
+    launch, least = facts.settings.launch, facts.source_of("launch.min_machines")
     if launch.min_machines is None:
         return
     if launch.min_machines > launch.num_machines:
@@ -236,20 +227,20 @@ def _engine_is_off(facts: Facts) -> Iterator[str]:
         ]
         if names:
             is_one = "is" if len(names) == 1 else "are"
-            rival = facts.merged.source_of(section)
+            rival = facts.source_of(section)
             why = f" ({rival.origin} is overruled)" if rival.value is False else ""
             switch = {"megatron": "megatron_lm", "parallelism": "parallelism_config"}.get(section, section)
             yield f"{', '.join(names)} {is_one} about {title}, which is not used{why}: add --use_{switch}."
 
 
 def _megatron_cannot_run(facts: Facts) -> Iterator[str]:
-    section, merged = facts.settings.megatron, facts.merged
+    section = facts.settings.megatron
     if section is None:
         return
     if facts.is_local and not facts.machine.has_megatron:
-        origin = merged.source_of("megatron").origin
+        origin = facts.origin("megatron")
         yield f"{origin} asks for Megatron, which is not installed: `pip install 'accel-plugins[megatron]'`."
-    number, processes = merged.source_of("launch.num_processes"), processes_wanted(facts)
+    number, processes = facts.source_of("launch.num_processes"), processes_wanted(facts)
     names = [name for name in _MEGATRON_SIZES if (getattr(section, name) or 1) > 1]
     one = math.prod(getattr(section, name) for name in names)
     if number.value is not None and processes % one:
@@ -262,7 +253,7 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
     """Check FP8 as the worker does, for the devices of this machine."""
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
-    origin = facts.merged.source_of("precision.mixed_precision").origin
+    origin = facts.origin("precision.mixed_precision")
     if facts.settings.megatron is not None:
         yield f"{origin} asks for FP8, which is not supported with Megatron: use --use_fsdp, or bf16."
     machine, fp8 = facts.machine, facts.settings.fp8
@@ -277,7 +268,7 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
 
 def _alias_is_absent(facts: Facts) -> Iterator[str]:
     if facts.settings.process.as_accelerate and facts.machine.alias is None:
-        origin = facts.merged.source_of("process.as_accelerate").origin
+        origin = facts.origin("process.as_accelerate")
         yield f"{origin} asks for accel-compat, which is not installed: `pip install accel-compat`."
 
 
@@ -285,25 +276,16 @@ def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
     section = facts.settings.deepspeed
     if section is None or section.hf_ds_config is None:
         return
-    value = [
-        facts.merged.source_of(f"deepspeed.{name}")
-        for name in (
-            "zero_stage",
-            "gradient_clipping",
-            "offload_optimizer_device",
-            "offload_param_device",
-            "offload_optimizer_nvme_path",
-            "offload_param_nvme_path",
-            "zero3_save_16bit_model",
-        )
+    file = facts.source_of("deepspeed.hf_ds_config")
+    sources = [
+        facts.source_of(f"deepspeed.{name}")
+        for name in _IN_DEEPSPEED_FILES
         if getattr(section, name) is not None
     ]
-    origins = [
-        one.origin for one in value if one.layer is facts.merged.source_of("deepspeed.hf_ds_config").layer
-    ]
+    origins = [one.origin for one in sources if one.layer is file.layer]
     if origins:
         yield (
-            f"{facts.merged.source_of('deepspeed.hf_ds_config').origin} names the file "
+            f"{file.origin} names the file "
             f"{section.hf_ds_config!r}, which decides about what {', '.join(origins)} sets: set it there."
         )
 
@@ -315,7 +297,7 @@ def _precision_has_no_recipe(facts: Facts) -> Iterator[str]:
         if path.startswith("fp8.") and one.layer is Layer.ARGUMENT
     ]
     if origins and facts.settings.precision.mixed_precision != "fp8":
-        found = facts.merged.source_of("precision.mixed_precision")
+        found = facts.source_of("precision.mixed_precision")
         yield (
             f"{', '.join(origins)} {'is' if len(origins) == 1 else 'are'} about FP8, but the precision is "
             f"{facts.settings.precision.mixed_precision!r} ({found.origin}): leave out what is about FP8."
@@ -327,22 +309,19 @@ def _sizes_do_not_fit(facts: Facts) -> Iterator[str]:
     if sizes is None or launch.num_processes is None:
         return
     names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-    product = 1
-    for name in names:
-        product *= getattr(sizes, name) or 1
+    product = math.prod(getattr(sizes, name) or 1 for name in names)
     if launch.num_processes % product:
         value = ", ".join(
             f"{name} {getattr(sizes, name)}" for name in names if getattr(sizes, name) is not None
         )
         yield (
             f"{value} make groups of {product} processes, into which the {launch.num_processes} of "
-            f"{facts.merged.source_of('launch.num_processes').origin} cannot be divided."
+            f"{facts.origin('launch.num_processes')} cannot be divided."
         )
 
 
 def _filters_contradict(facts: Facts) -> Iterator[str]:
-    hosts, merged = facts.settings.hosts, facts.merged
-    number = merged.source_of("launch.num_machines")
+    hosts, number = facts.settings.hosts, facts.source_of("launch.num_machines")
     if number.value is not None and facts.machines != number.value:
         yield (
             f"{number.origin} is {number.value}, but the hostfile {hosts.hostfile!r} has {facts.machines} "
@@ -350,7 +329,7 @@ def _filters_contradict(facts: Facts) -> Iterator[str]:
         )
     if hosts.inclusion and hosts.exclusion:
         yield (
-            f"{merged.source_of('hosts.inclusion').origin} and {merged.source_of('hosts.exclusion').origin} "
+            f"{facts.origin('hosts.inclusion')} and {facts.origin('hosts.exclusion')} "
             "cannot be used together: DeepSpeed takes one of the two."
         )
 
@@ -363,10 +342,7 @@ def _cloud_is_incomplete(facts: Facts) -> Iterator[str]:
     if missing:
         yield f"a job of Amazon SageMaker needs {' and '.join(missing)} in the config file."
     if facts.settings.process.use_cpu and launch.distributed_type not in {None, "NO"}:
-        kind, switch = (
-            facts.merged.source_of("launch.distributed_type"),
-            facts.merged.source_of("process.use_cpu"),
-        )
+        kind, switch = facts.source_of("launch.distributed_type"), facts.source_of("process.use_cpu")
         yield f"{kind.origin} is {kind.value}, which SageMaker has on GPUs only, and {switch.origin} is true."
 
 

@@ -34,14 +34,8 @@ if TYPE_CHECKING:
 def run(arguments: Sequence[str]) -> int:
     """Launch a script by the command line, the environment and the config file.
 
-    Args:
-        arguments: What follows `accel launch`.
-
     Returns:
         0 after help or explanations. Otherwise this process becomes the script, or what starts its workers.
-
-    Raises:
-        SettingsError: Things do not add up; nothing was started.
     """
     line = read_arguments(arguments)
     if line.script is None:
@@ -55,17 +49,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
-    """Make the launch plan of a command line, the environment and the config file.
-
-    Args:
-        line: The command line; it names a script.
-
-    Returns:
-        The plan, and what was translated from an older config file.
-
-    Raises:
-        SettingsError: Things do not add up.
-    """
+    """Make the launch plan of a command line, the environment and the config file; note translations."""
     assert line.script is not None  # noqa: S101 - for ourselves
     environ = read()
     problems, outside, file = ErrorCollector(), dict[str, SourcedValue](), ConfigFile()
@@ -82,10 +66,6 @@ def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
 def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
     """Take the last look before a plan is run, and tell the notes.
 
-    Args:
-        plan: What to run.
-        notes: What to tell before it runs.
-
     Raises:
         SettingsError: There is no such script, or a port or file cannot be used.
     """
@@ -98,15 +78,7 @@ def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
 
 
 def probe_host(settings: Settings, environ: Mapping[str, str]) -> Machine:
-    """Probe this machine, and the files and programs that the settings name.
-
-    Args:
-        settings: What was asked for.
-        environ: The environment.
-
-    Raises:
-        SettingsError: A file cannot be used.
-    """
+    """Probe this machine, and the files and programs that the settings name."""
     machine, hosts = this_machine(environ), settings.hosts
     if settings.deepspeed is not None and hosts.hostfile:
         machine = replace(machine, hosts=read_hosts(hosts.hostfile, hosts.inclusion, hosts.exclusion))
@@ -121,9 +93,6 @@ def become(job: Job) -> int:
     """Replace this process by another program, so that signals, exit code and streams are its own.
 
     Windows can only start the program, wait for it and hand on its exit code.
-
-    Args:
-        job: The program.
     """
     sys.stdout.flush()
     sys.stderr.flush()

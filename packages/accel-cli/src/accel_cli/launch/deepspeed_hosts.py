@@ -88,11 +88,7 @@ def _for_pdsh(word: str) -> str:
 
 @contextlib.contextmanager
 def _forwarding() -> Generator[None]:
-    """Pass signals on inside, where DeepSpeed does not, and end as they say.
-
-    Raises:
-        SystemExit: A signal came.
-    """
+    """Pass signals on inside, where DeepSpeed does not, and end as they say."""
     received, noted = os.pipe()
     os.set_blocking(noted, False)
     handlers: dict[signal.Signals, Any] = {signal.SIGINT: _pass_on, signal.SIGTERM: _pass_on}

@@ -15,15 +15,7 @@ ERROR = 2
 
 
 def run_program(main: Callable[[Sequence[str]], None], arguments: Sequence[str]) -> int:
-    """Run a program.
-
-    Args:
-        main: The program.
-        arguments: What it is given.
-
-    Returns:
-        0, or 2 after an `AccelError`, whose message is printed.
-    """
+    """Run a program; return 0, or 2 after an `AccelError`, whose message is printed."""
     try:
         main(arguments)
     except AccelError as error:

@@ -22,17 +22,7 @@ if TYPE_CHECKING:
 def explain(
     plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Sequence[str] = ()
 ) -> list[Table | str]:
-    """Return what would be run, and why.
-
-    Args:
-        plan: What was decided.
-        job: What would be run.
-        environ: The environment of the command, to tell what is different.
-        notes: What else is to be said.
-
-    Returns:
-        What `accel_cli.output.show` shows.
-    """
+    """Return what would be run, and why."""
     return [
         Table(head=("setting", "value", "comes from"), rows=tuple(_settings(plan))),
         f"\nway: {plan.launcher.explain}",

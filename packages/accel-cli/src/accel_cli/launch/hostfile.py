@@ -18,14 +18,6 @@ _LINE = re.compile(r"(?P<host>[^\s:=]+)\s+slots\s*=\s*(?P<slots>\d+)\s*")
 def read_hosts(file: str, inclusion: str | None = None, exclusion: str | None = None) -> dict[str, int]:
     """Read a hostfile of DeepSpeed.
 
-    Args:
-        file: Its path.
-        inclusion: Which machines and slots take part.
-        exclusion: Which do not.
-
-    Returns:
-        How many processes each machine runs, in the order of the file.
-
     Raises:
         SettingsError: The file cannot be used, or a filter names what is not in it.
     """
@@ -34,10 +26,6 @@ def read_hosts(file: str, inclusion: str | None = None, exclusion: str | None = 
 
 def parse_hosts(lines: Sequence[str], source: str) -> dict[str, int]:
     """Read the lines of a hostfile of DeepSpeed.
-
-    Args:
-        lines: Its lines; empty ones and comments are passed over.
-        source: Its name, for messages.
 
     Raises:
         SettingsError: A line cannot be read, or a machine occurs twice; the message has its number.

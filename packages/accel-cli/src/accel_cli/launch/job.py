@@ -11,12 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A program to become.
-
-    Args:
-        command: The program, with its path, and its arguments.
-        environ: Its whole environment.
-    """
+    """A program to become."""
 
     command: tuple[str, ...]
     environ: Mapping[str, str]

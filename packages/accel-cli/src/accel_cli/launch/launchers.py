@@ -21,42 +21,14 @@ if TYPE_CHECKING:
 _NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role", "min_machines")
 
 
-def _in_the_cloud(facts: Facts, launch: LaunchSettings) -> bool:
-    del facts
-    return launch.compute_environment == "AMAZON_SAGEMAKER"
-
-
-def _on_a_pod(facts: Facts, launch: LaunchSettings) -> bool:
-    return launch.on_tpu and facts.settings.tpu.use_cluster
-
-
-def _on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
-    del facts
-    return launch.on_tpu
-
-
 def _sharded_on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
     return launch.on_tpu and facts.settings.fsdp is not None and bool(facts.settings.fsdp.xla)
-
-
-def _by_deepspeed(facts: Facts, launch: LaunchSettings) -> bool:
-    del launch
-    return facts.reaches_hosts and facts.machines > 1 and not facts.is_worker
-
-
-def _by_mpi(facts: Facts, launch: LaunchSettings) -> bool:
-    del launch
-    return facts.settings.mpi.hostfile is not None and not facts.is_worker
 
 
 def _several(facts: Facts, launch: LaunchSettings) -> bool:
     defaults = LaunchSettings()
     asked = any(getattr(launch, name) != getattr(defaults, name) for name in _NEEDS_TORCHRUN)
     return ((launch.num_processes or 1) > 1 or asked) and not facts.is_worker
-
-
-def _one(facts: Facts, launch: LaunchSettings) -> bool:
-    return (launch.num_processes or 1) == 1 or facts.is_worker
 
 
 def _rendezvous(plan: LaunchPlan) -> Mapping[str, str]:
@@ -71,10 +43,6 @@ def _rendezvous(plan: LaunchPlan) -> Mapping[str, str]:
 
 def xla_formats(mixed_precision: str | None, *, downcast: bool) -> dict[str, str]:
     """Return the variables by which torch_xla stores floating numbers as bfloat16.
-
-    Args:
-        mixed_precision: `"bf16"`; nothing for any other.
-        downcast: Whether double is stored as float32, and only float as bfloat16.
 
     Example:
         >>> xla_formats("bf16", downcast=False), xla_formats("no", downcast=True)
@@ -97,13 +65,13 @@ BUILT_IN: Mapping[str, Launcher] = {
     for row in (
         Launcher(
             name="sagemaker",
-            applies=_in_the_cloud,
+            applies=lambda _, launch: launch.compute_environment == "AMAZON_SAGEMAKER",
             job=f"{_PACKAGE}.run_sagemaker:job",
             explain="the SageMaker SDK starts a job",
         ),
         Launcher(
             name="pod",
-            applies=_on_a_pod,
+            applies=lambda facts, launch: launch.on_tpu and facts.settings.tpu.use_cluster,
             job=f"{_PACKAGE}.run_pod:job",
             explain="gcloud starts this command on the machines of the pod",
         ),
@@ -116,20 +84,20 @@ BUILT_IN: Mapping[str, Launcher] = {
         ),
         Launcher(
             name="xla",
-            applies=_on_tpu,
+            applies=lambda _, launch: launch.on_tpu,
             job=f"{_PACKAGE}.run_xla:job",
             explain="torch_xla starts a process for every chip of this machine",
             environ=_formats_of,
         ),
         Launcher(
             name="deepspeed",
-            applies=_by_deepspeed,
+            applies=lambda facts, _: facts.reaches_hosts and facts.machines > 1 and not facts.is_worker,
             job=f"{_PACKAGE}.run_deepspeed:job",
             explain="DeepSpeed's launcher starts the processes of all machines",
         ),
         Launcher(
             name="mpirun",
-            applies=_by_mpi,
+            applies=lambda facts, _: facts.settings.mpi.hostfile is not None and not facts.is_worker,
             job=f"{_PACKAGE}.run_mpi:job",
             explain="mpirun starts the processes of all machines",
         ),
@@ -141,7 +109,7 @@ BUILT_IN: Mapping[str, Launcher] = {
         ),
         Launcher(
             name="simple",
-            applies=_one,
+            applies=lambda facts, launch: (launch.num_processes or 1) == 1 or facts.is_worker,
             job=f"{_PACKAGE}.run_simple:job",
             explain="one process, this one",
             check=require_script,
@@ -157,10 +125,6 @@ LAUNCHERS = Registry(group="accel.launchers", kind=Launcher, noun="launcher", bu
 
 def choose_launcher(facts: Facts, launch: LaunchSettings) -> Launcher:
     """Return the launcher that was selected, else the first that applies.
-
-    Args:
-        facts: What is known.
-        launch: With the numbers of processes and machines.
 
     Raises:
         SettingsError: The selected one does not exist, or cannot start what was asked for.
@@ -180,9 +144,5 @@ def choose_launcher(facts: Facts, launch: LaunchSettings) -> Launcher:
 
 
 def job_of_plan(plan: LaunchPlan) -> Job:
-    """Make the program that a plan becomes.
-
-    Raises:
-        SettingsError: A port or file cannot be used.
-    """
+    """Make the program that a plan becomes."""
     return LAUNCHERS.resolve(plan.launcher.name, plan.launcher.job)(plan)

@@ -61,11 +61,7 @@ class Machine:
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Probe this machine.
-
-    Args:
-        environ: The environment, which may hide GPUs.
-    """
+    """Probe this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     installed = _present()
     gpus = count_gpus(environ, lambda: installed)
@@ -140,11 +136,7 @@ def _nvidia() -> int:
 
 
 def ask_nvidia(*flags: str) -> str | None:
-    """Return the output of `nvidia-smi`; None where it is not installed.
-
-    Args:
-        flags: Those of `nvidia-smi`.
-    """
+    """Return the output of `nvidia-smi`; None where it is not installed."""
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None

@@ -34,38 +34,15 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 TORCH_LAUNCH_PARAMS = [
-    "nnodes",
-    "nproc_per_node",
-    "rdzv_backend",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "rdzv_conf",
-    "standalone",
-    "max_restarts",
-    "monitor_interval",
-    "start_method",
-    "role",
-    "module",
-    "m",
-    "no_python",
-    "run_path",
-    "log_dir",
-    "r",
-    "redirects",
-    "t",
-    "tee",
-    "node_rank",
-    "master_addr",
-    "master_port",
-]
+    "nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone",
+    "max_restarts", "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path",
+    "log_dir", "r", "redirects", "t", "tee", "node_rank", "master_addr", "master_port",
+]  # fmt: skip
 """What `torch.distributed.run` takes."""
 
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
     """Return the command line and environment of one process.
-
-    Args:
-        args: The flags; see the module.
 
     Raises:
         SettingsError: They contradict each other.
@@ -84,9 +61,6 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     """Return the environment of each of several processes.
-
-    Args:
-        args: The flags; see the module.
 
     Raises:
         SettingsError: They contradict each other.
@@ -162,16 +136,7 @@ def plan_of(
     overrides: Mapping[str, Any] | None = None,
     file: Mapping[str, SourcedValue] | None = None,
 ) -> LaunchPlan:
-    """Return the launch plan of the flags of a namespace.
-
-    Args:
-        args: The flags; see the module.
-        overrides: Further flags, which take precedence.
-        file: What a file gives.
-
-    Raises:
-        SettingsError: They contradict each other, or there is no script.
-    """
+    """Return the launch plan of the flags of a namespace."""
     if not getattr(args, "training_script", None):
         raise SettingsError(
             f"args.training_script is {getattr(args, 'training_script', None)!r}: name a script."

@@ -28,11 +28,7 @@ def adopt_orphans() -> None:
 
 
 def end_descendants(workers: Sequence[int]) -> None:
-    """End what workers have started and left behind.
-
-    Args:
-        workers: Workers, which have ended; nothing is done if there are none.
-    """
+    """End what workers have started and left behind."""
     if not workers:
         return
     kill(workers, signal.SIGTERM)
@@ -52,12 +48,7 @@ def children() -> list[int]:
 
 
 def kill(workers: Iterable[int], number: int) -> None:
-    """Send a signal to workers and to what they have started, where each has a process group of its own.
-
-    Args:
-        workers: Processes, also such as have ended while others of their group have not.
-        number: The signal.
-    """
+    """Send a signal to workers and to what they have started, where each has a process group of its own."""
     for worker in workers:
         with contextlib.suppress(OSError):
             if sys.platform == "win32":

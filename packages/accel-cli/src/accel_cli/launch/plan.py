@@ -25,13 +25,9 @@ class LaunchPlan:
     """A launch plan.
 
     Args:
-        launcher: What starts it.
-        script: The script, module or program.
-        script_arguments: What it is given.
         environ: The whole environment of each worker.
         merged: All settings, and who decided them.
         launch: How to start it. How many processes and machines is decided.
-        machine: What is known about this machine.
     """
 
     launcher: Launcher
@@ -73,13 +69,6 @@ def make_plan(
     machine: Machine,
 ) -> LaunchPlan:
     """Make the launch plan.
-
-    Args:
-        merged: The settings, and who decided them.
-        script: The script, module or program.
-        script_arguments: What it is given.
-        environ: The environment of the command.
-        machine: What this machine has.
 
     Raises:
         SettingsError: Settings contradict each other or do not fit the machine; all that do are named.

@@ -16,14 +16,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """Return the program to become.
-
-    Args:
-        plan: What to run.
-
-    Raises:
-        SettingsError: There is no such script, or the port is taken.
-    """
+    """Return the program to become."""
     require_script(plan)
     port = choose_port(plan.launch)
     line = (sys.executable, "-m", "accel_cli.launch.deepspeed_hosts", *arguments(plan, port))
@@ -31,12 +24,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def arguments(plan: LaunchPlan, port: int) -> list[str]:
-    """Return the arguments of DeepSpeed's launcher, after the variables that the other machines get.
-
-    Args:
-        plan: What to run.
-        port: Where rank 0 listens.
-    """
+    """Return the arguments of DeepSpeed's launcher, after the variables that the other machines get."""
     hosts, launch = plan.merged.settings.hosts, plan.launch
     exported = [name for name in plan.environ if name in BY_VARIABLE or name == "OMP_NUM_THREADS"]
     exported += _rendezvous(plan, port)

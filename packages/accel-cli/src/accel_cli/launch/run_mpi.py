@@ -76,9 +76,6 @@ _HANDED_ON = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CU
 def make_of(version: str) -> Make:
     """Return the make whose `--version` this is.
 
-    Args:
-        version: What `mpirun --version` says.
-
     Raises:
         SettingsError: It is none that is known.
 
@@ -94,15 +91,7 @@ def make_of(version: str) -> Make:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """Return the program to become.
-
-    Args:
-        plan: What to run.
-
-    Raises:
-        MissingDependencyError: There is no `mpirun`.
-        SettingsError: The hostfile or the script cannot be used, or the port is taken.
-    """
+    """Return the program to become."""
     found = shutil.which("mpirun", path=plan.environ.get("PATH"))
     if found is None or plan.machine.mpirun is None:
         raise MissingDependencyError(
@@ -120,13 +109,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def arguments(plan: LaunchPlan, make: Make, environ: Mapping[str, str]) -> list[str]:
-    """The arguments of `mpirun`.
-
-    Args:
-        plan: What to run.
-        make: Whose `mpirun` it is.
-        environ: The environment of the workers.
-    """
+    """The arguments of `mpirun`."""
     handed_on = [name for name in environ if name in BY_VARIABLE or name in _HANDED_ON]
     variables = [word.format(name=name, value=environ[name]) for name in handed_on for word in make.variable]
     python = [] if plan.launch.no_python else [sys.executable, "-m", "accel_cli.launch.worker"]

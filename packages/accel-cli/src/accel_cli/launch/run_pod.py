@@ -15,14 +15,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """Return the program to become.
-
-    Args:
-        plan: What to run.
-
-    Raises:
-        MissingDependencyError: `gcloud` is not installed.
-    """
+    """Return the program to become."""
     found = shutil.which("gcloud", path=plan.environ.get("PATH"))
     if found is None:
         raise MissingDependencyError(
@@ -32,11 +25,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def arguments(plan: LaunchPlan) -> list[str]:
-    """Return the arguments of `gcloud`.
-
-    Args:
-        plan: What to run.
-    """
+    """Return the arguments of `gcloud`."""
     tpu = plan.merged.settings.tpu
     return [
         *("compute", "tpus", "tpu-vm", "ssh", as_name("tpu_name", tpu.name or "")),
@@ -49,10 +38,6 @@ def arguments(plan: LaunchPlan) -> list[str]:
 def as_name(what: str, name: str) -> str:
     """Return a name that `gcloud` cannot take for an option.
 
-    Args:
-        what: What it names.
-        name: The name.
-
     Raises:
         SettingsError: It could.
     """
@@ -62,11 +47,7 @@ def as_name(what: str, name: str) -> str:
 
 
 def remote_command(plan: LaunchPlan) -> str:
-    """Return the command of each machine's shell: those of the configuration, then the script.
-
-    Args:
-        plan: What to run.
-    """
+    """Return the command of each machine's shell: those of the configuration, then the script."""
     tpu, launch = plan.merged.settings.tpu, plan.launch
     variables = [*(f"{name}={value}" for name, value in to_environ(plan.merged.settings).items()), *tpu.env]
     line = [

@@ -30,9 +30,6 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
 def job(plan: LaunchPlan) -> Job:
     """Return the program to become. Keys go to it in the variables that AWS reads, not in its arguments.
 
-    Args:
-        plan: What to run.
-
     Raises:
         SettingsError: The script or a file of inputs or metrics cannot be used.
     """
@@ -54,11 +51,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
-    """Return the arguments of `sagemaker.huggingface.HuggingFace`.
-
-    Args:
-        plan: What to run.
-    """
+    """Return the arguments of `sagemaker.huggingface.HuggingFace`."""
     cloud, launch = plan.merged.settings.sagemaker, plan.launch
     script = Path(plan.script)
     arguments: dict[str, Any] = {
@@ -85,9 +78,6 @@ def estimator_arguments(plan: LaunchPlan) -> dict[str, Any]:
 
 def hyperparameters(words: Sequence[str]) -> dict[str, Any]:
     """Return the arguments of a script as SageMaker takes them: a value for every flag.
-
-    Args:
-        words: What follows the script.
 
     Raises:
         SettingsError: A word belongs to no flag, or a flag has no value.

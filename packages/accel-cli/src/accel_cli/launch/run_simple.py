@@ -17,14 +17,7 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """Return the program to become.
-
-    Args:
-        plan: What to run.
-
-    Raises:
-        SettingsError: With `--no_python`, there is no such program.
-    """
+    """Return the program to become."""
     if plan.launch.no_python:
         return Job(command=(program(plan), *plan.script_arguments), environ=plan.environ)
     module = ["-m"] if plan.launch.module else []
@@ -33,11 +26,7 @@ def job(plan: LaunchPlan) -> Job:
 
 
 def program(plan: LaunchPlan) -> str:
-    """Return the program that `--no_python` runs, as a shell would find it.
-
-    Raises:
-        SettingsError: There is no such program.
-    """
+    """Return the program that `--no_python` runs, as a shell would find it."""
     found = shutil.which(plan.script, path=plan.environ.get("PATH"))
     if found is None:
         raise SettingsError(f"--no_python: there is no program {plan.script!r} on the path.")
@@ -45,15 +34,7 @@ def program(plan: LaunchPlan) -> str:
 
 
 def worker_line(plan: LaunchPlan, *, aloud: bool) -> list[str]:
-    """Return the command line of one of several processes.
-
-    Args:
-        plan: What to run.
-        aloud: Whether a traceback is shown where it happens, rather than left to the launcher.
-
-    Raises:
-        SettingsError: With `--no_python`, there is no such program.
-    """
+    """Return the command line of one of several processes, which shows its own traceback if `aloud`."""
     if plan.launch.no_python:
         return [program(plan), *plan.script_arguments]
     switches = [*(["--aloud"] if aloud else []), *(["-m"] if plan.launch.module else [])]

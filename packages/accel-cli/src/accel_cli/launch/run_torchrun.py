@@ -27,14 +27,7 @@ _PASSED_ON = ("max_restarts", "monitor_interval", "tee", "log_dir", "role")
 
 
 def job(plan: LaunchPlan) -> Job:
-    """Return the program to become.
-
-    Args:
-        plan: What to run.
-
-    Raises:
-        SettingsError: The script is not there, or the port where rank 0 shall listen is taken.
-    """
+    """Return the program to become."""
     require_script(plan)
     quiet = ["--quiet"] if plan.launch.quiet else []
     arguments = torchrun_arguments(plan, requested_port(plan.launch), local_address(plan.launch))
@@ -47,9 +40,6 @@ def local_address(launch: LaunchSettings) -> str | None:
 
     A machine's name need not resolve to it, as in a container or behind a second network card, and torch
     would use the name.
-
-    Args:
-        launch: Says where rank 0 is, and which machine this is.
     """
     host = launch.main_process_ip
     if launch.num_machines == 1 or host is None or launch.machine_rank == 0:
@@ -66,10 +56,6 @@ def local_address(launch: LaunchSettings) -> str | None:
 def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is_port_in_use) -> int | None:
     """Return the port that was asked for, where rank 0 listens; None for any.
 
-    Args:
-        launch: Says which, or nothing or 0 for any.
-        is_in_use: Tells whether a port of this machine is taken.
-
     Raises:
         SettingsError: The port is taken.
     """
@@ -83,25 +69,12 @@ def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is
 
 
 def choose_port(launch: LaunchSettings) -> int:
-    """Return the port where rank 0 shall listen, for launchers that cannot choose one themselves.
-
-    Args:
-        launch: Says which; nothing and 0 stand for one of this machine, which is kept for this launch.
-
-    Raises:
-        SettingsError: The port that was asked for is taken.
-    """
+    """Return the port where rank 0 shall listen, for launchers that cannot choose one themselves."""
     return requested_port(launch) or reserved_port()
 
 
 def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None = None) -> list[str]:
-    """Return the arguments of `torch.distributed.run`.
-
-    Args:
-        plan: What to run.
-        port: Where rank 0 listens; None for any port of this machine, which is chosen as it is bound.
-        address: Of this machine, if it is known.
-    """
+    """Return the arguments of `torch.distributed.run`."""
     launch, defaults = plan.launch, LaunchSettings()
     arguments = {
         "nproc_per_node": plan.local_processes,

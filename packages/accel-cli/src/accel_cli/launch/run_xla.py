@@ -15,26 +15,12 @@ if TYPE_CHECKING:
 
 
 def job(plan: LaunchPlan) -> Job:
-    """Return the program to become: a process for every chip.
-
-    Args:
-        plan: What to run.
-
-    Raises:
-        SettingsError: There is no such script, or it is no Python.
-    """
+    """Return the program to become: a process for every chip."""
     return _job(plan, EACH)
 
 
 def job_of_one(plan: LaunchPlan) -> Job:
-    """Return the program to become: one process, for all chips.
-
-    Args:
-        plan: What to run.
-
-    Raises:
-        SettingsError: There is no such script, or it is no Python.
-    """
+    """Return the program to become: one process, for all chips."""
     return _job(plan, ONE)
 
 

@@ -16,9 +16,6 @@ def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
     Where it has started several, each task is a process of training itself, and there is nothing to say.
 
-    Args:
-        environ: The environment, or a copy of it.
-
     Raises:
         SettingsError: The variables of Slurm contradict each other.
 

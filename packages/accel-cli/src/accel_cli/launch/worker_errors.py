@@ -44,35 +44,18 @@ class WorkerErrors:
 
 
 def stood_file(error_file: str, rank: int) -> Path:
-    """Return the file to which a worker writes its stack upon a signal.
-
-    Args:
-        error_file: Where it writes its error.
-        rank: Its rank.
-    """
+    """Return the file to which a worker writes its stack upon a signal."""
     return Path(error_file).with_name(_STOOD.format(rank))
 
 
 def worker_error(kind: str, message: str, trace: str, rank: int, time: float) -> dict[str, Any]:
-    """Return the content of an error file, as torch.distributed.run reads it, with fields that only we read.
-
-    Args:
-        kind: The class of the error.
-        message: What the error says.
-        trace: Its traceback.
-        rank: Whose it is.
-        time: Seconds since the epoch.
-    """
+    """Return the content of an error file as torch.distributed.run reads it, with fields of ours."""
     details = {"py_callstack": trace, "timestamp": str(int(time)), "time": time, "rank": rank, "kind": kind}
     return {"message": {"message": f"{kind}: {message}", "extraInfo": details}}
 
 
 def parse_worker_errors(record: Any) -> WorkerErrors:
-    """Parse an error file.
-
-    Args:
-        record: What `worker_error`, or torch, has made of it.
-    """
+    """Parse an error file."""
     details = _details(record)
     if not details.get("py_callstack"):
         return WorkerErrors(how="failed")
@@ -87,11 +70,7 @@ def parse_worker_errors(record: Any) -> WorkerErrors:
 
 
 def error_of_failure(failure: Any) -> WorkerErrors:
-    """Return the error of a worker whose failure torch reports.
-
-    Args:
-        failure: What torch noted.
-    """
+    """Return the error of a worker whose failure torch reports."""
     found = parse_worker_errors(failure.error_file_data)
     if found.trace:  # a signal that came afterwards tells nothing about the cause
         return found
@@ -103,11 +82,7 @@ def error_of_failure(failure: Any) -> WorkerErrors:
 
 
 def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
-    """Read the error files of the workers that were started last, by rank.
-
-    Args:
-        folder: Where torch.distributed.run keeps what belongs to its workers.
-    """
+    """Read the error files of the workers that were started last, by rank."""
     attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
     found: dict[int, WorkerErrors] = {}
     for file in attempts[-1].glob("*/" + _STOOD.format("*")) if attempts else ():
@@ -122,22 +97,13 @@ def read_worker_errors(folder: Path) -> dict[int, WorkerErrors]:
 
 
 def format_errors(errors: Mapping[int, WorkerErrors], first: int) -> str:
-    """Return a line for each rank that failed, and last the traceback of the one that failed first.
-
-    Args:
-        errors: How each ended, by rank.
-        first: The rank that failed first.
-    """
+    """Return a line for each rank that failed, and last the traceback of the one that failed first."""
     others = [_line([rank], errors[rank]) for rank in sorted(errors) if rank != first]
     return "\n".join([*others, _format_same([first], errors[first])])
 
 
 def format_all_errors(errors: Mapping[int, WorkerErrors]) -> str:
-    """Return all tracebacks, each with the ranks that have it.
-
-    Args:
-        errors: How each ended, by rank.
-    """
+    """Return all tracebacks, each with the ranks that have it."""
     alike: dict[tuple[str, str], list[int]] = {}
     for rank in sorted(errors):
         alike.setdefault((errors[rank].how, errors[rank].trace), []).append(rank)

@@ -20,11 +20,6 @@ class Parser(ArgumentParser):
 
     Flags are declared with underscores and may be written with dashes.
 
-    Args:
-        command: What comes after `accel`.
-        description: What the subcommand does.
-        epilog: Text after the flags.
-
     Example:
         >>> parser = Parser("greet", "Greet.")
         >>> _ = parser.add_argument("--first_name")
@@ -54,11 +49,7 @@ class Parser(ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        """Raise an error, which the command prints as a sentence before it exits with code 2.
-
-        Raises:
-            SettingsError: Always.
-        """
+        """Raise a `SettingsError`, which the command prints as a sentence before it exits with code 2."""
         raise SettingsError(f"{message}.")
 
     def _spelled(self, words: Sequence[str]) -> list[str]:
@@ -97,10 +88,6 @@ class Parser(ArgumentParser):
 def number(low: float, *, integer: bool = True) -> Callable[[str], float]:
     """Return a parser of numbers.
 
-    Args:
-        low: The least value allowed.
-        integer: Refuse fractions.
-
     Example:
         >>> number(1)("8")
         8
@@ -120,12 +107,7 @@ def number(low: float, *, integer: bool = True) -> Callable[[str], float]:
 
 
 def add_config_file(parser: _ActionsContainer, use: str) -> None:
-    """Add the argument `--config_file`.
-
-    Args:
-        parser: The parser, or a group of it.
-        use: Verb of the help text: what the command does with the file.
-    """
+    """Add the argument `--config_file`; its help says, with the verb `use`, what the command does with it."""
     parser.add_argument(
         "--config_file", metavar="FILE", help=f"the config file to {use}; by default {DEFAULT_PATH_HELP}"
     )
@@ -133,10 +115,6 @@ def add_config_file(parser: _ActionsContainer, use: str) -> None:
 
 def setting(path: str, text: str) -> str:
     """Return the help text of a flag that is a setting, with its variable and key.
-
-    Args:
-        path: Path of a row of `accel_state.settings.OPTIONS`.
-        text: The meaning of the flag.
 
     Example:
         >>> setting("process.use_cpu", "use the CPU")

@@ -53,10 +53,6 @@ def files_of(run: Any, *, safe: bool) -> Iterator[tuple[str, int, int]]:
     """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
 
     What is small counts nothing.
-
-    Args:
-        run: What is saved, `accel_train.checkpoint.run.Run`.
-        safe: Whether weights are written as safetensors.
     """
     prepared, sharded = run.prepared, run.shards if isinstance(run.shards, Sharded) else None
     if sharded is not None and sharded.stage is not None:
@@ -154,11 +150,7 @@ def _of_deepspeed(run: Any, stage: int, width: int) -> Iterator[tuple[str, int, 
 
 
 def full_nbytes(data: Any) -> int:
-    """Return the bytes of all tensors in nested data, each once; a sharded one counts in full.
-
-    Args:
-        data: As nested as it likes.
-    """
+    """Return the bytes of all tensors in nested data, each once; a sharded one counts in full."""
     found: dict[int, int] = {}
     for leaf in tree_leaves(data):
         if isinstance(leaf, Tensor):

@@ -18,13 +18,7 @@ if TYPE_CHECKING:
 
 
 class AloneCollectives:
-    """`accel_state.backends.base.Collectives` without other processes.
-
-    Args:
-        recorder: The recorder of collectives.
-        rank: Rank of this process.
-        world_size: World size of the checked run.
-    """
+    """`accel_state.backends.base.Collectives` without other processes."""
 
     def __init__(self, recorder: CollectiveRecorder, rank: int, world_size: int) -> None:
         self._recorder = recorder
@@ -87,12 +81,7 @@ class AloneCollectives:
 
 
 def operations(recorder: CollectiveRecorder, world_size: int) -> dict[str, Callable[..., Any]]:
-    """Return replacements of the operations of `accel_ops.collect` and `accel_ops.pad`.
-
-    Args:
-        recorder: The recorder of collectives.
-        world_size: World size of the checked run.
-    """
+    """Return replacements of the operations of `accel_ops.collect` and `accel_ops.pad`."""
 
     def gather(tensor: Any, *, same_shapes: bool = False) -> Any:
         del same_shapes

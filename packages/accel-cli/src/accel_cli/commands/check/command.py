@@ -12,7 +12,7 @@ from accel_cli.commands.check.rank_runner import play
 from accel_cli.commands.check.trace import File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
-from accel_cli.config_file import settings_from_config
+from accel_cli.config_file import read_config
 from accel_cli.output import Table, show, working
 from accel_cli.redact import redact
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
@@ -35,7 +35,6 @@ class Findings:
     """The findings of a check.
 
     Args:
-        records: The records of the ranks.
         estimates: The memory of each rank, if known.
         problems: One sentence per problem.
     """
@@ -46,24 +45,14 @@ class Findings:
 
 
 def run(options: Namespace) -> int:
-    """Check a script, and show the findings.
-
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.check`.
-
-    Returns:
-        0 if there is no problem, 1 otherwise.
-
-    Raises:
-        SettingsError: The script, the config or an argument cannot be used.
-    """
+    """Check a script, and show the findings."""
     if not Path(options.script).is_file():
         raise SettingsError(f"script {options.script!r}: there is no such file.")
     if options.html is not None:
         require("plotly", "--html", install="accel-cli[plot]")
     memory = None if options.memory is None else _memory(options.memory)
     variables = read()
-    merged = combine(parse_environ(variables), settings_from_config(options.config_file, variables))
+    merged = combine(parse_environ(variables), read_config(options.config_file, variables).sourced)
     orders = [
         Order(
             script=options.script,
@@ -89,14 +78,7 @@ def run(options: Namespace) -> int:
 
 
 def write_html(path: Path, found: Findings, script: str, memory: int | None) -> None:
-    """Write the report of a check.
-
-    Args:
-        path: The file.
-        found: The findings.
-        script: The script that was checked.
-        memory: Bytes of a device; None if unknown.
-    """
+    """Write the report of a check."""
     figures = import_module("accel_cli.commands.check.report")
     items = [
         figures.timeline(found.records),
@@ -110,14 +92,7 @@ def write_html(path: Path, found: Findings, script: str, memory: int | None) -> 
 
 
 def find_problems(records: Sequence[Record], merged: Merged, world: int, memory: int | None) -> Findings:
-    """Find the problems in the records of ranks.
-
-    Args:
-        records: The records of the ranks.
-        merged: The settings with their sources.
-        world: World size of the checked run.
-        memory: Bytes of a device; None if unknown.
-    """
+    """Find the problems in the records of ranks."""
     estimates = {
         record.rank: estimate_of(record, world)
         for record in records
@@ -161,12 +136,7 @@ def _ranks(options: Namespace) -> tuple[int, ...]:
 
 
 def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a process that runs as a rank: that of a worker, on the CPU.
-
-    Args:
-        merged: The settings.
-        variables: This process's environment.
-    """
+    """Return the environment of a process that runs as a rank: that of a worker, on the CPU."""
     settings = replace(
         merged.settings, process=replace(merged.settings.process, use_cpu=True, torch_device=None)
     )
@@ -174,12 +144,7 @@ def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dic
 
 
 def estimate_of(record: Record, world: int) -> Estimate:
-    """Return the memory of a rank: as tracked, or an estimate if its strategy's code did not run.
-
-    Args:
-        record: The rank's record, with models.
-        world: World size of the checked run.
-    """
+    """Return the memory of a rank: as tracked, or an estimate if its strategy's code did not run."""
     if record.parts:
         shown = {"working": record.parts["working"]} if record.offloaded else record.parts
         host = sum(record.parts.values()) - sum(shown.values())
@@ -278,11 +243,7 @@ _BY_FORM: Mapping[str, str] = {
 
 
 def checkpoints(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """Summarise the checkpoints: by file and line of the script, with form and size.
-
-    Args:
-        records: The records of the ranks.
-    """
+    """Summarise the checkpoints: by file and line of the script, with form and size."""
     found: dict[str, dict[str, Any]] = {}
     for record in records:
         files_by_rank: dict[str, list[File]] = {}

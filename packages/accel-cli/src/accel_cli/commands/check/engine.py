@@ -35,15 +35,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeEngine:
-    """Fake of DeepSpeed's engine with its checks and its casts, without sharding.
-
-    Args:
-        plugin: The active plugin.
-        world_size: World size of the checked run.
-        accumulation: Micro-batches per optimizer step.
-        split_batches: Whether a batch of a loader is split across ranks.
-        on_buckets: Called with the buckets once they are known.
-    """
+    """Fake of DeepSpeed's engine with its checks and its casts, without sharding."""
 
     plugin: DeepSpeedPlugin
     world_size: int
@@ -89,9 +81,6 @@ class FakeEngine:
 
 def buckets_of(configuration: dict[str, Any]) -> Buckets:
     """Return the buckets that a configuration allocates, with DeepSpeed's defaults.
-
-    Args:
-        configuration: The filled configuration.
 
     Example:
         >>> buckets_of({"zero_optimization": {"reduce_bucket_size": 1e6}}).reduce

@@ -25,24 +25,13 @@ if TYPE_CHECKING:
 
 
 def plugin_of(handlers: Mapping[type, Any]) -> MegatronLMPlugin:
-    """Return the plugin of a run.
-
-    Args:
-        handlers: The kwargs handlers by type.
-    """
+    """Return the plugin of a run."""
     return handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FakeMegatron:
-    """Fake of Megatron's engine with its checks; models are not sharded.
-
-    Args:
-        runtime: Device and topology.
-        plugin: The plugin.
-        groups: Sizes and ranks.
-        on_elements: Called with the elements of parameters that the rank would have, once they are known.
-    """
+    """Fake of Megatron's engine with its checks; models are not sharded."""
 
     runtime: Runtime
     plugin: MegatronLMPlugin

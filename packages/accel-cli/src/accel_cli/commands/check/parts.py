@@ -34,13 +34,10 @@ ELEMENTWISE = frozenset(
 
 @contextlib.contextmanager
 def on_parts(optimizer: Optimizer) -> Generator[None]:
-    """Replace the parameters of an optimizer by this rank's local shards within the block.
+    """Replace the parameters of an `ELEMENTWISE` optimizer by this rank's local shards within the block.
 
     `DTensor` propagates the sharding of each result, which takes most of a step of many tensors. Afterwards
     the state is as if the optimizer had updated the DTensors.
-
-    Args:
-        optimizer: Any optimizer; one that is not of `ELEMENTWISE` is unchanged.
     """
     if type(optimizer) not in ELEMENTWISE:
         yield

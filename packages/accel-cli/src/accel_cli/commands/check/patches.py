@@ -41,12 +41,7 @@ _END: Any = object()
 
 
 def install(recorder: CollectiveRecorder, order: Order) -> None:
-    """Apply all patches.
-
-    Args:
-        recorder: Records collectives, files and memory.
-        order: The rank to run as.
-    """
+    """Apply all patches."""
     _values()
     _moves(recorder)
     _conversions()
@@ -165,13 +160,7 @@ def _division(recorder: CollectiveRecorder) -> None:
 
 
 class Chunks:
-    """Lazy chunks of a tensor: FSDP needs two of them, and making all is slow in a large world.
-
-    Args:
-        tensor: The tensor to split.
-        num_chunks: Number of chunks, of which the last ones may be empty.
-        dim: The dim to split.
-    """
+    """Lazy chunks of a tensor: FSDP needs two of them, and making all is slow in a large world."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor = tensor
@@ -250,11 +239,7 @@ def _communication(recorder: CollectiveRecorder, order: Order) -> None:
 
 
 class Planned:
-    """Fake of a background save, which is complete at once.
-
-    Args:
-        path: The folder of the checkpoint.
-    """
+    """Fake of a background save, which is complete at once."""
 
     done = True
 

@@ -25,13 +25,7 @@ survive a fork, every rank is spawned."""
 
 
 def play(orders: Sequence[Order], variables: Mapping[str, str], *, timeout: int) -> list[Record]:
-    """Run the script as selected ranks, each in its own process.
-
-    Args:
-        orders: The order of each rank; their output files are set by this function.
-        variables: The environment of the processes, without the variables of the rank.
-        timeout: Seconds for each.
-    """
+    """Run the script as selected ranks, each in its own process."""
     at_once = os.cpu_count() or 1
     with tempfile.TemporaryDirectory(prefix="accel-check-") as folder:
         with_files = [replace(order, output=str(Path(folder) / f"{order.rank}.json")) for order in orders]
@@ -79,11 +73,6 @@ def too_long(timeout: int) -> str:
 
 
 def ended(code: int, output: str) -> str:
-    """Return the reason of a rank whose process has exited without a record.
-
-    Args:
-        code: Its exit code.
-        output: Its standard error.
-    """
+    """Return the reason of a rank whose process has exited without a record."""
     lines = output.strip().splitlines() or ["nothing was said"]
     return f"it ended with exit code {code}: {lines[-1]}"

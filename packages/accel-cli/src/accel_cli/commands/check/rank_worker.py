@@ -32,11 +32,7 @@ _PAUSE = 0.05
 
 
 def main(order: Order) -> None:
-    """Run as a rank, and write its record.
-
-    Args:
-        order: The rank's order.
-    """
+    """Run as a rank, and write its record."""
     dist.init_process_group("fake", rank=order.rank, world_size=order.world, store=FakeStore())
     recorder = CollectiveRecorder()
     install(recorder, order)
@@ -100,13 +96,7 @@ def _sizes(recorder: CollectiveRecorder) -> Sizes | None:
 
 
 def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
-    """Fork one process for each rank, with the modules that this one has imported.
-
-    Args:
-        orders: The orders of the ranks.
-        timeout: Seconds for each.
-        at_once: Number of processes that run at a time.
-    """
+    """Fork one process for each rank, with the modules that this one has imported."""
     waiting, running = [*reversed(orders)], dict[int, tuple[Order, float]]()
     while waiting or running:
         while waiting and len(running) < at_once:
@@ -128,11 +118,7 @@ def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
 
 
 def import_often_needed(script: Path) -> None:
-    """Import slow modules that all ranks need.
-
-    Args:
-        script: The script, whose text names its modules.
-    """
+    """Import slow modules that all ranks need."""
     import_module("torch._dynamo")  # fake tensors need little of it
     if "transformers" in script.read_text("utf-8", "replace"):
         with contextlib.suppress(ImportError):

@@ -34,11 +34,8 @@ class Chosen:
     """The strategy of a rank.
 
     Args:
-        name: Name of the strategy; empty if no `Accelerator` was made.
         counted_as: Its name among the estimates, if its own code does not run.
-        axes: Sizes of the mesh axes.
         offloaded: Whether parameters, gradients and optimizer states are on the host.
-        precision: The mixed precision.
     """
 
     name: str = ""
@@ -53,10 +50,6 @@ class CollectiveRecorder:
     """Recorder of one rank.
 
     Args:
-        events: Its collectives.
-        files: The files that it would have written.
-        models: The models that it has prepared.
-        strategy: The strategy that would train.
         fakes: The mode of fake tensors.
         ledger: Tracks the memory of passes of unsharded models.
         meter: Tracks the memory of sharded models and everything else.
@@ -87,12 +80,7 @@ class CollectiveRecorder:
             yield
 
     def prepared(self, models: Sequence[nn.Module], *, sharded: bool = False) -> None:
-        """Track the memory of prepared models.
-
-        Args:
-            models: The models as `prepare()` returns them.
-            sharded: Whether the strategy's own code has sharded them.
-        """
+        """Track the memory of prepared models."""
         self.models += models
         if sharded:
             self._measure(models)
@@ -151,14 +139,7 @@ class CollectiveRecorder:
             self.events.append(Event(kind=kind, where=source_line(), nbytes=nbytes))
 
     def wrote(self, name: str, nbytes: int, *, form: str = "", full_nbytes: int | None = None) -> None:
-        """Record a file.
-
-        Args:
-            name: Its path.
-            nbytes: Its approximate size.
-            form: The form of its checkpoint, if it belongs to one.
-            full_nbytes: Bytes of the shards of all ranks, if it is a shard.
-        """
+        """Record a file."""
         size = nbytes if full_nbytes is None else full_nbytes
         self.files.append(File(name=name, nbytes=nbytes, where=source_line(), form=form, full_nbytes=size))
 
@@ -181,12 +162,7 @@ class CollectiveRecorder:
             self._outside -= 1
 
     def moved(self, tensor: Tensor, *, to_host: bool) -> Tensor:
-        """Copy a tensor to the host, as `Tensor.cpu` does, or to the device.
-
-        Args:
-            tensor: A fake tensor.
-            to_host: Whether to copy to the host.
-        """
+        """Copy a tensor to the host, as `Tensor.cpu` does, or to the device."""
         counters = [one for one in (self.ledger, self.meter) if one is not None]
         if not counters or any(one.has_on_host(tensor) for one in counters) == to_host:
             return tensor

@@ -22,9 +22,6 @@ def timeline(records: Sequence[Record]) -> Figure:
     """Draw the collectives of each rank in their order, with the memory that it held at each.
 
     A rank that calls something else than the first one is marked by a red cross from there on.
-
-    Args:
-        records: The records of the ranks.
     """
     kinds = list(dict.fromkeys(event.kind for record in records for event in record.events))
     colors = {kind: _COLORS[index % len(_COLORS)] for index, kind in enumerate(kinds)}
@@ -86,12 +83,7 @@ def _memory(record: Record) -> Scatter:
 
 
 def memory_bars(estimates: Mapping[int, Estimate], memory: int | None) -> Figure:
-    """Draw the peak of each rank by kind.
-
-    Args:
-        estimates: The memory of each rank.
-        memory: Bytes of a device; None if unknown.
-    """
+    """Draw the peak of each rank by kind."""
     kinds = list(dict.fromkeys(kind for one in estimates.values() for kind in one.parts))
     ranks = [f"rank {rank}" for rank in estimates]
     figure = Figure(

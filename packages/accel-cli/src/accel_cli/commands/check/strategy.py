@@ -66,13 +66,7 @@ class UnchangedWrapper:
 
 
 class ObservedWrapper:
-    """Model wrapper that records which models are prepared.
-
-    Args:
-        recorder: Receives the models.
-        inner: The strategy's wrapper.
-        shards: Whether it shards models.
-    """
+    """Model wrapper that records which models are prepared."""
 
     def __init__(self, recorder: CollectiveRecorder, inner: Any, *, shards: bool) -> None:
         self._recorder = recorder
@@ -103,8 +97,6 @@ class ObservedStepper:
     """Stepper that records when gradients would be all-reduced.
 
     Args:
-        recorder: Receives the collectives.
-        inner: The strategy's stepper.
         communicates: Whether it communicates by itself, so that the recorder sees it anyway.
     """
 
@@ -139,12 +131,7 @@ class ObservedStepper:
 def loading(
     recorder: CollectiveRecorder, load: Callable[[str], Callable[..., Strategy]]
 ) -> Callable[[str | StrategySpec], Any]:
-    """Make the patch of `accel_plugins.registry.load`.
-
-    Args:
-        recorder: The recorder of the rank.
-        load: The original function.
-    """
+    """Make the patch of `accel_plugins.registry.load`."""
 
     def observed(strategy: str | StrategySpec) -> Callable[..., Strategy]:
         name = strategy if isinstance(strategy, str) else strategy.name
@@ -242,11 +229,6 @@ def _chosen(name: str, plain: Strategy, handlers: Mapping[type, Any], precision:
     return Chosen(name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name)
 
 
-def _as_one(handlers: Mapping[type, Any]) -> str:
-    del handlers
-    return "one device"
-
-
 def _as_ddp(handlers: Mapping[type, Any]) -> str:
     options = handlers.get(DistributedDataParallelKwargs)
     return "DDP, gradients in buckets" if options and options.gradient_as_bucket_view else "DDP"
@@ -288,7 +270,7 @@ _OFFLOADED = {
 
 # By the name of the strategy; others are estimated as DDP.
 _COUNTED: Mapping[str, Callable[[Mapping[type, Any]], str]] = {
-    "single": _as_one,
+    "single": lambda _: "one device",
     "ddp": _as_ddp,
     "fsdp1": _as_fsdp,
     "deepspeed": _as_zero,

@@ -17,10 +17,6 @@ class Order:
     """The arguments of a process that runs as a rank.
 
     Args:
-        script: The user's script.
-        arguments: Its arguments.
-        rank: The rank to run as.
-        world: World size.
         local_world: Ranks of a node.
         batches: Number of batches of every loader.
         output: The file to write the record to.
@@ -98,20 +94,14 @@ class Record:
     """The record of one rank.
 
     Args:
-        rank: The rank.
         strategy: The name of the strategy that would train; empty if no `Accelerator` was made.
         counted_as: Its name among the estimates, if its own code has not run.
-        axes: Sizes of the mesh axes.
         offloaded: Whether parameters, gradients and optimizer states are on the host.
-        precision: The mixed precision.
-        buckets: The buckets that DeepSpeed allocates.
         on_rank: Elements of parameters that Megatron keeps on the rank.
         sizes: The models, in elements; None if none was prepared.
         moments: The moments of its passes that need most memory.
         parts: Its peak in bytes by kind, if the strategy's own code has run.
         host: Peak of host bytes for tensors that are moved there, such as a gathered model.
-        events: Its collectives, in order.
-        files: The files that it would have written.
         stopped: Why and where the script ended before its end; empty if it did not.
     """
 
@@ -174,9 +164,6 @@ class Difference:
 def differences(records: Sequence[Record]) -> list[Difference]:
     """Find the first difference of each rank from the first one.
 
-    Args:
-        records: The records of the ranks.
-
     Example:
         >>> one = Record(rank=0, events=(Event(kind="gather", where="train.py:3"),))
         >>> print(differences([one, Record(rank=1)])[0])
@@ -213,10 +200,6 @@ def _does(event: Event | None) -> str:
 
 def ranks_to_try(world: int, local_world: int) -> tuple[int, ...]:
     """Return the ranks that scripts treat differently: the first, the last, and the first of other nodes.
-
-    Args:
-        world: World size.
-        local_world: Ranks of a node.
 
     Example:
         >>> ranks_to_try(128, 8), ranks_to_try(1, 8)

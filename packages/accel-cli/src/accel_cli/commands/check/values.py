@@ -33,11 +33,7 @@ _STILL = frozenset(
 
 
 class MadeUpValues(TorchDispatchMode):
-    """Mode that returns values for fake tensors.
-
-    Args:
-        saw: Called with the names of collectives that a script calls itself.
-    """
+    """Mode that returns values for fake tensors, and calls `saw` with the script's own collectives."""
 
     def __init__(self, saw: Callable[[str], None]) -> None:
         super().__init__()

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def run(options: Namespace) -> int:
-    """Write the completion script.
-
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.completion`.
-    """
+    """Write the completion script."""
     main = import_module("accel_cli.main")  # whose table names this module
     commands = {name: command.help for name, command in main.COMMANDS.items()}
     parsers = {name: command.make_parser() for name, command in main.COMMANDS.items() if command.parser}

@@ -20,9 +20,6 @@ class Flag:
     """A flag.
 
     Args:
-        names: Its spellings.
-        help: One line of help.
-        takes_value: Whether a value follows.
         choices: The values, if there is a list; else files are completed.
     """
 
@@ -37,8 +34,6 @@ class Arguments:
     """The arguments of a subcommand.
 
     Args:
-        help: One line about the subcommand.
-        flags: Its flags.
         choices: The values of its first argument, if there is a list; else files are completed.
     """
 
@@ -52,10 +47,6 @@ HELP = Flag(names=("-h", "--help"), help="show the options")
 
 def grammar(commands: Mapping[str, str], parsers: Mapping[str, Parser]) -> dict[str, Arguments]:
     """Collect the arguments of all subcommands.
-
-    Args:
-        commands: One line of help for each subcommand.
-        parsers: The parsers of those that have one. `launch` has the table of settings.
 
     Example:
         >>> grammar({"env": "Tell."}, {})["env"].flags[0].names

@@ -42,14 +42,7 @@ _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_ena
 
 
 def run(options: Namespace) -> int:
-    """Print the memory of a model.
-
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.estimate`.
-
-    Raises:
-        SettingsError: There is no such model, or a size cannot be read.
-    """
+    """Print the memory of a model."""
     memory = _size(options.memory, "--memory")
     host = _size(options.host_memory, "--host_memory")
     picture = None if options.plot is None else _picture(options.plot)

@@ -14,32 +14,21 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def _ids(config: Any, batch: int, length: int) -> Tensor:
-    del config
+def _ids(batch: int, length: int) -> Tensor:
     return torch.ones(batch, length, dtype=torch.int64)
 
 
-def _pixels(config: Any, batch: int, length: int) -> Tensor:
-    del length
+def _pixels(config: Any, batch: int) -> Tensor:
     size = getattr(config, "image_size", 224)
     height, width = (size, size) if isinstance(size, int) else size
     return torch.ones(batch, getattr(config, "num_channels", 3), height, width)
 
 
-def _waves(config: Any, batch: int, length: int) -> Tensor:
-    del config
-    return torch.ones(batch, length)
-
-
-def _spectra(config: Any, batch: int, length: int) -> Tensor:
-    return torch.ones(batch, config.num_mel_bins, length)
-
-
 INPUTS: Mapping[str, Callable[[Any, int, int], Tensor]] = {
-    "input_ids": _ids,
-    "pixel_values": _pixels,
-    "input_values": _waves,
-    "input_features": _spectra,
+    "input_ids": lambda _, batch, length: _ids(batch, length),
+    "pixel_values": lambda config, batch, _: _pixels(config, batch),
+    "input_values": lambda _, batch, length: torch.ones(batch, length),
+    "input_features": lambda config, batch, length: torch.ones(batch, config.num_mel_bins, length),
 }
 """The inputs to make, by the name of a model's main input."""
 
@@ -77,7 +66,7 @@ def passes_of_batch(batch: int, length: int) -> Callable[[nn.Module], tuple[Any,
             )
         keywords = {main: INPUTS[main](model.config, batch, length)}
         if getattr(model.config, "is_encoder_decoder", False):
-            keywords["decoder_input_ids"] = _ids(model.config, batch, length)
+            keywords["decoder_input_ids"] = _ids(batch, length)
         for_tokens = next((_LABELS[end] for end in _LABELS if type(model).__name__.endswith(end)), None)
         if for_tokens is not None:
             keywords["labels"] = torch.ones((batch, length) if for_tokens else (batch,), dtype=torch.int64)

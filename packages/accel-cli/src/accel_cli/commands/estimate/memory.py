@@ -121,10 +121,6 @@ class Job:
     def step(self, shards: int = 1, *, flat: bool = False) -> int:
         """Return the bytes of temporaries of an optimizer step.
 
-        Args:
-            shards: Number of shards of the weights.
-            flat: Whether all weights are one tensor.
-
         Adam divides by the root of its second moment: one copy of all weights (`torch.optim.adamw`, foreach)
         or two of the largest.
         """
@@ -138,7 +134,6 @@ class Estimate:
     """The memory of a strategy, in bytes.
 
     Args:
-        strategy: Its name, of `STRATEGIES`.
         parts: The peak of a device, by kind.
         host: Host memory per device.
     """
@@ -155,10 +150,6 @@ class Estimate:
 
 def estimate(strategy: str, job: Job) -> Estimate:
     """Estimate the memory of training under a strategy.
-
-    Args:
-        strategy: A name of `STRATEGIES` or `VARIANTS`.
-        job: The run.
 
     Example:
         >>> job = Job(sizes=Sizes(parameters=1000, trainable=1000), devices=4)
@@ -234,10 +225,6 @@ def _reducing(blocks: tuple[int, ...], finished: int) -> int:
 
     Complete gradients of a block are copied to the input of its reduce-scatter, which stays alive while the
     gradients of the block before it are computed.
-
-    Args:
-        blocks: Elements of each block.
-        finished: Elements of complete gradients; those of the last block come first.
     """
     sent = 0
     for block in reversed(blocks):

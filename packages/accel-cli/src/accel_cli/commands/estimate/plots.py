@@ -29,15 +29,7 @@ COLORS: dict[str, str] = dict(
 def draw(
     path: Path, estimates: Sequence[Estimate], job: Job, memory: int | None, placement: Explanation | None
 ) -> None:
-    """Write a picture: memory by strategy; over the passes, if they are known; and the device map, if any.
-
-    Args:
-        path: The file; its suffix is the format.
-        estimates: The memory of each strategy.
-        job: The run, whose moments are those of the passes.
-        memory: Bytes of a device; None if unknown.
-        placement: The device map of inference; None without `memory`.
-    """
+    """Write a picture: memory by strategy; over the passes, if they are known; and the device map, if any."""
     heights = [0.8 + 0.35 * len(estimates)]
     heights += [2.6] if job.moments else []
     heights += [0.8 + 0.4 * len(placement.rows)] if placement is not None else []

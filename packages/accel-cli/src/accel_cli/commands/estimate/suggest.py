@@ -18,14 +18,7 @@ _MOST_DEVICES = 65536
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suggestion:
-    """A suggested configuration.
-
-    Args:
-        estimate: Its memory.
-        devices: Number of devices.
-        checkpointing: Whether to use activation checkpointing.
-        config: Keys and values for a config file.
-    """
+    """A suggested configuration."""
 
     estimate: Estimate
     devices: int
@@ -36,12 +29,6 @@ class Suggestion:
 def fits(one: Estimate, memory: int, host: int | None = None, per_machine: int = 1) -> bool:
     """Whether an estimate fits.
 
-    Args:
-        one: The estimate.
-        memory: Bytes of a device.
-        host: Bytes of a node's host memory; None if unknown.
-        per_machine: Devices of a node.
-
     Example:
         >>> fits(Estimate(strategy="DDP", parts={"parameters": 90}), 100)
         True
@@ -51,11 +38,7 @@ def fits(one: Estimate, memory: int, host: int | None = None, per_machine: int =
 
 
 def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
-    """Return the strategies to try, with and without activation checkpointing, from fast to slow.
-
-    Args:
-        devices: Number of devices.
-    """
+    """Return the strategies to try, with and without activation checkpointing, from fast to slow."""
     if devices == 1:
         return (("one device", False), ("one device", True), ("FSDP2, offloaded", True))
     return (
@@ -71,18 +54,7 @@ def candidates(devices: int) -> tuple[tuple[str, bool], ...]:
 def suggest(
     job: Job, again: Job, memory: int, *, host: int | None = None, per_machine: int = 8
 ) -> Suggestion | None:
-    """Find the fastest configuration that fits.
-
-    Args:
-        job: The run.
-        again: The same with activation checkpointing.
-        memory: Bytes of each device.
-        host: Bytes of each node's host memory; None if unknown.
-        per_machine: Devices of a node.
-
-    Returns:
-        The suggestion, or None if nothing fits on so many devices.
-    """
+    """Find the fastest configuration that fits; None if none does. `again` is the job with checkpointing."""
     for strategy, checkpointing in candidates(job.devices):
         one = estimate(strategy, again if checkpointing else job)
         if fits(one, memory, host, min(per_machine, job.devices)):
@@ -92,15 +64,7 @@ def suggest(
 
 
 def devices_needed(again: Job, memory: int) -> int | None:
-    """Return the number of devices, a power of two, on which fully sharded training fits.
-
-    Args:
-        again: The run with activation checkpointing.
-        memory: Bytes of each device.
-
-    Returns:
-        The number, or None if the activations alone are too large.
-    """
+    """Return the power of two of devices on which fully sharded training fits; None if none is enough."""
     devices = 1
     while devices <= _MOST_DEVICES:
         if fits(estimate("FSDP2", replace(again, devices=devices)), memory):
@@ -111,11 +75,6 @@ def devices_needed(again: Job, memory: int) -> int | None:
 
 def config_of(strategy: str, job: Job, *, checkpointing: bool) -> dict[str, Any]:
     """Return the keys and values for a config file.
-
-    Args:
-        strategy: One of `candidates`.
-        job: The run.
-        checkpointing: Whether to use activation checkpointing.
 
     Example:
         >>> from accel_cli.commands.estimate.memory import Sizes

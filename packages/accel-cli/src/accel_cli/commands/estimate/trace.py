@@ -202,9 +202,5 @@ def _placeholders(model: nn.Module) -> Generator[None]:
 
 
 def storage_key(tensor: Any) -> int:
-    """Return a key of a tensor's storage, also of fake tensors, which have no address.
-
-    Args:
-        tensor: A live tensor.
-    """
+    """Return a key of a tensor's storage, also of fake tensors, which have no address."""
     return tensor.untyped_storage()._cdata

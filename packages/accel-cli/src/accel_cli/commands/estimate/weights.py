@@ -28,13 +28,7 @@ DTYPES: Mapping[str, ElementType] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """The size of a model in one dtype, in bytes.
-
-    Args:
-        total: Bytes of all layers.
-        largest: Bytes of the largest layer.
-        layers: The names of the layers of that size.
-    """
+    """The size of a model in one dtype, in bytes."""
 
     total: int
     largest: int
@@ -43,10 +37,6 @@ class Weights:
 
 def weights_in(model: nn.Module, dtype: str) -> Weights:
     """Compute the bytes of a model's weights.
-
-    Args:
-        model: A model on any device, also meta.
-        dtype: A key of `DTYPES`.
 
     Example:
         >>> weights_in(nn.Sequential(nn.Linear(4, 4, bias=False)), "int4")
@@ -60,9 +50,6 @@ def weights_in(model: nn.Module, dtype: str) -> Weights:
 
 def sizes_of(model: nn.Module) -> Sizes:
     """Count a model's elements.
-
-    Args:
-        model: A model on any device, also meta.
 
     Example:
         >>> sizes_of(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -82,9 +69,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Find the blocks that FSDP gathers one by one.
 
     They are the modules of `_no_split_modules` if the model has that; else the items of its lists.
-
-    Args:
-        model: A model on any device.
     """
     unsplit = class_names(getattr(model, "_no_split_modules", None))
     named = [module for module in model.modules() if type(module).__name__ in unsplit]

@@ -39,11 +39,6 @@ _SLOW_REDUCE = 2e9  # bytes per second on one machine; below what GPUs reach thr
 def advice(outcomes: Sequence[Outcome], reports: Sequence[Report], *, cores: int) -> list[str]:
     """Return advice, one sentence per problem.
 
-    Args:
-        outcomes: The checks on all processes together.
-        reports: The reports of the ranks.
-        cores: CPU cores of this host.
-
     Example:
         >>> advice([Outcome(name="data loader", state="failed")], [], cores=2)
         ['Samples are lost or repeated: please report this, with the output of `accel env`.']

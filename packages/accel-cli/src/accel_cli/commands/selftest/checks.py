@@ -34,8 +34,6 @@ class Session:
     """Context of the checks.
 
     Args:
-        accelerator: The `Accelerator` of the config.
-        precision: The config's mixed precision.
         folder: A folder that all processes share; each check may write there.
     """
 

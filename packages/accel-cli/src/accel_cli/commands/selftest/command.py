@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.commands.selftest.advice import advice
-from accel_cli.commands.selftest.names import CHECK_NAMES
-from accel_cli.commands.selftest.results import FAILED, Outcome, Report, combine
+from accel_cli.commands.selftest.results import CHECK_NAMES, FAILED, Outcome, Report, combine
 from accel_cli.output import Table, show, working
 from accel_state.available import require
 from accel_state.regular_file import read_json
@@ -31,9 +30,6 @@ WORKER = "accel_cli.commands.selftest.worker"
 
 def run(options: Namespace) -> int:
     """Run the checks and show the results.
-
-    Args:
-        options: The arguments, parsed by `accel_cli.commands.arguments.selftest`.
 
     Returns:
         0 if all passed, 1 if one failed, 2 if nothing could be started.
@@ -65,14 +61,7 @@ def run(options: Namespace) -> int:
 
 
 def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[Report], lines: list[str]) -> None:
-    """Write the report of a test.
-
-    Args:
-        path: The file.
-        outcomes: The checks.
-        reports: The reports of the processes.
-        lines: Advice.
-    """
+    """Write the report of a test."""
     figures = import_module("accel_cli.commands.selftest.report")
     speeds = reports[0].speeds
     facts = tuple((name, str(value)) for name, value in reports[0].facts.items())
@@ -92,12 +81,7 @@ def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[Report], l
 
 
 def launch_line(options: Namespace, folder: Path) -> list[str]:
-    """Return the command line that runs the checks: `accel launch`, with the same flags.
-
-    Args:
-        options: The flags.
-        folder: Where the processes write their reports.
-    """
+    """Return the command line that runs the checks: `accel launch`, with the same flags."""
     flags: list[str] = ["--quiet"]
     for name in ("config_file", "num_processes", "mixed_precision"):
         value = getattr(options, name)
@@ -110,10 +94,6 @@ def launch_line(options: Namespace, folder: Path) -> list[str]:
 
 def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
     """Run a command line, for a limited time.
-
-    Args:
-        line: The program and its arguments.
-        limit: Seconds.
 
     Returns:
         The exit code, and the output of both streams.
@@ -135,11 +115,7 @@ def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
 
 
 def read_reports(folder: Path) -> list[Report]:
-    """Read the reports of the processes, by rank.
-
-    Args:
-        folder: Where they did.
-    """
+    """Read the reports of the processes, by rank."""
     found: list[dict[str, Any]] = [read_json(path) for path in folder.glob("rank*.json")]
     reports = [
         Report(

@@ -15,11 +15,7 @@ _COLORS = {"passed": "#8fb996", "failed": "#b03a2e", "skipped": "#c9c9c9", "runn
 
 
 def seconds_by_check(outcomes: Sequence[Outcome]) -> Figure:
-    """Draw how long each check took, coloured by its result.
-
-    Args:
-        outcomes: The checks.
-    """
+    """Draw how long each check took, coloured by its result."""
     figure = Figure(
         Bar(
             y=[one.name for one in outcomes],
@@ -37,11 +33,7 @@ def seconds_by_check(outcomes: Sequence[Outcome]) -> Figure:
 
 
 def speed_bars(speeds: Mapping[str, float]) -> Figure:
-    """Draw how fast bytes were moved.
-
-    Args:
-        speeds: Bytes per second, by what was moved.
-    """
+    """Draw how fast bytes were moved."""
     figure = Figure(
         Bar(
             y=[*speeds],

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+CHECK_NAMES = ("processes", "collectives", "data loader", "training", "mixed precision", "checkpoint")
+"""The keys of `accel_cli.commands.selftest.checks.CHECKS`, in their order."""
+
 PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
 
@@ -16,10 +19,7 @@ class Outcome:
     """Outcome of a check, on one rank or on all.
 
     Args:
-        name: The check.
         state: `"passed"`, `"failed"`, `"skipped"`, or `"running"`.
-        detail: What was found.
-        seconds: How long it took.
     """
 
     name: str
@@ -33,10 +33,7 @@ class Report:
     """Report of one rank.
 
     Args:
-        rank: The rank.
-        world_size: World size.
         facts: Its device and host.
-        outcomes: Its checks so far, in order.
         speeds: Bytes per second, by what was moved.
     """
 
@@ -49,10 +46,6 @@ class Report:
 
 def combine(reports: Sequence[Report], names: Sequence[str]) -> tuple[Outcome, ...]:
     """Combine the outcomes of each check over all ranks.
-
-    Args:
-        reports: What those processes found that could still write it down.
-        names: All checks, in order.
 
     Returns:
         An outcome for each. A check fails if it fails anywhere, or did not come to an end.

@@ -24,14 +24,7 @@ TIMEOUT = timedelta(seconds=40)
 
 
 def main(folder: Path) -> int:
-    """Run all checks.
-
-    Args:
-        folder: Folder of `rank<rank>.json`; all ranks of a node share it.
-
-    Returns:
-        0 if all passed.
-    """
+    """Run all checks; write `rank<rank>.json` to a folder that all ranks of a node share."""
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
     session = Session(accelerator=accelerator, precision=str(accelerator.mixed_precision), folder=folder)
     report = Report(
