@@ -169,9 +169,6 @@ def cpu_offload(
         offload_buffers: Whether buffers are offloaded too.
         state_dict: The weights on the CPU; by default taken from the model.
         preload_module_classes: Classes whose modules load everything below them at once.
-
-    Returns:
-        The model.
     """
     device = _first_device(model) if execution_device is None else execution_device
     weights = {name: tensor.to("cpu") for name, tensor in (state_dict or model.state_dict()).items()}
@@ -198,9 +195,6 @@ def disk_offload(
         execution_device: Where it runs; by default where its first parameter is.
         offload_buffers: Whether buffers are offloaded too.
         preload_module_classes: Classes whose modules load everything below them at once.
-
-    Returns:
-        The model.
     """
     device = _first_device(model) if execution_device is None else execution_device
     if not (Path(offload_dir) / OFFLOAD_INDEX_NAME).is_file():

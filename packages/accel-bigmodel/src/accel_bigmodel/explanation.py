@@ -74,9 +74,6 @@ class Explanation:
         Args:
             path: File to write, of a format that matplotlib knows by its suffix: `.svg`, `.png`, `.pdf`.
 
-        Returns:
-            The figure of matplotlib.
-
         Raises:
             MissingDependencyError: matplotlib is not installed.
         """

@@ -147,9 +147,6 @@ def load_checkpoint_and_dispatch(
         memory_limit: A hard cap in bytes (or text like `"4GB"`): on what the load puts into host memory
             beside mapped files, and on the disk-offloaded weights that are in memory while the model runs.
 
-    Returns:
-        The model.
-
     Raises:
         CheckpointError: The checkpoint is damaged, unsafe, or does not fit the model; all that is wrong is
             named.

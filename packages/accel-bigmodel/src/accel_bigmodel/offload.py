@@ -43,9 +43,6 @@ def offload_weight(
         offload_folder: An existing folder.
         index: Where its entry (`dtype`, `shape`) is added; a new one by default.
 
-    Returns:
-        The index.
-
     Raises:
         CheckpointError: The name leaves the folder.
         CheckpointWriteError: The file cannot be written, such as on a full disk.

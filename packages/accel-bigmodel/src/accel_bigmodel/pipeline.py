@@ -116,11 +116,7 @@ def build_pipeline(
 def pippy_forward(
     forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run one batch through a pipeline. Call it on every process.
-
-    Returns:
-        The output without repeated rows, or `None`.
-    """
+    """Run one batch through a pipeline and return its output, or `None`. Call it on every process."""
     state = PartialState()
     rows: int = broadcast_object_list([find_pippy_batch_size(args, kwargs)])[0] or num_chunks
     wanted = math.ceil(rows / num_chunks) * num_chunks

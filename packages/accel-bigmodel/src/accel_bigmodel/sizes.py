@@ -137,15 +137,12 @@ def get_max_layer_size(
     module_sizes: Mapping[str, int],
     no_split_module_classes: str | Sequence[str] | None,
 ) -> tuple[int, list[str]]:
-    """Find the largest layer: a module without children, or of a class that is not split.
+    """Find the bytes of the largest layer (no children, or a class that is not split), and all of that size.
 
     Args:
         modules: The named modules to look through, with everything below them.
         module_sizes: Bytes by name, from `compute_module_sizes`.
         no_split_module_classes: Names of classes that count as one layer.
-
-    Returns:
-        Its bytes, and the names of all layers that have as many.
 
     Example:
         >>> from torch import nn

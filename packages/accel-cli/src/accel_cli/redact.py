@@ -32,10 +32,7 @@ _ASSIGNED = re.compile(
 
 
 def redact(name: str, value: Any) -> Any:
-    """Give a value as it may be shown.
-
-    Returns:
-        The same; what its name or its form tells to be secret is replaced.
+    """Give a value as it may be shown: what its name or its form tells to be secret is replaced.
 
     Example:
         >>> redact("WANDB_API_KEY", "0123"), redact("TOKENIZERS_PARALLELISM", "false")

@@ -154,9 +154,6 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
         object_list: A list, equally long on every process.
         from_process: The rank to broadcast from.
 
-    Returns:
-        `object_list`.
-
     Raises:
         TypeError: It is not a list.
         ValueError: There is no process `from_process`.

@@ -25,9 +25,6 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
         module: The model.
         **compile_kwargs: As for `torch.compile`.
 
-    Returns:
-        The same model.
-
     Example:
         >>> blocks = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
         >>> model = compile_regions(nn.Sequential(nn.Linear(4, 8), *blocks), backend="eager")

@@ -125,9 +125,6 @@ class Draft:
 def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     """Gather leaves whose sizes of dimension 0 may differ between ranks.
 
-    Returns:
-        The structure with, for every leaf, the concatenation over the ranks, on `device`.
-
     Raises:
         DistributedOperationException: The ranks' structures differ; raised on every rank.
     """

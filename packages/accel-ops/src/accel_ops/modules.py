@@ -202,14 +202,7 @@ def _unwrap_children(model: nn.Module) -> nn.Module:
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Find the class of a module, or of the first one inside it, by the name of the class.
-
-    Args:
-        module: The module to search.
-        name: Such as `"LlamaDecoderLayer"`.
-
-    Returns:
-        The class, or None if no module has one of that name.
+    """Find the class of a module, or of the first one inside it, by its name; None if no module has it.
 
     Example:
         >>> import torch

@@ -48,9 +48,6 @@ def copy_tensor_to_devices(tensor: torch.Tensor | None = None) -> torch.Tensor:
     Args:
         tensor: The tensor on one process, None on the others.
 
-    Returns:
-        The tensor, on every process, on its device.
-
     Raises:
         DistributedOperationException: No process has a tensor, or several have; every process raises it.
 

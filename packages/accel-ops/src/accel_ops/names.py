@@ -50,9 +50,6 @@ def merge_dicts(source: Mapping[Any, Any], destination: MutableMapping[Any, Any]
         source: The mapping whose entries take precedence.
         destination: The mapping that is changed.
 
-    Returns:
-        `destination`.
-
     Example:
         >>> merge_dicts({"a": {"y": 2}, "b": 3}, {"a": {"x": 1}})
         {'a': {'x': 1, 'y': 2}, 'b': 3}

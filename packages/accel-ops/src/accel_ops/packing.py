@@ -178,9 +178,6 @@ def cached_buffer(
     """Return a buffer that is needed during the call only: that of the last call, if it was small.
 
     Only on the CPU: elsewhere a call on another stream might overwrite it while the last one still reads.
-
-    Returns:
-        The buffer, and whether it is new.
     """
     slot = (key, device)
     cached: Buffer | None = owner.extras.get(slot)

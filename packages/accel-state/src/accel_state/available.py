@@ -36,42 +36,26 @@ def _library(*modules: str, distribution: str | None = None, minimum: str | None
     return Library(modules=modules, distribution=distribution, minimum=minimum)
 
 
+_NAMED_ALIKE = (
+    "aim", "amdsmi", "boto3", "clearml", "datasets", "deepspeed", "dvclive", "matplotlib", "mlflow",
+    "pandas", "peft", "plotly", "pytest", "rich", "sagemaker", "schedulefree", "swanlab", "timm",
+    "torchdata", "torchvision", "trackio", "transformers", "triton", "wandb",
+)  # fmt: skip
+"""Libraries whose module and distribution have the name by which we know them."""
+
 LIBRARIES: Mapping[str, Library] = {
-    "aim": _library("aim"),
-    "amdsmi": _library("amdsmi"),
+    **{name: _library(name) for name in _NAMED_ALIKE},
     "bnb": _library("bitsandbytes"),
-    "boto3": _library("boto3"),
-    "clearml": _library("clearml"),
     "comet_ml": _library("comet_ml", distribution="comet-ml"),
-    "datasets": _library("datasets"),
-    "deepspeed": _library("deepspeed"),
-    "dvclive": _library("dvclive"),
     "import_timer": _library("import_timer", distribution="import-timer"),
     "lomo": _library("lomo_optim", distribution="lomo-optim"),
-    "matplotlib": _library("matplotlib"),
     "megatron_lm": _library("megatron", distribution="megatron-core"),
-    "mlflow": _library("mlflow"),
     "msamp": _library("msamp", distribution="ms-amp"),
-    "pandas": _library("pandas"),
-    "peft": _library("peft"),
-    "plotly": _library("plotly"),
     "pynvml": _library("pynvml", distribution="nvidia-ml-py"),
-    "pytest": _library("pytest"),
-    "rich": _library("rich"),
-    "sagemaker": _library("sagemaker"),
-    "schedulefree": _library("schedulefree"),
-    "swanlab": _library("swanlab"),
     "tensorboard": _library("tensorboard", "tensorboardX"),
-    "timm": _library("timm"),
     "torchao": _library("torchao", minimum="0.6.1"),
-    "torchdata": _library("torchdata"),
     "torchdata_stateful_dataloader": _library("torchdata", minimum="0.8.0"),
-    "torchvision": _library("torchvision"),
-    "trackio": _library("trackio"),
     "transformer_engine": _library("transformer_engine", distribution="transformer-engine"),
-    "transformers": _library("transformers"),
-    "triton": _library("triton"),
-    "wandb": _library("wandb"),
 }
 """Every optional library that is asked about, by the name in `is_<name>_available`."""
 

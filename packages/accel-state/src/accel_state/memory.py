@@ -31,9 +31,6 @@ def release_memory(*objects: Any) -> list[None]:
         *objects: Models, optimizers, tensors … A function cannot delete its caller's names, so these must be
             assigned anew.
 
-    Returns:
-        As many `None` as there were objects.
-
     Example:
         >>> model, optimizer = object(), object()
         >>> model, optimizer = release_memory(model, optimizer)

@@ -22,9 +22,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
         main_process_only: Set to `False` to show a bar on every process.
         **kwargs: As of `tqdm.auto.tqdm`.
 
-    Returns:
-        The bar, which iterates like the wrapped iterable.
-
     Example:
         >>> list(tqdm(range(3), disable=True))
         [0, 1, 2]

@@ -56,9 +56,6 @@ def register_tracker_class(tracker_class: _T) -> _T:
     Args:
         tracker_class: A subclass of `GeneralTracker`.
 
-    Returns:
-        The class, so that this may be used as a decorator.
-
     Raises:
         UnsupportedError: It lacks an attribute.
         SettingsError: It is no such class, has no name, or one that another class has.
@@ -112,9 +109,6 @@ def filter_trackers(
     Args:
         log_with: A name, a `LoggerType`, a `GeneralTracker`, or a list of these; `None` for none.
         logging_dir: Where trackers that write files write them.
-
-    Returns:
-        Names and objects, in the order given.
 
     Raises:
         SettingsError: A name is unknown, or a tracker requires a `logging_dir` and there is none.

@@ -121,13 +121,10 @@ def get_balanced_memory(
 
 
 def smallest_bound(units: Units, capacities: Sequence[int]) -> int | None:
-    """Find the smallest largest share of a contiguous partition that no capacity forbids.
+    """Find the smallest largest share of a contiguous partition that no capacity forbids; `None` without one.
 
     Bisection on the answer with a greedy check, exact for contiguous parts (Skiena, The Algorithm Design
     Manual, "linear partition", solved by search on the bound).
-
-    Returns:
-        The bound in bytes, or `None` when the capacities cannot hold everything.
 
     Example:
         >>> from accel_bigmodel.layers import Layers

@@ -17,9 +17,6 @@ def clean_device_map(
         device_map: Names of modules and tensors to devices.
         module_name: Look only below this module; everywhere by default.
 
-    Returns:
-        The same dict.
-
     Example:
         >>> clean_device_map({"a.x": 0, "a.y": 0, "b.x": 0, "b.y": "cpu"})
         {'b.x': 0, 'b.y': 'cpu', 'a': 0}

@@ -94,9 +94,6 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
         hook: The hook.
         append: Chain the hook after one that the module has; otherwise that one is replaced.
 
-    Returns:
-        The same module.
-
     Example:
         >>> class Double(ModelHook):
         ...     def post_forward(self, module, output):
@@ -123,9 +120,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
     Args:
         module: The module; nothing happens if it has no hook.
         recurse: Do so for everything below it too.
-
-    Returns:
-        The same module.
     """
     hook = hook_of(module)
     if hook is not None:

@@ -24,9 +24,6 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
     Args:
         state_dict: Name to tensor; values that are no tensors stay as they are.
 
-    Returns:
-        A new dictionary in the same order.
-
     Example:
         >>> import torch
         >>> weight = torch.ones(2, 2)

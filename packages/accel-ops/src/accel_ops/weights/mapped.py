@@ -26,9 +26,6 @@ def create_safetensors(
     The system writes out what is filled in when it needs the memory; the file is complete when the tensors
     are filled and no longer used.
 
-    Returns:
-        Name to tensor, all zero.
-
     Raises:
         CheckpointError: The format has no such element type.
         OSError: The disk has no room for all of it.

@@ -19,9 +19,6 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
         model: The model, on any device, the meta device too.
         **kwargs: Nothing is accepted; the documented signature has it.
 
-    Returns:
-        One sorted list of names for each tensor with several names.
-
     Raises:
         TypeError: A keyword argument was given.
 

@@ -77,11 +77,7 @@ class Quantizer:
     bnb: Any
 
     def replace_linears(self, model: nn.Module, keep: Iterable[str]) -> dict[str, nn.Linear]:
-        """Put quantised layers, still without weights, where linear layers are.
-
-        Returns:
-            Name to the layer that was replaced.
-        """
+        """Put quantised layers, still without weights, where linear layers are; return those by name."""
         excluded = list(keep)
         replaced: dict[str, nn.Linear] = {}
         for name, module in list(model.named_modules()):

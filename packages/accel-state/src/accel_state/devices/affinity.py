@@ -56,15 +56,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 
 def near_cores(address: str, devices: Path = _SYSFS) -> set[int]:
-    """Return the cores that are near a device.
-
-    Args:
-        address: The PCI address of the device, such as `"0000:3b:00.0"`.
-        devices: The folder in which the kernel lists PCI devices.
-
-    Returns:
-        Numbers of cores; empty if the kernel does not tell.
-    """
+    """Return the cores near a device, by its PCI address (`"0000:3b:00.0"`); none if the kernel has none."""
     listing = devices / address / "local_cpulist"
     return parse_cores(listing.read_text()) if listing.is_file() else set()
 

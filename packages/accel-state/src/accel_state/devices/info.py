@@ -20,11 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the NVIDIA GPUs of this machine, and their number.
-
-    Returns:
-        No names and 0 where there is no NVIDIA driver.
-    """
+    """Return the names of the NVIDIA GPUs of this machine, and their number; 0 without a driver."""
     try:
         names = _nvidia_smi("name")
     except MissingDependencyError:

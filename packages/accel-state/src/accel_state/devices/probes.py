@@ -146,11 +146,7 @@ def is_fp16_available() -> bool:
 
 @functools.cache
 def check_cuda_fp8_capability() -> bool:
-    """Whether the current CUDA device computes in float8 (compute capability 8.9 or newer).
-
-    Returns:
-        False where there is no CUDA device.
-    """
+    """Whether the current device, if it is CUDA's, computes in float8 (compute capability 8.9 or newer)."""
     return _has_capability(_CUDA_FP8)
 
 

@@ -24,10 +24,7 @@ SPLIT_VARIABLES: Mapping[str, tuple[str, ...]] = {
 
 
 def parse_environ(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
-    """Read every documented variable that is set.
-
-    Returns:
-        Path to value and origin. An empty variable counts as unset.
+    """Read every documented variable that is set, by path; an empty variable counts as unset.
 
     Raises:
         SettingsError: Variables cannot be read; the message names all.

@@ -60,11 +60,7 @@ class ThreadRanks:
         self._barrier = threading.Barrier(self.size, timeout=self.timeout)
 
     def run(self, body: Callable[[int], Any]) -> list[Any]:
-        """Run a function on every rank.
-
-        Returns:
-            What each rank returned, or the exception that it raised.
-        """
+        """Run a function on every rank; return what each rank returned, or the exception that it raised."""
         results: list[Any] = [None] * self.size
         threads = [
             threading.Thread(target=self._run_rank, args=(rank, body, results)) for rank in range(self.size)

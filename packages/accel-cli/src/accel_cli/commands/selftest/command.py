@@ -93,11 +93,7 @@ def launch_line(options: Namespace, folder: Path) -> list[str]:
 
 
 def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
-    """Run a command line, for a limited time.
-
-    Returns:
-        The exit code, and the output of both streams.
-    """
+    """Run a command line, for a limited time; return the exit code, and the output of both streams."""
     with tempfile.TemporaryFile() as output:
         with subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

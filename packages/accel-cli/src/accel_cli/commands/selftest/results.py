@@ -45,10 +45,7 @@ class Report:
 
 
 def combine(reports: Sequence[Report], names: Sequence[str]) -> tuple[Outcome, ...]:
-    """Combine the outcomes of each check over all ranks.
-
-    Returns:
-        An outcome for each. A check fails if it fails anywhere, or did not come to an end.
+    """Combine the outcomes over all ranks. A check fails if it fails anywhere, or did not come to its end.
 
     Example:
         >>> one = Report(rank=0, world_size=1, outcomes=(Outcome(name="a", state="passed"),))
