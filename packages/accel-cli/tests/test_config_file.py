@@ -8,8 +8,7 @@ from importlib.metadata import version
 import pytest
 
 from accel_cli.commands.estimate.meta_model import meta_model
-from accel_cli.config_file import read, read_config
-from accel_cli.config_writing import WRITTEN_BY, text_of
+from accel_cli.config_file import WRITTEN_BY, read, read_config, text_of
 from accel_state.errors import SettingsError
 from accel_state.regular_file import CONFIG_LIMIT
 

@@ -10,8 +10,7 @@ from accel_cli.config.command import commands, find_conflicts, summary
 from accel_cli.config.defaults import suggestion
 from accel_cli.config.host_info import HostInfo, probe_host
 from accel_cli.config.interview import Back, interview, question_about
-from accel_cli.config_file import read_config
-from accel_cli.config_writing import text_of, write
+from accel_cli.config_file import read_config, text_of, write
 from accel_cli.main import main
 from accel_cli.output import as_text
 from accel_state.errors import SettingsError

@@ -1,7 +1,8 @@
-"""Read a config file, YAML or JSON, whoever wrote it."""
+"""Read a config file, YAML or JSON, whoever wrote it; and write one."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -9,15 +10,19 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_cli.config_writing import WRITTEN_BY
 from accel_state.errors import SettingsError
 from accel_state.regular_file import CONFIG_LIMIT, parse_json, read_regular
 from accel_state.settings import SourcedValue, default_config_file, parse_file
+from accel_state.settings.file import FILE_NAMES, default_config_folder
 from accel_state.settings.legacy import translate
 from accel_state.versions import compare_versions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+
+WRITTEN_BY = "# Written by accel "
+"""The beginning of a config file's first line; the version follows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +140,32 @@ def _count_nodes(node: Any, counts: dict[int, int]) -> int:
     elif not counts[id(node)]:
         raise ValueError("an alias stands within its own value")
     return counts[id(node)]
+
+
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a table to a file, as JSON if that ends in `.json`, else as YAML; make its folder.
+
+    Raises:
+        SettingsError: It cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text_of(path, content), encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"config file {str(path)!r} cannot be written: {error.strerror}.") from None
+
+
+def text_of(path: Path, content: Mapping[str, Any]) -> str:
+    """What `write` writes.
+
+    YAML begins with the version of accel, in a comment: other readers of such files refuse unknown keys.
+    """
+    if path.suffix == ".json":
+        return json.dumps(dict(content), indent=2, sort_keys=True) + "\n"
+    text = import_module("yaml").safe_dump(dict(content), sort_keys=True, allow_unicode=True)
+    return f"{WRITTEN_BY}{version('accel-cli')}\n{text}"
+
+
+def path_to_write(named: str | None, environ: Mapping[str, str]) -> Path:
+    """Where a config file goes."""
+    return Path(named).expanduser() if named is not None else default_config_folder(environ) / FILE_NAMES[0]

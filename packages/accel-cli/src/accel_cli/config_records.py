@@ -8,8 +8,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.config_file import read_config
-from accel_cli.config_writing import write
+from accel_cli.config_file import read_config, write
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType, SageMakerDistributedType

@@ -214,11 +214,6 @@ class GeneralTracker:
     def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
         """Log texts.
 
-        Args:
-            values: Texts by name.
-            step: At which step.
-            **kwargs: Options of the library.
-
         Raises:
             UnsupportedError: The library has no texts.
         """

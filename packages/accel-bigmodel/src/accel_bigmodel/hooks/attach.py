@@ -89,12 +89,8 @@ def attach_execution_device_hook(
 ) -> None:
     """Let every module below that has a state run its forward on one device, without moving weights.
 
-    Args:
-        module: The top.
-        execution_device: Where the inputs go.
-        skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: Classes below which no hook is attached.
-        tied_params_map: Address of a tensor to its copies by device.
+    No hook is attached below modules of the classes in `preload_module_classes`; the other arguments are
+    those of `attach_align_device_hook`.
     """
     common = _Attachment(
         skip_keys=skip_keys, preload=frozenset(preload_module_classes or ()), tied=tied_params_map
@@ -115,16 +111,8 @@ def attach_align_device_hook_on_blocks(
 ) -> None:
     """Attach hooks to the blocks of a device map.
 
-    Args:
-        module: The model.
-        execution_device: Where it runs; or block (or single tensor) name to device.
-        offload: Whether weights are offloaded between forwards; or a mapping of names to that.
-        weights_map: Where offloaded weights come from, by name in the whole model.
-        offload_buffers: Whether buffers are offloaded too.
-        module_name: The name of `module` in these mappings.
-        skip_keys: Keyword arguments that are not moved.
-        preload_module_classes: As in `attach_align_device_hook`.
-        tied_params_map: Address of a tensor to its copies by device.
+    `execution_device` and `offload` may be mappings from names of blocks (or single tensors); the other
+    arguments are those of `attach_align_device_hook`.
     """
     common = _Attachment(
         weights_map=weights_map,

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.config_file import read_config
-from accel_cli.config_writing import write
+from accel_cli.config_file import read_config, write
 from accel_cli.output import show
 from accel_state.environ import read
 from accel_state.errors import SettingsError

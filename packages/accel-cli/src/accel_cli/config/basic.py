@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from accel_cli.config_file import read_config
-from accel_cli.config_writing import path_to_write, write
+from accel_cli.config_file import path_to_write, read_config, write
 from accel_cli.launch.machine import this_machine
 from accel_state.environ import read
 from accel_state.errors import SettingsError

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from accel_cli.config.basic import DEFAULT_CONFIG_FILE, update, write_basic_config
 from accel_cli.config.host_info import probe_host
 from accel_cli.config.interview import interview
-from accel_cli.config_writing import path_to_write, write
+from accel_cli.config_file import path_to_write, write
 from accel_cli.launch.checks import Facts, problems
 from accel_cli.launch.machine import Machine
 from accel_cli.output import Table, show

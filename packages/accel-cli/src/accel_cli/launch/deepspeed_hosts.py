@@ -22,17 +22,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Run DeepSpeed's launcher.
-
-    Args:
-        arguments: `--export=` and names with commas between, then those of DeepSpeed's launcher.
-        load: Imports a module.
-
-    Raises:
-        AccelError: DeepSpeed's launcher cannot do that.
-        MissingDependencyError: DeepSpeed is not installed.
-        SystemExit: A process failed, or a signal asked to end.
-    """
+    """Run DeepSpeed's launcher: `--export=` and names with commas between, then its own arguments."""
     exported, *rest = arguments
     try:
         runner = load("deepspeed.launcher.runner")

@@ -15,15 +15,7 @@ if TYPE_CHECKING:
 
 
 def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -> None:
-    """Make the estimator, and let it run the job.
-
-    Args:
-        arguments: One: what `accel_cli.launch.run_sagemaker.job` made, in JSON.
-        load: Imports a module.
-
-    Raises:
-        MissingDependencyError: The SDK is not installed.
-    """
+    """Make the estimator of what `run_sagemaker.job` has written in JSON, and let it run the job."""
     request = json.loads(arguments[0])
     try:
         estimators = load("sagemaker.huggingface")

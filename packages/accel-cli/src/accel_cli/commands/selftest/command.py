@@ -114,13 +114,7 @@ def read_reports(folder: Path) -> list[Report]:
     """Read the reports of the processes, by rank."""
     found: list[dict[str, Any]] = [read_json(path) for path in folder.glob("rank*.json")]
     reports = [
-        Report(
-            rank=one["rank"],
-            world_size=one["world_size"],
-            facts=one["facts"],
-            outcomes=tuple(Outcome(**outcome) for outcome in one["outcomes"]),
-            speeds=one["speeds"],
-        )
+        Report(**{**one, "outcomes": tuple(Outcome(**outcome) for outcome in one["outcomes"])})
         for one in found
     ]
     return sorted(reports, key=lambda report: report.rank)
