@@ -68,10 +68,6 @@ def offload_weight(
 def load_offloaded_weight(weight_file: str | os.PathLike[str], weight_info: Mapping[str, Any]) -> Tensor:
     """Map a tensor that `offload_weight` wrote; nothing is read until it is used.
 
-    Args:
-        weight_file: The `.dat` file.
-        weight_info: Its entry of the index.
-
     Raises:
         CheckpointError: The file has another size than the entry says, or the entry is damaged.
     """

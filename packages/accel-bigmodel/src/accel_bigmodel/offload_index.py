@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 
 def save_offload_index(index: Index, offload_folder: str | os.PathLike[str]) -> None:
-    """Add entries to a folder's `index.json`.
-
-    Args:
-        index: Name to entry; nothing is written for an empty one.
-        offload_folder: An existing folder.
-    """
+    """Add entries to a folder's `index.json`."""
     if not index:
         return
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME

@@ -32,15 +32,7 @@ default_config_file = str(_found_config_file(_environ) or default_yaml_config_fi
 
 @dataclass
 class BaseConfig:
-    """What every config file says.
-
-    Args:
-        compute_environment: Where scripts run.
-        distributed_type: On what processes compute, or the engine that trains.
-        mixed_precision: The precision of forward and backward passes.
-        use_cpu: Whether to compute on the CPU, whatever else there is.
-        debug: Whether collectives are checked before they run.
-    """
+    """What every config file says."""
 
     compute_environment: ComputeEnvironment | str
     distributed_type: DistributedType | SageMakerDistributedType | str

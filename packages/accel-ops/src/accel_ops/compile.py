@@ -21,10 +21,6 @@ def compile_regions(module: Module, **compile_kwargs: Any) -> Module:
     in place, so that names of parameters, classes and references between modules stay what they are. A model
     without repeated blocks is one region.
 
-    Args:
-        module: The model.
-        **compile_kwargs: As for `torch.compile`.
-
     Example:
         >>> blocks = [nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(3)]
         >>> model = compile_regions(nn.Sequential(nn.Linear(4, 8), *blocks), backend="eager")

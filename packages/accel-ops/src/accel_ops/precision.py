@@ -30,9 +30,6 @@ class ConvertOutputsToFp32:
 
     It can be pickled and copied wherever the function can, and shows the function's name and signature.
 
-    Args:
-        model_forward: The function, usually the `forward` of a model under mixed precision.
-
     Example:
         >>> half = ConvertOutputsToFp32(lambda x: x.half())
         >>> half(torch.ones(1))

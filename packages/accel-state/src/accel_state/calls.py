@@ -65,12 +65,7 @@ def compare_calls(
 
 
 def explain(calls: Sequence[Call], *, rows_differ: bool = False) -> str:
-    """Format a table of the ranks' calls: rank, call site, operation, and the leaves in which they differ.
-
-    Args:
-        calls: The calls, in rank order.
-        rows_differ: Sizes of dimension 0 need not agree.
-    """
+    """Format a table of the ranks' calls: rank, call site, operation, and the leaves in which they differ."""
     same_operation = len({(call.operation, call.detail) for call in calls}) == 1
     common = set.intersection(*(_facts(call, rows_differ=rows_differ) for call in calls))
     rows = [("rank", "call site", "operation", "shapes and dtypes")]

@@ -30,12 +30,6 @@ class MultiProcessAdapter(logging.LoggerAdapter["logging.Logger"]):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a message.
 
-        Args:
-            level: Such as `logging.INFO`.
-            msg: The message, with `%` places for `args`.
-            *args: The values of the message.
-            **kwargs: As of `logging.Logger.log`, and `main_process_only` and `in_order`.
-
         Example:
             >>> get_logger("example").log(logging.DEBUG, "loaded %d rows", 3, main_process_only=False)
         """

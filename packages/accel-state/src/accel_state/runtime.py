@@ -38,10 +38,6 @@ class Runtime:
     """The runtime of this process.
 
     Args:
-        topology: Rank, world size and their local counterparts.
-        device: The device of this process.
-        kind: The kind of that device.
-        collectives: The collectives of the run.
         backend: The process-group backend that moves the device's tensors; `None` with one process.
         debug: Whether every collective first checks that all ranks make the same call.
         fork_launched: Whether this process was forked by a launcher that outlives it.

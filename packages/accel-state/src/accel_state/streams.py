@@ -106,11 +106,7 @@ class DeviceStreams(Protocol):
 
 
 class TorchStreams:
-    """The streams of a real accelerator, through torch's device-independent API.
-
-    Args:
-        device: A device for which `torch.accelerator` works, such as `cuda:0`.
-    """
+    """The streams of a real accelerator, through torch's device-independent API."""
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:

@@ -25,10 +25,6 @@ class Topology:
     """Rank of this process, world size and nodes of the job. Made once, by `detect`.
 
     Args:
-        rank: Index of this process among all, from 0.
-        world_size: Number of processes.
-        local_rank: Index of this process on its node, from 0.
-        local_world_size: Number of processes of its node.
         launcher: The name of the row of `LAUNCHERS` that answered.
 
     Example:

@@ -72,10 +72,6 @@ def is_torch_version(operation: str, version: str) -> bool:
 
     A pre-release or nightly counts as the release that it leads to.
 
-    Args:
-        operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
-        version: The version on the other side.
-
     Example:
         >>> is_torch_version(">=", "2.6")
         True

@@ -53,9 +53,6 @@ def register_tracker_class(tracker_class: _T) -> _T:
     The class is constructed by `init_trackers` with the project's name, the logging directory if it requires
     one, and its part of `init_kwargs`.
 
-    Args:
-        tracker_class: A subclass of `GeneralTracker`.
-
     Raises:
         UnsupportedError: It lacks an attribute.
         SettingsError: It is no such class, has no name, or one that another class has.

@@ -26,10 +26,6 @@ _SHOWN = 10
 def check_device_map(model: nn.Module, device_map: Mapping[str, Device]) -> None:
     """Check that a map places every parameter and buffer of a model; warn of what it names besides.
 
-    Args:
-        model: The model.
-        device_map: Module or tensor name to device; `""` is the whole model.
-
     Raises:
         SettingsError: It is no mapping, a value is no device, or tensors are left without a device; what is
             wrong is named.

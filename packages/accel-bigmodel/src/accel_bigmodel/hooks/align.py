@@ -195,9 +195,6 @@ class AlignDevicesHook(ModelHook):
 def has_offloaded_params(module: nn.Module) -> bool:
     """Return whether a module's weights are offloaded between forwards.
 
-    Args:
-        module: The module itself; what is below it does not count.
-
     Example:
         >>> has_offloaded_params(nn.Linear(1, 1))
         False

@@ -115,12 +115,7 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
 
 
 def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Module:
-    """Restore a module's own forward.
-
-    Args:
-        module: The module; nothing happens if it has no hook.
-        recurse: Do so for everything below it too.
-    """
+    """Restore a module's own forward."""
     hook = hook_of(module)
     if hook is not None:
         hook.detach_hook(module)

@@ -35,11 +35,6 @@ class LayerwiseCastingHook(ModelHook):
 
     After the forward the stored weights come back bit for bit, unless the forward changed them. Several
     threads may run the module.
-
-    Args:
-        storage_dtype: The type between forwards.
-        compute_dtype: The type during one.
-        non_blocking: Let the casts of weights in pinned memory run on.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:

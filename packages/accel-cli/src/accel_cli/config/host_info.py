@@ -21,8 +21,6 @@ class HostInfo:
     """This host, and the nodes of its Slurm job.
 
     Args:
-        cores: Number of CPU cores that may be used.
-        bf16: Whether the GPUs support bfloat16.
         address: Network address; None if the host has none.
         nodes: Number of nodes of the Slurm job; 1 outside of one.
         first_node: Name of the job's first node; None outside of one.

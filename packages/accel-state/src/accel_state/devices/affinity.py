@@ -46,12 +46,7 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @functools.cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Pin this process to the cores near its GPU, once: later calls leave it as it is.
-
-    Args:
-        local_process_index: Local rank, which is also the index of its GPU.
-        verbose: As of `override_numa_affinity`.
-    """
+    """Pin this process to the cores near its GPU, once: later calls leave it as it is."""
     override_numa_affinity(local_process_index, verbose)
 
 

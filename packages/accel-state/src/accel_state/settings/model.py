@@ -28,22 +28,6 @@ BASE_PRECISIONS = frozenset({"no", "fp16", "bf16"})
 class Settings:
     """Everything that can be set from outside a script, decided once and passed down in parts.
 
-    Args:
-        process: How one process runs.
-        precision: In which precision the model computes.
-        dynamo: How the model is compiled.
-        training: How the loop steps.
-        launch: How the command starts processes.
-        fsdp: How FSDP shards models; None if it does not, as with all that follow.
-        deepspeed: How DeepSpeed trains.
-        megatron: How Megatron-LM trains.
-        parallelism: The sizes of the axes of parallelism.
-        fp8: How matrices are multiplied in eight bits; None if nothing was said about it.
-        mpi: How `mpirun` starts processes. The command only reads this and what follows.
-        hosts: How the machines of a hostfile are reached.
-        tpu: Where TPUs are, and what they run.
-        sagemaker: How a job of Amazon SageMaker runs.
-
     Example:
         >>> Settings().precision.mixed_precision
         'no'

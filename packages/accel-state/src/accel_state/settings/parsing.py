@@ -73,11 +73,7 @@ RECIPE_GROUP = "accel.recipes"
 
 
 def one_of(*choices: str, numbered: bool = False) -> Callable[[str], str]:
-    """Make the reader of a word, in any case, which returns it as it is written here.
-
-    Args:
-        *choices: The words.
-        numbered: Whether their numbers, from 1, are read as well.
+    """Make the reader of a word, in any case or, if `numbered`, by its number from 1.
 
     Example:
         >>> one_of("FULL_SHARD", "NO_SHARD", numbered=True)("2")

@@ -60,8 +60,6 @@ class Event:
     """A collective.
 
     Args:
-        kind: The operation, such as `"gather"`.
-        where: File and line of the script.
         nbytes: Device memory of the rank at that moment.
     """
 
@@ -75,9 +73,6 @@ class File:
     """A file that would be written.
 
     Args:
-        name: Its path.
-        nbytes: Its approximate size.
-        where: File and line of the script.
         form: The form of its checkpoint, if it belongs to one.
         full_nbytes: Bytes of it and of the shards that other ranks write.
     """

@@ -89,16 +89,10 @@ class Job:
     """A training run.
 
     Args:
-        sizes: The size of the model.
-        devices: Number of devices.
         width: Bytes of an element in the computation: 2 under mixed precision, else 4.
         moments: The passes of one micro-batch; by default their end alone, with gradients only.
         at_once: Whether the optimizer uses its foreach implementation, whose temporaries are as large as the
             weights. PyTorch does so on accelerators.
-        buckets: The buckets of DeepSpeed.
-        tensor: Tensor-parallel size of Megatron.
-        pipeline: Pipeline-parallel size of Megatron.
-        context: Context-parallel size of Megatron.
         on_rank: Elements of parameters on the rank of Megatron that has most; 0 for an even part.
     """
 

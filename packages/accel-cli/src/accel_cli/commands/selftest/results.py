@@ -16,11 +16,7 @@ PASSED, FAILED, SKIPPED, RUNNING = "passed", "failed", "skipped", "running"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Outcome of a check, on one rank or on all.
-
-    Args:
-        state: `"passed"`, `"failed"`, `"skipped"`, or `"running"`.
-    """
+    """Outcome of a check, on one rank or on all."""
 
     name: str
     state: str
