@@ -48,9 +48,6 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
 def check_offload_index(index: Mapping[str, Any], source: str) -> None:
     """Refuse an index with an entry that describes no tensor.
 
-    Raises:
-        CheckpointError: An entry is damaged; it is shown.
-
     Example:
         >>> check_offload_index({"w": {"dtype": "float32", "shape": [2]}}, "offload_index")
     """

@@ -129,9 +129,6 @@ def sites_of(model: nn.Module) -> dict[str, Site]:
 def owner_of(module: nn.Module, tensor_name: str) -> tuple[nn.Module, str]:
     """Find the module that holds a tensor directly, and the tensor's name there.
 
-    Raises:
-        ValueError: The module has no such parameter or buffer.
-
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2))
         >>> owner_of(model, "0.bias") == (model[0], "bias")
@@ -167,9 +164,6 @@ def as_parameter(tensor: Tensor, like: Tensor | None) -> nn.Parameter:
 
 def torch_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Read an element type that may be written as text, `"float16"` or `"torch.float16"`.
-
-    Raises:
-        ValueError: torch has no such type.
 
     Example:
         >>> torch_dtype("torch.bfloat16"), torch_dtype(None)

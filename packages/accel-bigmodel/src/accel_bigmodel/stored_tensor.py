@@ -76,11 +76,7 @@ class StoredTensor:
         return (*where, self.shape, memory.stride(), self.stored, self.dtype)
 
     def load(self) -> Tensor:
-        """Read it into memory of its own, in the type that it is used in.
-
-        Raises:
-            CheckpointError: The file ends inside the tensor.
-        """
+        """Read it into memory of its own, in the type that it is used in."""
         tensor = torch.empty(self.shape, dtype=self.stored)
         if self.nbytes:
             self.read_into(tensor.view(-1).view(torch.uint8), 0)
@@ -91,9 +87,6 @@ class StoredTensor:
 
         With large plain reads if the file still has its name; from memory or the mapping otherwise, since a
         file that was replaced is whole there.
-
-        Raises:
-            CheckpointError: The file ends inside the tensor.
         """
         if self.file is None or not _read(self.file, target, self.begin + begin):
             flat = self.memory.detach().contiguous().view(-1).view(torch.uint8)

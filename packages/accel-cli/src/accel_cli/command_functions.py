@@ -110,11 +110,7 @@ def _parser(name: str, function: Callable[[Namespace], None], subparsers: Any) -
 
 
 def _run(name: str, args: Namespace) -> None:
-    """Run a command.
-
-    Raises:
-        SystemExit: It ended with another exit code than 0.
-    """
+    """Run a command."""
     command = COMMANDS[name]
     unsaid = {
         action.dest: action.default for action in command.make_parser().actions if action.dest != "help"

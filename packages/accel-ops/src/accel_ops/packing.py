@@ -112,11 +112,7 @@ _plans: dict[Any, Plan] = {}
 
 
 def flatten(data: Any, operation: str) -> Flat:
-    """Flatten nested data.
-
-    Raises:
-        TypeError: A leaf is not a tensor.
-    """
+    """Flatten nested data."""
     leaves: list[Tensor] = []
     try:
         spec = _flatten_leaves(data, leaves)

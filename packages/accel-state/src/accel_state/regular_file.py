@@ -41,9 +41,6 @@ def open_regular(
         path: The file.
         error: The exception to raise if it is a folder, a FIFO, a device or a socket.
 
-    Raises:
-        OSError: It cannot be opened.
-
     Example:
         >>> open_regular("/dev/null")
         Traceback (most recent call last):
@@ -71,9 +68,6 @@ def read_regular(
         path: The file.
         limit: The bytes that it may have.
         error: The exception to raise if it is no regular file, or larger.
-
-    Raises:
-        OSError: It cannot be read.
     """
     with open_regular(path, error) as file:
         content = file.read(limit + 1)

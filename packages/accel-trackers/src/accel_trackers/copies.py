@@ -27,9 +27,6 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
     A tensor on a device with streams is not read: it is put into `waiting`, with its place in the copy, for a
     `Reading`.
 
-    Raises:
-        UnsupportedError: A tensor or array has several elements, or complex ones.
-
     Example:
         >>> import numpy as np
         >>> waiting = {}

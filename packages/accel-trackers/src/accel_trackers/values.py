@@ -131,9 +131,6 @@ def is_number(value: Any) -> TypeGuard[Number]:
 def to_number(name: str, value: Any) -> Any:
     """Convert tensors and numpy scalars with one element to numbers; leave everything else.
 
-    Raises:
-        UnsupportedError: A tensor or array has several elements, complex ones, or none that can be read.
-
     Example:
         >>> import torch
         >>> to_number("loss", torch.tensor([0.5])), to_number("note", "a")
@@ -143,11 +140,7 @@ def to_number(name: str, value: Any) -> Any:
 
 
 def read_number(name: Any, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> Any:
-    """Read a tensor or array with one element.
-
-    Raises:
-        UnsupportedError: It has several elements, complex ones, or none that can be read.
-    """
+    """Read a tensor or array with one element."""
     try:
         number = value.item()
     except (RuntimeError, ValueError):  # it has several elements, or is a meta tensor
@@ -161,9 +154,6 @@ def read_number(name: Any, value: torch.Tensor | np.ndarray[Any, Any] | np.gener
 def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     """Convert tensors and numpy scalars with one element to numbers; leave everything else.
 
-    Raises:
-        UnsupportedError: A tensor or array has several elements, or complex ones.
-
     Example:
         >>> with_numbers({"loss": np.float32(0.5), "note": "a"})
         {'loss': 0.5, 'note': 'a'}
@@ -176,11 +166,7 @@ def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> None:
-    """Check that a tensor or array is one real number that can be read.
-
-    Raises:
-        UnsupportedError: It is not.
-    """
+    """Check that a tensor or array is one real number that can be read."""
     if isinstance(value, torch.Tensor):
         count, is_complex = value.numel(), value.is_complex()
         if value.is_meta:

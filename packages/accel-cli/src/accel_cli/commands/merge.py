@@ -15,12 +15,7 @@ if TYPE_CHECKING:
 
 
 def run(options: Namespace) -> int:
-    """Merge a checkpoint.
-
-    Raises:
-        SettingsError: The folder does not exist, or the output cannot be written.
-        CheckpointError: The shards are absent or damaged.
-    """
+    """Merge a checkpoint."""
     source, target = (Path(name).expanduser() for name in (options.checkpoint_directory, options.output_path))
     if not source.is_dir():
         raise SettingsError(f"argument checkpoint_directory: the folder {str(source)!r} does not exist.")

@@ -46,9 +46,6 @@ def run(options: Namespace) -> int:
 def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> list[str]:
     """Return the command line that runs commands on all hosts of a pod.
 
-    Raises:
-        SettingsError: An argument is missing, or the name is an option of gcloud.
-
     Example:
         >>> plan(name="pod", zone="us-central1-a", commands=["ls"])[-3:]
         ['--zone=us-central1-a', '--command=ls', '--worker=all']

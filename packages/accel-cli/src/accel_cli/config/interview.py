@@ -101,11 +101,7 @@ def question_about(option: Option, found: HostInfo, answers: Callable[[str], obj
 
 
 def read_answer(option: Option, text: str) -> SourcedValue | None:
-    """Parse an answer; None if it is empty.
-
-    Raises:
-        SettingsError: The answer is not valid.
-    """
+    """Parse an answer; None if it is empty."""
     if option.kind == "list":
         found = comma_list(text)
         return SourcedValue(value=found, layer=Layer.ARGUMENT, origin="answer") if found else None

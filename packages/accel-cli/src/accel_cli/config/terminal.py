@@ -32,11 +32,7 @@ def ask(question: Question) -> str:
 
 
 def agree(message: str, *, default: bool) -> bool:
-    """Ask a yes-or-no question.
-
-    Raises:
-        KeyboardInterrupt: The user presses Ctrl-C.
-    """
+    """Ask a yes-or-no question."""
     return bool(questionary.confirm(message, default=default).unsafe_ask())
 
 

@@ -64,11 +64,7 @@ def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
 
 
 def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
-    """Take the last look before a plan is run, and tell the notes.
-
-    Raises:
-        SettingsError: There is no such script, or a port or file cannot be used.
-    """
+    """Take the last look before a plan is run, and tell the notes."""
     job = job_of_plan(plan)
     if plan.launcher.check is not None:
         plan.launcher.check(plan)

@@ -76,9 +76,6 @@ _HANDED_ON = ("OMP_NUM_THREADS", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH", "CU
 def make_of(version: str) -> Make:
     """Return the make whose `--version` this is.
 
-    Raises:
-        SettingsError: It is none that is known.
-
     Example:
         >>> make_of("mpirun (Open MPI) 4.1.4").name
         'Open MPI'

@@ -36,11 +36,7 @@ def arguments(plan: LaunchPlan) -> list[str]:
 
 
 def as_name(what: str, name: str) -> str:
-    """Return a name that `gcloud` cannot take for an option.
-
-    Raises:
-        SettingsError: It could.
-    """
+    """Return a name; refuse one that `gcloud` could take for an option."""
     if name.startswith("-"):
         raise SettingsError(f"{what} is {name!r}, which gcloud would take for an option: it is no name.")
     return name

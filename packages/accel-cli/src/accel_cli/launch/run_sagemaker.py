@@ -28,11 +28,7 @@ DISTRIBUTIONS: Mapping[str, Mapping[str, Any]] = {
 
 
 def job(plan: LaunchPlan) -> Job:
-    """Return the program to become. Keys go to it in the variables that AWS reads, not in its arguments.
-
-    Raises:
-        SettingsError: The script or a file of inputs or metrics cannot be used.
-    """
+    """Return the program to become. Keys go to it in the variables that AWS reads, not in its arguments."""
     if not Path(plan.script).is_file() or plan.launch.module or plan.launch.no_python:
         raise SettingsError(
             f"Amazon SageMaker runs a Python file, which {plan.script!r} is not: give the path of a script."

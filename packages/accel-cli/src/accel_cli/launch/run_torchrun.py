@@ -54,11 +54,7 @@ def local_address(launch: LaunchSettings) -> str | None:
 
 
 def requested_port(launch: LaunchSettings, is_in_use: Callable[[int], bool] = is_port_in_use) -> int | None:
-    """Return the port that was asked for, where rank 0 listens; None for any.
-
-    Raises:
-        SettingsError: The port is taken.
-    """
+    """Return the port that was asked for, where rank 0 listens; None for any."""
     port = launch.main_process_port
     if port and launch.machine_rank == 0 and is_in_use(port):
         raise SettingsError(

@@ -16,9 +16,6 @@ def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 
     Where it has started several, each task is a process of training itself, and there is nothing to say.
 
-    Raises:
-        SettingsError: The variables of Slurm contradict each other.
-
     Example:
         >>> step = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
         >>> step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_STEP_NODELIST": "gpu[3-4]"}

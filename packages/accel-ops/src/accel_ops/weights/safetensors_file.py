@@ -70,11 +70,7 @@ class SafetensorsFile:
         return flat.view(entry.shape)
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor into memory of its own, in large pieces.
-
-        Raises:
-            CheckpointError: The file ends inside it.
-        """
+        """Read one tensor into memory of its own, in large pieces."""
         entry = self.entries[name]
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
         if entry.nbytes:
@@ -82,11 +78,7 @@ class SafetensorsFile:
         return tensor
 
     def read_into(self, target: Tensor, begin: int) -> None:
-        """Fill a flat tensor of bytes with the file's bytes from `begin` on.
-
-        Raises:
-            CheckpointError: The file ends before the tensor is full.
-        """
+        """Fill a flat tensor of bytes with the file's bytes from `begin` on."""
         with self._open() as file:
             fill_from(file, target, begin, self.path)
 

@@ -61,9 +61,6 @@ def split_state_dict(
         max_shard_size: Bytes per file, or text like `"5GB"`.
         pattern: The file name, with `{suffix}`.
 
-    Raises:
-        SettingsError: The size is no size.
-
     Example:
         >>> import torch
         >>> tensors = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}

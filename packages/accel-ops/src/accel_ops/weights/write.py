@@ -84,9 +84,6 @@ def save_state_dict(
         folder: Where; made if absent.
         max_shard_size: Bytes per file, or text like `"5GB"`.
         safe_serialization: Write safetensors rather than torch's zip format.
-
-    Raises:
-        FileExistsError: `folder` is a file.
     """
     return save_state_parts(
         [state_dict], folder, max_shard_size=max_shard_size, safe_serialization=safe_serialization
@@ -103,9 +100,6 @@ def save_state_parts(
     """Write a state dict that comes in parts; no more of it is held than one file and one part.
 
     Files get their names when all are written, as these tell how many there are.
-
-    Raises:
-        FileExistsError: `folder` is a file.
 
     Example:
         >>> import tempfile

@@ -128,9 +128,6 @@ class Quantizer:
             device: Where it goes.
             layer: The layer that gets it.
             where: The file and the weight, for the message.
-
-        Raises:
-            CheckpointError: The state does not fit the layer.
         """
         check = check_8bit if self.config.load_in_8bit else check_4bit
         check(where, weight, statistics, (layer.out_features, layer.in_features))

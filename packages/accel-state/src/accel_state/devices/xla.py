@@ -38,20 +38,13 @@ _use = _Use()
 
 @functools.cache
 def library() -> Any:
-    """Import torch_xla.
-
-    Raises:
-        MissingDependencyError: It is not the version that belongs to that of torch.
-    """
+    """Import torch_xla."""
     check_versions(version("torch"), version("torch_xla"))
     return import_module("torch_xla")
 
 
 def check_versions(torch_version: str, xla_version: str) -> None:
     """Refuse a torch and a torch_xla that do not belong together.
-
-    Raises:
-        MissingDependencyError: Their first two numbers differ.
 
     Example:
         >>> check_versions("2.9.1+cpu", "2.9.0")

@@ -75,9 +75,6 @@ def meta_model_of_weights(path: Path) -> nn.Module:
     Args:
         path: A file, or a folder of files. Only names and shapes are read of safetensors.
 
-    Raises:
-        CheckpointError: They cannot be read.
-
     Example:
         >>> model = _tree({"layers.0.weight": ((2, 3), torch.float32)})
         >>> [name for name, _ in model.named_parameters()]
