@@ -19,8 +19,7 @@ from accel_train.data.batch_spec import BatchSpec
 from accel_train.data.dispatcher import DataLoaderDispatcher
 from accel_train.data.iterable_shard import BatchWithMeta
 from accel_train.data.message import Next, Slot, flatten_batch, read
-from accel_train.data.row_split import RowSplit
-from accel_train.data.rows import count_rows, join_rows, select_rows
+from accel_train.data.row_split import RowSplit, count_rows, join_rows, select_rows
 from accel_train.data.scatter import MainProcessReadError, Receiver, Sender
 
 if TYPE_CHECKING:

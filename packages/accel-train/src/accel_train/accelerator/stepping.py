@@ -15,7 +15,7 @@ from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.strategies.sync import sync_in_backward
 from accel_plugins.strategy import Feature
 from accel_train.accelerator.facet import Facet
-from accel_train.data.even_batches import override_even_batches
+from accel_train.data.prepared import override_even_batches
 from accel_train.lomo import fused_backward
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.sync import Accumulation

@@ -44,13 +44,7 @@ _STATEFUL_OPTIONS = ("snapshot_every_n_steps",)
 
 @dataclass(slots=True)
 class Progress:
-    """How far a loader is, together with the loaders that were made of it to skip batches.
-
-    Args:
-        epoch: Of the pass under way, or that comes next.
-        reading: The pass under way.
-        finished: The state of torchdata at the end of the last pass.
-    """
+    """How far a loader is, together with the loaders that were made of it to skip batches."""
 
     epoch: int = 0
     reading: Reading | None = None

@@ -33,11 +33,8 @@ class ShardPlan:
     following; rank `r` gets the `r`-th part of it.
 
     Args:
-        num_processes: The number of ranks.
-        process_index: This rank.
         batch_size: Size of the batches that are sharded: a rank's own, or with `split` the global one. None
             where it is not known.
-        drop_last: Leave out the last round if it is not complete.
         split: A round is one batch, of which every rank gets a part; else as many batches as ranks.
         even: Complete the last round with samples from the epoch's beginning, for the ranks to have equally
             many batches of one size; with whole batches from there where the size is not known. Otherwise
@@ -95,10 +92,6 @@ class ShardPlan:
 
     def spans(self, total: int, start: int = 0) -> Iterator[tuple[int, int]]:
         """Return this rank's batches as spans of positions in the order of the epoch.
-
-        Args:
-            total: Number of samples in the epoch.
-            start: Number of them that are already consumed.
 
         Yields:
             `(first, last)`: a batch has the samples `first … last - 1`. Positions from `total` on are
@@ -356,7 +349,6 @@ class EpochRest(BatchSampler):
     """The batches of a shard after a position.
 
     Args:
-        shard: The batches of the whole epoch.
         position: Samples (or whole batches) already consumed by all ranks together.
         order: What replays the order of the epoch, or None for whatever comes.
         single: Yield the one index of every batch instead of the batch.

@@ -17,12 +17,7 @@ Build: TypeAlias = Callable[[Iterator[Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Where a leaf of a batch was: a tensor of some type, or any other object.
-
-    Args:
-        dtype: The type of the tensor's elements, or None for an object.
-        dims: The number of its dimensions.
-    """
+    """Where a leaf of a batch was: a tensor of some type, or any other object."""
 
     dtype: torch.dtype | None = None
     dims: int = 0
@@ -35,9 +30,6 @@ def is_plain(leaf: Any) -> bool:
 
 class BatchSpec:
     """Batches of one structure, element types and numbers of dimensions.
-
-    Args:
-        layout: A batch with a `TensorSpec` for every leaf.
 
     Example:
         >>> template = BatchSpec.of({"ids": torch.zeros(2, 3), "name": "a"})
@@ -88,15 +80,38 @@ def _compile(layout: Any, tensor_specs: list[TensorSpec]) -> tuple[Take, Build]:
         raise TypeError(f"{layout!r} is neither a hole nor a container")
     keys = [key for key, _ in inside]
     parts = [_compile(value, tensor_specs) for _, value in inside]
-    takes, builds = [take for take, _ in parts], [build for _, build in parts]
+    builds = [build for _, build in parts]
+    values, build = _access(layout, keys, builds)
+
+    def take(data: Any, leaves: list[Any]) -> bool:
+        found = values(data)
+        if found is None:
+            return False
+        return all(part(value, leaves) for (part, _), value in zip(parts, found, strict=True))
+
+    return take, build
+
+
+def _access(layout: Any, keys: list[Any], builds: list[Build]) -> tuple[Callable[[Any], Any], Build]:
+    """Return what gives the values of a container, `None` of one that does not fit; and what builds one."""
     kind = type(layout)
     if kind is dict:
-        return _dict_taker(keys, takes), lambda leaves: {
-            key: build(leaves) for key, build in zip(keys, builds, strict=True)
-        }
+        return (
+            lambda data: data.values() if type(data) is dict and list(data) == keys else None,
+            lambda leaves: {key: build(leaves) for key, build in zip(keys, builds, strict=True)},
+        )
     if kind is list or kind is tuple:
-        return _sequence_taker(kind, takes), lambda leaves: kind([build(leaves) for build in builds])
-    return _container_taker(kind, keys, takes), lambda leaves: rebuild(layout, [b(leaves) for b in builds])
+        return (
+            lambda data: data if type(data) is kind and len(data) == len(builds) else None,
+            lambda leaves: kind([build(leaves) for build in builds]),
+        )
+
+    def values(data: Any) -> list[Any] | None:
+        inside = children(data) if type(data) is kind else None
+        fits = inside is not None and [key for key, _ in inside] == keys
+        return [value for _, value in inside or ()] if fits else None
+
+    return values, lambda leaves: rebuild(layout, [build(leaves) for build in builds])
 
 
 def _leaf_taker(tensor_spec: TensorSpec) -> Take:
@@ -113,37 +128,3 @@ def _leaf_taker(tensor_spec: TensorSpec) -> Take:
         return is_plain(data) and data.dtype is tensor_spec.dtype and data.dim() == tensor_spec.dims
 
     return collect_tensor
-
-
-def _dict_taker(keys: list[Any], takes: list[Take]) -> Take:
-    def take(data: Any, leaves: list[Any]) -> bool:
-        return (
-            type(data) is dict
-            and list(data) == keys
-            and all(part(value, leaves) for part, value in zip(takes, data.values(), strict=True))
-        )
-
-    return take
-
-
-def _sequence_taker(kind: type, takes: list[Take]) -> Take:
-    def take(data: Any, leaves: list[Any]) -> bool:
-        return (
-            type(data) is kind
-            and len(data) == len(takes)
-            and all(part(value, leaves) for part, value in zip(takes, data, strict=True))
-        )
-
-    return take
-
-
-def _container_taker(kind: type, keys: list[Any], takes: list[Take]) -> Take:
-    def take(data: Any, leaves: list[Any]) -> bool:
-        inside = children(data) if type(data) is kind else None
-        return (
-            inside is not None
-            and [key for key, _ in inside] == keys
-            and all(part(value, leaves) for part, (_, value) in zip(takes, inside, strict=True))
-        )
-
-    return take

@@ -16,12 +16,6 @@ def shard_of_ranks(mesh: Any) -> list[int]:
         mesh: A `DeviceMesh` of all ranks, whose axes have names. Along the `SHARED_AXES` batches are the
             same.
 
-    Returns:
-        For every rank the index of its shard.
-
-    Raises:
-        ValueError: The axes have no names.
-
     Example:
         >>> from types import SimpleNamespace
         >>> import torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
@@ -26,39 +26,23 @@ logger = logging.getLogger(__name__)
 _CPU = torch.device("cpu")
 
 
-class BatchTransfer(Protocol):
-    """The transfer of batches to the device of a loader."""
-
-    @property
-    def start_copy(self) -> Callable[[Any], Any] | None:
-        """Start the copy of a batch (or `BatchWithMeta`) when it was read, one ahead; None for nothing."""
-        ...
-
-    @property
-    def finish_copy(self) -> Callable[[Any], Any] | None:
-        """Finish the copy of a batch right before it is yielded; None for nothing."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class PlainTransfer:
-    """Batches are moved when they are due.
+class BatchTransfer:
+    """The transfer of batches to the device of a loader; without functions they stay as they are.
 
     Args:
-        finish_copy: What moves a batch, or None for nothing.
+        finish_copy: Called with a batch right before it is yielded.
+        start_copy: Called with a batch (or `BatchWithMeta`) when it was read, one ahead.
     """
 
     finish_copy: Callable[[Any], Any] | None = None
-    start_copy: None = None
+    start_copy: Callable[[Any], Any] | None = None
 
 
 class CopyStream:
     """Prefetch batches to the device on a copy stream, while the one before is computed with.
 
     Work of the current stream on a batch waits for its copy, and its memory is kept until that work is done.
-
-    Args:
-        streams: The device's streams.
     """
 
     def __init__(self, streams: DeviceStreams) -> None:
@@ -95,12 +79,7 @@ class CopyStream:
 
 
 class Recorded:
-    """Batches of a device that records operations: copied one ahead; what was recorded is executed between.
-
-    Args:
-        device: The device.
-        flush: Executes what was recorded.
-    """
+    """Batches of a device that records operations, executed before each; copied one ahead."""
 
     def __init__(self, device: torch.device, flush: Callable[[], None]) -> None:
         self._device = device
@@ -154,23 +133,14 @@ def _hides_tensors(leaf: Any) -> bool:
 
 @dataclass(slots=True)
 class PendingCopy:
-    """A batch whose copy to the device is pending.
-
-    Args:
-        batch: Nested tensors on the device.
-        arrived: When they are there.
-    """
+    """A batch whose copy to the device is pending."""
 
     batch: Any
     arrived: Event
 
 
 def to_cpu(batch: Any) -> Any:
-    """Move a batch to the CPU, at next to no cost where it is there already.
-
-    Args:
-        batch: Nested tensors.
-    """
+    """Move a batch to the CPU, at next to no cost where it is there already."""
     kind = type(batch)
     leaves: Iterable[Any]
     if kind is torch.Tensor:
@@ -188,18 +158,15 @@ def to_cpu(batch: Any) -> Any:
 
 
 def batch_transfer(device: torch.device | None, *, prefetching: bool) -> BatchTransfer:
-    """Choose how batches get to a device.
-
-    Args:
-        device: Where they shall be, or None to leave them where they are.
-        prefetching: Whether not to wait for copies.
-    """
+    """Choose how batches get to a device."""
     if device is None:
-        return PlainTransfer()
+        return BatchTransfer()
     if prefetching and (streams := device_streams(device)) is not None:
-        return CopyStream(streams)
+        side = CopyStream(streams)
+        return BatchTransfer(side.finish_copy, side.start_copy)
     if device.type == "cpu":
-        return PlainTransfer(to_cpu)
+        return BatchTransfer(to_cpu)
     if (runtime := own_runtime_of(device)) is not None:
-        return Recorded(device, runtime.flush)
-    return PlainTransfer(lambda batch: send_to_device(batch, device, non_blocking=prefetching))
+        recorded = Recorded(device, runtime.flush)
+        return BatchTransfer(recorded.finish_copy, recorded.start_copy)
+    return BatchTransfer(lambda batch: send_to_device(batch, device, non_blocking=prefetching))

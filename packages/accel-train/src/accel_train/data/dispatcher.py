@@ -12,7 +12,13 @@ from accel_train.data.data_parallel_rank import shard_of_ranks
 from accel_train.data.device_transfer import batch_transfer
 from accel_train.data.iterable_shard import BatchWithMeta
 from accel_train.data.prepared import PreparedLoader
-from accel_train.data.reading import Position, StartCopy, prefetch_batches, with_copies_started
+from accel_train.data.reading import (
+    Position,
+    Reading,
+    StartCopy,
+    prefetch_batches,
+    with_copies_started,
+)
 from accel_train.data.row_split import RowSplit, SliceFn
 from accel_train.data.scatter import Receiver, Sender
 
@@ -20,20 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from accel_state.backends.base import Collectives
-    from accel_train.data.reading import Reading
 
 
-class MainReading:
-    """A pass of the main process, which reads for all.
-
-    Args:
-        open_inner: Opens the pass over the data.
-        row_split: How it is split.
-        collectives: Of all ranks.
-        shard_of: Which part every rank gets.
-    """
-
-    remainder = -1
+class MainReading(Reading):
+    """A pass of the main process, which reads for all."""
 
     def __init__(
         self,
@@ -42,8 +38,6 @@ class MainReading:
         collectives: Collectives,
         shard_of: Sequence[int],
     ) -> None:
-        self.batches: Iterator[Any] = iter(())
-        self.taken = 0
         self._open_inner = open_inner
         self._inner: Reading | None = None
         self._row_split = row_split
@@ -68,10 +62,6 @@ class MainReading:
             )
             yield [parts[shard] for shard in self._shard_of]
 
-    def opened(self) -> dict[int, int]:
-        """Nothing is known beforehand: what is padding comes with each batch."""
-        return {}
-
     def advance(self, loaded: BatchWithMeta | None) -> None:
         """Count the batches of the round that is yielded."""
         del loaded
@@ -87,27 +77,15 @@ class MainReading:
         return Position(unit="remote") if self._inner is None else self._inner.position()
 
 
-class RemoteReading:
-    """A pass of a process that is sent its batches.
-
-    Args:
-        collectives: Of all ranks.
-    """
-
-    remainder = -1
-    batches: Iterator[Any] = iter(())
+class RemoteReading(Reading):
+    """A pass of a process that is sent its batches."""
 
     def __init__(self, collectives: Collectives) -> None:
-        self.taken = 0
         self._collectives = collectives
 
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each part of this process, with whether it is the last one."""
         return with_copies_started(Receiver(self._collectives).pairs(), start_copy)
-
-    def opened(self) -> dict[int, int]:
-        """Nothing is known beforehand: what is padding comes with each batch."""
-        return {}
 
     def advance(self, loaded: BatchWithMeta | None) -> None:
         """Do nothing: the main process counts."""

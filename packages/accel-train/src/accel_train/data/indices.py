@@ -34,12 +34,7 @@ class IndexSource:
     single: bool = False
 
     def options(self, position: int | None = None, order: OrderState | None = None) -> dict[str, Any]:
-        """Return the arguments with which a torch loader reads these indices.
-
-        Args:
-            position: Where in the epoch to begin; None for an ordinary pass.
-            order: What replays the order of the epoch.
-        """
+        """Return the arguments with which a torch loader reads these indices."""
         if position is None and not self.single:
             indices: BatchSampler = self.shard
         else:
@@ -57,20 +52,7 @@ def index_source(
     even_batches: bool = True,
     static_shapes: bool = False,
 ) -> IndexSource:
-    """Find the indices behind the arguments of a torch loader, and shard them.
-
-    Args:
-        dataset: A map-style dataset.
-        options: Arguments of `torch.utils.data.DataLoader`. Indices that are sharded already stay so.
-        num_processes: The number of ranks.
-        process_index: This rank.
-        split_batches: As for `BatchSamplerShard`.
-        even_batches: As for `BatchSamplerShard`.
-        static_shapes: As for `ShardPlan`.
-
-    Raises:
-        ValueError: Batches are to be split that the dataset itself makes.
-    """
+    """Find the indices behind the arguments of a torch loader, and shard them."""
     batch_sampler = options.get("batch_sampler")
     # Torch decides what its arguments mean.
     sampling = {name: options[name] for name in _SAMPLING if name in options}
@@ -112,11 +94,7 @@ _COPIED_OPTIONS = (
 
 
 def loader_options(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the arguments that make the same torch loader again, with its dataset.
-
-    Args:
-        dataloader: The loader.
-    """
+    """Return the arguments that make the same torch loader again, with its dataset."""
     options = {name: getattr(dataloader, name) for name in _COPIED_OPTIONS}
     if dataloader.pin_memory_device:
         options["pin_memory_device"] = dataloader.pin_memory_device

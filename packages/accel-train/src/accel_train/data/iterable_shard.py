@@ -40,7 +40,6 @@ class PaddedSample:
     """The last sample of a rank in an incomplete round, with those that pad it.
 
     Args:
-        sample: What to compute with.
         real: Number of samples in the round, over all ranks, that are not padding.
         is_padding: Whether it stands for a missing one.
     """
@@ -55,7 +54,6 @@ class BatchWithMeta:
     """A batch with what the loader needs to know about it.
 
     Args:
-        batch: What the loader yields.
         real: How many of its samples are not padding; None for all.
         real_in_step: The same over all ranks, where `real` is given.
         worker: The worker process that made it, or None for the loader's own.
@@ -75,10 +73,6 @@ class MetaCollate:
     """A collate function that looks for `PaddedSample`s, and returns batches with what the loader must know.
 
     A batch without marks from the loader's own process is passed as it is.
-
-    Args:
-        collate: The collate function of the user, called with the samples.
-        batched: Whether it gets a list of samples; otherwise one sample, which is a whole batch.
     """
 
     def __init__(self, collate: Collate, *, batched: bool = True) -> None:

@@ -36,12 +36,8 @@ class TensorPayload:
     """The flattened batches of one rank in a round, for sending.
 
     Args:
-        template: Its structure.
-        tensors: The leaves that travel as bytes, in order.
-        objects: The other leaves, pickled; empty if there are none.
         facts: Whether there is a batch, how many rows of it are real, and how many those of the round; -1 for
             what is not known.
-        shapes: The sizes of all dimensions of the tensors.
         nbytes: Bytes of the message, header included.
     """
 
@@ -54,12 +50,7 @@ class TensorPayload:
 
 
 def flatten_batch(loaded: BatchWithMeta | None, template: BatchSpec | None = None) -> TensorPayload:
-    """Take a batch apart.
-
-    Args:
-        loaded: Nested tensors and picklable objects, and what is known of the rows; None for no batch.
-        template: The structure that it has most likely.
-    """
+    """Take a batch apart."""
     batch = None if loaded is None else loaded.batch
     leaves = None if template is None else template.take(batch)
     if template is None or leaves is None:
@@ -129,14 +120,7 @@ class Slot:
 
 @dataclass(slots=True)
 class Message:
-    """A message as it was read.
-
-    Args:
-        loaded: The batch, if there is one.
-        is_last: Whether no batch comes after this one.
-        following: What comes next.
-        following_bytes: How large the message is that comes next; 0 if none does.
-    """
+    """A message as it was read."""
 
     loaded: BatchWithMeta | None
     is_last: bool
@@ -145,12 +129,7 @@ class Message:
 
 
 def read(buffer: Tensor, template: BatchSpec) -> Message:
-    """Read a message; its tensors share the buffer's memory.
-
-    Args:
-        buffer: What was received.
-        template: The structure of the batch.
-    """
+    """Read a message; its tensors share the buffer's memory."""
     count = _FIXED + template.dims
     header: list[int] = buffer[: 8 * count].view(torch.int64).tolist()
     following, following_bytes, is_last, has_batch, real, real_in_step, objects_bytes = header[:_FIXED]

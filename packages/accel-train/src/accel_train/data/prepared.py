@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
@@ -13,11 +15,13 @@ from accel_train.data.iterable_shard import BatchWithMeta, IterableDatasetShard
 from accel_train.data.samplers import innermost_sampler
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Iterable
 
     from accel_train.data.device_transfer import BatchTransfer
     from accel_train.data.reading import Reading, StartCopy
     from accel_train.step_meter import StepMeter
+
+logger = logging.getLogger(__name__)
 
 _END: Any = object()
 
@@ -71,16 +75,6 @@ class DataLoaderStateMixin:
 
 class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     """What `DataLoaderShard`, `DataLoaderDispatcher` and `SkipDataLoader` share.
-
-    Args:
-        dataset: The dataset to load.
-        skip_batches: How many batches the first pass leaves out; later ones are complete.
-        use_stateful_dataloader: Read through torchdata's `StatefulDataLoader`.
-        torch_device_mesh: The device mesh; ranks that differ along some of its axes only have the
-            same batches.
-        iteration: The epoch that comes first.
-        _drop_last: Whether a last batch that is not complete is left out.
-        **kwargs: As for `torch.utils.data.DataLoader`.
 
     Attributes:
         shard_sequences (Callable | None): Shards the sequences of a batch; they stay full if `None`.
@@ -159,9 +153,6 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         """Return a copy of this loader whose next pass begins later in the epoch.
 
         Both count epochs together, and each knows the position of the other's pass.
-
-        Args:
-            batches: How many batches of this rank to leave out, from the beginning of the epoch.
         """
         other = copy(self)
         other.__dict__["_iterator"] = None  # workers that live on belong to the original
@@ -177,12 +168,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     def _pass(
         self, batch_transfer: BatchTransfer | None = None, *, before: Callable[[], None] | None = None
     ) -> Generator[Any]:
-        """Yield the batches of one pass.
-
-        Args:
-            batch_transfer: How batches get to their device; not at all if `None`.
-            before: Called at the beginning.
-        """
+        """Yield the batches of one pass."""
         batches = self._batches(batch_transfer, before)
         return batches if self.meter is None else self.meter.timed(self, batches)
 
@@ -208,7 +194,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                 start_copy = _sharding_first(self.shard_sequences, start_copy)
             for item, is_last in reading.pairs(start_copy):
                 if padded is None:  # by now the order is drawn
-                    padded, self.remainder = reading.opened(), reading.remainder
+                    padded, self.remainder = reading.opened()
                 loaded = item if type(item) is BatchWithMeta else None
                 batch = item if loaded is None else loaded.batch
                 if padded:
@@ -247,3 +233,33 @@ def _sharding_first(shard: Callable[[Any], Any], start_copy: StartCopy | None) -
         return item if start_copy is None else start_copy(item)
 
     return shard_and_copy
+
+
+@contextmanager
+def override_even_batches(loaders: Iterable[Any], even_batches: bool | None) -> Generator[None]:
+    """Give loaders another `even_batches` until the context ends.
+
+    Args:
+        loaders: Prepared loaders. For one whose data is sharded elsewhere a warning says that this has no
+            effect.
+        even_batches: The value; `None` leaves all as they are.
+    """
+    sharders: list[Any] = []
+    if even_batches is not None:
+        for loader in loaders:
+            if (sharder := loader.sharder) is None:
+                logger.warning(
+                    "even_batches=%r has no effect on %s: nothing shards its data across the processes.",
+                    even_batches,
+                    type(loader).__name__,
+                )
+            else:
+                sharders.append(sharder)
+    before = [sharder.even_batches for sharder in sharders]
+    try:
+        for sharder in sharders:
+            sharder.even_batches = bool(even_batches)
+        yield
+    finally:
+        for sharder, value in zip(sharders, before, strict=True):
+            sharder.even_batches = value

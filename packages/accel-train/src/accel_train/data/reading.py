@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from accel_train.data.batch_shard import BatchSamplerShard
     from accel_train.data.iterable_shard import BatchWithMeta
     from accel_train.data.samplers import OrderState
@@ -70,10 +69,6 @@ def prefetch_batches(
 ) -> Iterator[tuple[Any, bool]]:
     """Yield every item with whether it is the last one; one more is always read already.
 
-    Args:
-        batches: The items.
-        start_copy: What is made of an item as soon as it was read.
-
     Example:
         >>> list(prefetch_batches(iter("abc")))
         [('a', False), ('b', False), ('c', True)]
@@ -90,12 +85,7 @@ def prefetch_batches(
 def with_copies_started(
     pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None
 ) -> Iterator[tuple[Any, bool]]:
-    """The same pairs; with `start_copy`, one more is always read and with_copies_started already.
-
-    Args:
-        pairs: Items, with whether each is the last one.
-        start_copy: What is made of an item as soon as it was read; None to read nothing ahead.
-    """
+    """The same pairs; with `start_copy`, one more is always read, and its copy started."""
     if start_copy is None:
         yield from pairs
         return
@@ -106,59 +96,41 @@ def with_copies_started(
 _END: Any = object()
 
 
-class Reading(Protocol):
+class Reading(ABC):
     """A pass over the data behind a loader.
 
     Attributes:
-        batches: The batches, or `BatchWithMeta`s, as they come.
-        taken: How many of them the loader has yielded.
+        batches (Iterator): The batches, or `BatchWithMeta`s, as they come.
+        taken (int): How many of them the loader has yielded.
+        advance (Callable | None): Counts a batch (`BatchWithMeta` or `None`) that is about to be yielded,
+            where that needs more than `taken`.
     """
 
-    batches: Iterator[Any]
-    taken: int
-
-    @property
-    def advance(self) -> Callable[[BatchWithMeta | None], None] | None:
-        """What counts a batch that is about to be yielded, if that needs more than `taken`."""
-        ...
-
-    @property
-    def remainder(self) -> int:
-        """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
-        ...
+    batches: Iterator[Any] = iter(())
+    taken: int = 0
+    advance: Any = None
 
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each of the batches, with whether it is the last one.
+        """Each of the batches, with whether it is the last one; `start_copy` is called one batch ahead."""
+        return prefetch_batches(self.batches, start_copy)
 
-        Args:
-            start_copy: What is made of a batch one step before it is yielded.
-        """
-        ...
-
-    def opened(self) -> dict[int, int]:
+    def opened(self) -> tuple[dict[int, int], int]:
         """Take note of the order, which is drawn for the first batch.
 
         Returns:
-            Number of a padded batch in this pass -> how many of its samples are real; grows.
+            Number of a padded batch in this pass -> how many of its samples are real, which grows; and how
+            many samples the last round of all ranks has: 0 if it is complete, -1 if that is not known. By
+            default nothing is known beforehand: what is padding comes with each batch.
         """
-        ...
+        return {}, -1
 
+    @abstractmethod
     def position(self) -> Position:
         """Where the epoch is after the batches that were `taken`."""
-        ...
 
 
-class SamplerReading:
-    """A pass over a map-style dataset.
-
-    Args:
-        batches: The batches, as they come.
-        shard: The indices behind them.
-        start: At which position of the epoch the iteration over the shard begins.
-        taken: How many batches from there on were yielded before.
-    """
-
-    advance: Callable[[BatchWithMeta | None], None] | None = None
+class SamplerReading(Reading):
+    """A pass over a map-style dataset."""
 
     def __init__(
         self, batches: Iterator[Any], shard: BatchSamplerShard, *, start: int = 0, taken: int = 0
@@ -170,23 +142,10 @@ class SamplerReading:
         self._start = start
         self._order: OrderState | None = None
 
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each of the batches, with whether it is the last one."""
-        return prefetch_batches(self.batches, start_copy)
-
-    @property
-    def remainder(self) -> int:
-        """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
-        return self._shard.remainder_from(self._start)
-
-    def opened(self) -> dict[int, int]:
-        """Take note of the order that was drawn for the first batch.
-
-        Returns:
-            Number of a padded batch in this pass -> how many of its samples are real; grows.
-        """
+    def opened(self) -> tuple[dict[int, int], int]:
+        """Take note of the order that was drawn for the first batch."""
         self._order = self._shard.order
-        return self._shard.padded
+        return self._shard.padded, self._shard.remainder_from(self._start)
 
     def position(self) -> Position:
         """Where the epoch is after the batches that were `taken`."""
@@ -194,18 +153,13 @@ class SamplerReading:
         return Position(unit=self._shard.unit, consumed=(consumed,), order=self._order)
 
 
-class StreamReading:
+class StreamReading(Reading):
     """A pass over an iterable dataset.
 
     Args:
-        batches: The batches, or `BatchWithMeta`s, as they come.
         stride: How many samples of a worker's stream all ranks together get in one batch each.
         starts: How many samples of its stream every worker had given before.
-        next_worker: Whose turn it is.
-        unit: Names the stream, in positions.
     """
-
-    remainder = -1
 
     def __init__(
         self,
@@ -218,18 +172,9 @@ class StreamReading:
     ) -> None:
         self._unit = unit
         self.batches = batches
-        self.taken = 0
         self._stride = stride
         self._consumed = list(starts)
         self._next_worker = next_worker
-
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each of the batches, with whether it is the last one."""
-        return prefetch_batches(self.batches, start_copy)
-
-    def opened(self) -> dict[int, int]:
-        """Nothing is known beforehand: what is padding comes with each batch."""
-        return {}
 
     def advance(self, loaded: BatchWithMeta | None) -> None:
         """Count a batch that was taken."""
@@ -246,10 +191,6 @@ class FakeWorkerInfo:
     """A `worker_init_fn` that gives every worker the id of another, so that reading resumes at the right one.
 
     Torch's loader begins with worker 0; a pass that goes on where worker 2 had its turn calls that one 0.
-
-    Args:
-        inner: The user's `worker_init_fn`.
-        first: The worker for which worker 0 stands in.
     """
 
     def __init__(self, inner: Callable[[int], None] | None, first: int) -> None:

@@ -1,14 +1,17 @@
-"""Split what the main process has read: rounds of batches into one shard for every rank."""
+"""Split what the main process has read: rounds of batches into the rows of every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from accel_ops.tree import children, ignorant_find_batch_size, rebuild
 from accel_train.data.iterable_shard import BatchWithMeta
-from accel_train.data.rows import count_rows, join_rows, select_rows
 
 SliceFn = Callable[..., Any]
 
@@ -18,10 +21,8 @@ class RowSplit:
     """How batches that the main process has read are split across ranks.
 
     Args:
-        num_processes: The number of ranks.
         split: Every batch is split; otherwise every rank gets a whole one.
         even: Complete the last round with rows from its beginning, so that all ranks get equally many.
-        drop_last: Leave the last round out if it is not complete.
         slice_fn: Called as `slice_fn(batch, rows, process_index=..., num_processes=...)` with the whole round
             and a slice of its rows, for every rank; None for the rows themselves.
     """
@@ -38,11 +39,7 @@ class RowSplit:
         return 1 if self.split else self.num_processes
 
     def rounds(self, batches: Iterator[Any]) -> Iterator[list[Any]]:
-        """Group batches into rounds; only the last one may have fewer.
-
-        Args:
-            batches: What is read.
-        """
+        """Group batches into rounds; only the last one may have fewer."""
         while step_batches := list(islice(batches, self.batches_per_step_all_ranks)):
             if len(step_batches) == self.batches_per_step_all_ranks or not self.drop_last:
                 yield step_batches
@@ -50,14 +47,8 @@ class RowSplit:
     def parts(self, batches: Sequence[Any]) -> list[BatchWithMeta | None]:
         """Divide a round.
 
-        Args:
-            batches: What was read for it.
-
         Returns:
             For every rank its part, or None if there is none for it.
-
-        Raises:
-            ValueError: A batch is to be split in which nothing tells the samples apart.
         """
         counts = [count_rows(batch) for batch in batches]
         rows = None if None in counts else sum(count or 0 for count in counts)
@@ -106,3 +97,71 @@ class RowSplit:
         if self.slice_fn is None:
             return select_rows(batch, rows, total)
         return self.slice_fn(batch, rows, process_index=rank, num_processes=self.num_processes)
+
+
+def count_rows(batch: Any) -> int | None:
+    """Return the number of samples in a batch, or None if nothing in it tells.
+
+    Example:
+        >>> count_rows({"ids": torch.zeros(3, 2), "text": ["a", "b", "c"]}), count_rows(["a", "b"])
+        (3, 2)
+    """
+    if type(batch) is dict and type(first := next(iter(batch.values()), None)) is Tensor and first.dim() > 0:
+        return first.shape[0]  # the most common case, at next to no cost
+    rows = ignorant_find_batch_size(batch)
+    if rows is None and _is_column(batch):
+        return len(batch)
+    if rows is None:
+        found = (count_rows(value) for _, value in children(batch) or ())
+        return next((count for count in found if count is not None), None)
+    return rows
+
+
+def select_rows(batch: Any, rows: Sequence[int] | slice, total: int) -> Any:
+    """Return some rows of a batch; what does not have a row per sample is kept whole.
+
+    Example:
+        >>> select_rows({"ids": torch.arange(3), "text": ["a", "b", "c"]}, [2, 0], 3)
+        {'ids': tensor([2, 0]), 'text': ['c', 'a']}
+    """
+    if isinstance(batch, Tensor):
+        fits = batch.dim() > 0 and batch.shape[0] == total
+        index = rows if isinstance(rows, slice) else torch.tensor(rows, device=batch.device)
+        return batch[index] if fits else batch
+    if _is_column(batch) and len(batch) == total:
+        return batch[rows] if isinstance(rows, slice) else type(batch)(batch[i] for i in rows)
+    inside = children(batch)
+    if inside is None:
+        return batch
+    return rebuild(batch, [select_rows(value, rows, total) for _, value in inside])
+
+
+def join_rows(batches: Sequence[Any]) -> Any:
+    """Put batches of the same structure one after the other; what has no rows is taken from the first.
+
+    Example:
+        >>> join_rows([{"ids": torch.arange(2), "text": ["a", "b"]}, {"ids": torch.arange(1), "text": ["c"]}])
+        {'ids': tensor([0, 1, 0]), 'text': ['a', 'b', 'c']}
+    """
+    first = batches[0]
+    if isinstance(first, Tensor):
+        if first.dim() == 0:
+            return first
+        try:
+            return torch.cat(list(batches))
+        except RuntimeError as error:
+            raise ValueError(str(error)) from error
+    if _is_column(first):
+        return type(first)(item for batch in batches for item in batch)
+    inside = [children(batch) for batch in batches]
+    if inside[0] is None:
+        return first
+    columns = zip(*(level or () for level in inside), strict=True)
+    return rebuild(first, [join_rows([value for _, value in column]) for column in columns])
+
+
+def _is_column(data: Any) -> bool:
+    """Whether this is a plain list (or tuple) of objects that are neither tensors nor containers."""
+    return type(data) in {list, tuple} and not any(
+        isinstance(item, Tensor | list | tuple | Mapping) for item in data
+    )

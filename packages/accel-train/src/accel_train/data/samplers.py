@@ -115,9 +115,6 @@ class TensorOrder(Sequence[int]):
 def known_order(sampler: object) -> Sequence[int] | None:
     """Return the order of the coming epoch where any position of it can be reached at once.
 
-    Args:
-        sampler: A sampler of indices.
-
     Returns:
         The order, or None if it can only be found out by iterating.
     """
@@ -129,21 +126,12 @@ def known_order(sampler: object) -> Sequence[int] | None:
 
 
 def indices_from(order: Sequence[int], position: int) -> Iterator[int]:
-    """Iterate over a known order from a position on.
-
-    Args:
-        order: What `known_order` returned.
-        position: Where to begin.
-    """
+    """Iterate over a known order from a position on."""
     return order.iterate_from(position) if isinstance(order, TensorOrder) else iter(order[position:])
 
 
 def innermost_sampler(sampler: object) -> object:
-    """Find the sampler of indices below any number of batch samplers.
-
-    Args:
-        sampler: A sampler or a batch sampler, whose `sampler` or `batch_sampler` is the next one down.
-    """
+    """Find the sampler of indices below any number of batch samplers."""
     while (below := getattr(sampler, "batch_sampler", getattr(sampler, "sampler", None))) is not None:
         sampler = below
     return sampler
@@ -180,9 +168,6 @@ def record_order(sampler: object) -> OrderState:
 def record_source(sampler: object) -> OrderState:
     """Record what decides the orders of all epochs to come, where that is the sampler's own.
 
-    Args:
-        sampler: A sampler of indices.
-
     Returns:
         The seed, or the state of its generator; nothing if it draws from torch's default generator, or not at
         all.
@@ -213,13 +198,6 @@ def replay_order(sampler: object, state: OrderState | None) -> Generator[None]:
 
     A sampler draws its order when its first index is asked for: ask for it inside. Torch's default generator
     is put back afterwards; a generator of the sampler's own goes on from the replayed draw, as it did then.
-
-    Args:
-        sampler: The sampler of indices.
-        state: What `record_order` returned, or None to change nothing.
-
-    Raises:
-        ValueError: The state was recorded with another kind of sampler.
     """
     state = state or {}
     if "seed" in state:
@@ -261,10 +239,6 @@ def _with_generator(sampler: Any, state: torch.Tensor) -> Generator[None]:
 
 
 def drawn(items: Iterable[Any]) -> Iterator[Any]:
-    """Iterate, with the first item already taken, so that an order which is drawn lazily is drawn now.
-
-    Args:
-        items: What to iterate over.
-    """
+    """Iterate, with the first item already taken, so that an order which is drawn lazily is drawn now."""
     iterator = iter(items)
     return chain(list(islice(iterator, 1)), iterator)

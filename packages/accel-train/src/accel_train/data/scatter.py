@@ -29,13 +29,7 @@ class MainProcessReadError(AccelError, RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What is sent as an object, when a layout is new or nothing can be sent.
-
-    Args:
-        layouts: For every rank the layout of its next batch.
-        nbytes: The size of the message with it.
-        error: Why there is none.
-    """
+    """What is sent as an object, when a layout is new or nothing can be sent."""
 
     layouts: Sequence[Any] = ()
     nbytes: int = 0
@@ -44,13 +38,7 @@ class Header:
 
 @dataclass(slots=True)
 class Round:
-    """A round that is ready to be sent.
-
-    Args:
-        parts: Every rank's.
-        parcels: Those of the other ranks, from rank 1 on.
-        nbytes: Bytes of the largest message.
-    """
+    """A round that is ready to be sent."""
 
     parts: Sequence[BatchWithMeta | None]
     parcels: Sequence[TensorPayload]
@@ -62,10 +50,6 @@ class Sender:
 
     While a round is computed with, the next one is under way; and since every message says what follows
     it, the one after that is read already.
-
-    Args:
-        rounds: For every rank its part of each round, or None if there is none for it.
-        collectives: Of all ranks, of which there are several; this is rank 0.
     """
 
     def __init__(self, rounds: Iterator[Sequence[BatchWithMeta | None]], collectives: Collectives) -> None:
@@ -133,11 +117,7 @@ class Sender:
 
 
 class Receiver:
-    """The receiving side, on every other process.
-
-    Args:
-        collectives: Of all ranks; this is not rank 0.
-    """
+    """The receiving side, on every other process."""
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives

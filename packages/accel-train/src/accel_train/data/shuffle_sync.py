@@ -21,14 +21,7 @@ _RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedOrder:
-    """An order of samples that is the same on all ranks.
-
-    Args:
-        rng_types: What ranks have to share at the beginning of each pass.
-        generator: What `"generator"` among these means.
-        indices: The batch sampler or sampler of a loader, if it has one.
-        batched: Whether it is a batch sampler.
-    """
+    """An order of samples that is the same on all ranks."""
 
     rng_types: tuple[RNGType, ...] = ()
     generator: torch.Generator | None = None
@@ -51,16 +44,7 @@ def sync_shuffle(
     seedable: bool,
     seed: int | None,
 ) -> SharedOrder:
-    """Make an order the same on all ranks; the given samplers are not changed.
-
-    Args:
-        indices: The batch sampler or sampler of a loader.
-        batched: Whether it is a batch sampler.
-        num_processes: The number of ranks.
-        rng_types: What else the ranks shall share.
-        seedable: Whether a `RandomSampler` is replaced by a `SeedableRandomSampler`.
-        seed: The seed of that; torch's on rank 0 if None.
-    """
+    """Make an order the same on all ranks; the given samplers are not changed."""
     types = [RNGType(kind) for kind in rng_types]
     found: Any = innermost_sampler(indices)
     sampler: Any = found

@@ -14,13 +14,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from accel_state.errors import MissingDependencyError
+from accel_train.data.reading import Reading
 from accel_train.data.samplers import innermost_sampler, record_source, restore_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from accel_train.data.iterable_shard import BatchWithMeta
-    from accel_train.data.reading import Position, Reading, StartCopy
+    from accel_train.data.reading import Position, StartCopy
 
 _OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
 _FINISHED = "_iterator_finished"  # the keys of torchdata's states, of its releases from 0.8 to 0.11
@@ -30,9 +31,6 @@ _SNAPSHOT = "_snapshot"
 @cache
 def stateful_class(loader_class: type[Any]) -> type[Any]:
     """Return the same class of loaders, derived from torchdata's `StatefulDataLoader`, too.
-
-    Args:
-        loader_class: Derived from `DataLoader`; all that it overrides stays overridden.
 
     Raises:
         MissingDependencyError: torchdata is not installed.
@@ -65,13 +63,8 @@ class MaybeStateful(DataLoader[Any]):
         return cast("Self", object.__new__(made))
 
 
-class StatefulReading:
-    """A pass of torchdata's loader, which is asked for its state at every batch, before it reads on.
-
-    Args:
-        iterator: Of torchdata's loader.
-        begin: Makes the reading that counts the batches of this iterator.
-    """
+class StatefulReading(Reading):
+    """A pass of torchdata's loader, which is asked for its state at every batch, before it reads on."""
 
     def __init__(self, iterator: Any, begin: Callable[[Iterator[Any]], Reading]) -> None:
         self._iterator = iterator
@@ -86,16 +79,11 @@ class StatefulReading:
             self._states.append(self._iterator.state_dict())
             yield batch
 
-    @property
-    def remainder(self) -> int:
-        """How many samples the last round of all ranks has; 0 if it is complete, -1 if that is not known."""
-        return self._inner.remainder
-
     def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
         """Each of the batches, with whether it is the last one."""
         return self._inner.pairs(start_copy)
 
-    def opened(self) -> dict[int, int]:
+    def opened(self) -> tuple[dict[int, int], int]:
         """Take note of the order that was drawn for the first batch."""
         return self._inner.opened()
 
@@ -114,10 +102,6 @@ class StatefulReading:
 def as_state_dict(state: dict[str, Any], *, finished: bool) -> dict[str, Any]:
     """Return torchdata's part of a state; empty where it has none.
 
-    Args:
-        state: Of a loader, with or without a position of ours.
-        finished: Whether it is that of a pass that has ended, so that the next one begins an epoch.
-
     Example:
         >>> as_state_dict({"_num_yielded": 2, "format": 1, "position": None}, finished=True)
         {'_num_yielded': 2, '_iterator_finished': True}
@@ -133,12 +117,6 @@ def is_finished(state: dict[str, Any]) -> bool:
 
 def batches_yielded(state: dict[str, Any]) -> int:
     """Return how many batches of the pass a loader of torchdata had yielded.
-
-    Args:
-        state: Of a loader without workers, or with them.
-
-    Raises:
-        ValueError: It is no state of such a loader.
 
     Example:
         >>> batches_yielded({"_num_yielded": 2})
@@ -168,10 +146,6 @@ def state_before_first_pass(loader: Any, ask: Callable[[], dict[str, Any]]) -> d
     """Ask torchdata for the state of a loader that has not begun; nothing random is drawn for it.
 
     torchdata opens a pass for that, which is closed again: it would not see an epoch that is set later.
-
-    Args:
-        loader: The loader.
-        ask: torchdata's `state_dict` of it.
     """
     sampler = innermost_sampler(loader.batch_sampler if loader.batch_sampler is not None else loader.sampler)
     source, epoch = record_source(sampler), getattr(sampler, "epoch", None)
