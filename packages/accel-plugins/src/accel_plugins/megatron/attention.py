@@ -16,19 +16,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class BiasedAttention(nn.Module):
-    """Attention that adds a bias to the scores, as relative positions are.
-
-    Args:
-        config: The `TransformerConfig`.
-        softmax_scale: Factor of the scores.
-        **_: Further arguments of megatron-core's attention, not used.
-    """
+class _TorchAttention(nn.Module):
+    """What megatron-core makes in place of its own attention; further arguments are not used."""
 
     def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
         super().__init__()
         self.config = config
         self.scale = softmax_scale
+
+
+class BiasedAttention(_TorchAttention):
+    """Attention that adds a bias to the scores, as relative positions are."""
 
     def forward(
         self,
@@ -54,19 +52,8 @@ class BiasedAttention(nn.Module):
         return _attend(self.config, query, key, value, bias, self.scale, training=self.training)
 
 
-class ContextAttention(nn.Module):
-    """Causal attention of context-parallel ranks, each of which gathers the keys and values of all.
-
-    Args:
-        config: The `TransformerConfig`.
-        softmax_scale: Factor of the scores.
-        **_: Further arguments of megatron-core's attention, not used.
-    """
-
-    def __init__(self, config: Any, softmax_scale: float | None = None, **_: Any) -> None:
-        super().__init__()
-        self.config = config
-        self.scale = softmax_scale
+class ContextAttention(_TorchAttention):
+    """Causal attention of context-parallel ranks, each of which gathers the keys and values of all."""
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any

@@ -23,9 +23,6 @@ class NormAfter(nn.Module):
     """The end of a residual connection: bias, dropout, sum and norm.
 
     It takes the place of megatron-core's bias-dropout-add, which leaves the norm to the next layer.
-
-    Args:
-        config: The `TransformerConfig`.
     """
 
     def __init__(self, config: Any) -> None:
@@ -33,12 +30,7 @@ class NormAfter(nn.Module):
         self.norm = TorchNorm(config, config.hidden_size, config.layernorm_epsilon)
 
     def forward(self, training: bool, fused: bool) -> Callable[..., Tensor]:
-        """Return the function that megatron-core calls.
-
-        Args:
-            training: Whether dropout is on.
-            fused: Not used.
-        """
+        """Return the function that megatron-core calls."""
         del fused
 
         def add(output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -65,11 +57,7 @@ class _NoOutputLayer(nn.Module):
 
 
 def layer_spec(config: Any) -> Any:
-    """Return megatron-core's specification of BERT's layers.
-
-    Args:
-        config: The `TransformerConfig`.
-    """
+    """Return megatron-core's specification of BERT's layers."""
     spec = copy.deepcopy(core("models.bert.bert_layer_specs").bert_layer_local_spec)
     identity = core("transformer.identity_op").IdentityOp
     norm = core("transformer.spec_utils").ModuleSpec(module=NormAfter, params={"config": config})
@@ -86,16 +74,7 @@ def build_bert(
     post_process: bool,
     vp_stage: int | None,
 ) -> nn.Module:
-    """Make one stage of a BERT.
-
-    Args:
-        config: The `TransformerConfig`.
-        arguments: Arguments of `BertModel`; `num_labels` and `classifier_dropout` of a classifier.
-        vocabulary: Rows of the embedding.
-        pre_process: Whether the stage has the embedding.
-        post_process: Whether the stage has the heads.
-        vp_stage: The virtual stage, if the rank has several.
-    """
+    """Make one stage of a BERT."""
     backends = core("transformer.enums").AttnBackend
     if config.attention_backend not in {backends.auto, backends.local}:
         raise UnsupportedError(

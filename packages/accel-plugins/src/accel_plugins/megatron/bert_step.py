@@ -86,7 +86,8 @@ class BertTrainStep(AbstractTrainStep):
             tokens, types, order, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
             if not pretraining_flag:
                 output = model(tokens, padding_mask, tokentype_ids=types)
-                return _second(output), partial(self.loss_func, labels)
+                output = output[1] if isinstance(output, tuple) else output
+                return output, partial(self.loss_func, labels)
             if self.return_logits:
                 output = model(tokens, padding_mask, tokentype_ids=types)
                 pair = output if isinstance(output, tuple) else (output, None)
@@ -98,10 +99,6 @@ class BertTrainStep(AbstractTrainStep):
             return output, partial(self.loss_func, loss_mask, order if bert_binary_head else None)
 
         return forward_step
-
-
-def _second(output: Any) -> Any:
-    return output[1] if isinstance(output, tuple) else output
 
 
 def _pretraining_loss(

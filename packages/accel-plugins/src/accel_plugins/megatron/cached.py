@@ -26,11 +26,6 @@ class CachedDecoder:
 
     The ranks of a replica call the same methods. megatron-core's inference engines need a GPU (they time and
     check CUDA's tensors); this is its static cache, in the stages as they are trained.
-
-    Args:
-        engine: The prepared model, in evaluation mode.
-        rows: Sequences.
-        length: The most tokens of a sequence.
     """
 
     def __init__(self, engine: MegatronEngine, rows: int, length: int) -> None:
@@ -87,11 +82,7 @@ class CachedDecoder:
 
 @contextmanager
 def full_sequences(engine: MegatronEngine) -> Generator[None]:
-    """Compute in evaluation mode, without gradients and sequence parallelism: tokens come one at a time.
-
-    Args:
-        engine: The prepared model.
-    """
+    """Compute in evaluation mode, without gradients and sequence parallelism: tokens come one at a time."""
     changed: list[tuple[Any, str]] = []
     owners = [engine.transformer_config, *engine.chunks.modules()]
     owners += [one.config for one in engine.chunks.modules() if hasattr(one, "config")]

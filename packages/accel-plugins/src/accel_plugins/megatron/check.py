@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
-from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
     from accel_plugins.megatron.model_args import Sizes
     from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -17,12 +15,6 @@ if TYPE_CHECKING:
 
 def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
     """Return how many replicas of a model there are.
-
-    Args:
-        tensor: Tensor-parallel size.
-        pipeline: Pipeline-parallel size.
-        context: Context-parallel size.
-        world_size: Number of ranks.
 
     Raises:
         SettingsError: The product of the sizes does not divide the number of ranks.
@@ -42,15 +34,7 @@ def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int
 
 
 def check_model(plugin: MegatronLMPlugin, sizes: Sizes) -> None:
-    """Refuse a model whose sizes the parallel groups do not divide.
-
-    Args:
-        plugin: Says how large the groups are.
-        sizes: Of the model.
-
-    Raises:
-        SettingsError: Sizes do not fit together; all are named.
-    """
+    """Refuse a model whose sizes the parallel groups do not divide."""
     tensor = plugin.tp_degree or 1
     divided = (("attention heads", sizes.heads), ("features of the intermediate layer", sizes.ffn))
     problems = [
@@ -105,16 +89,7 @@ _OF_SCHEDULES: Mapping[str, Any] = {
 
 
 def check_schedule(plugin: MegatronLMPlugin, *, has_optimizer: bool, has_placeholder: bool) -> None:
-    """Refuse a schedule without its optimizer, and fields of a schedule that nobody has prepared.
-
-    Args:
-        plugin: Describes the schedule.
-        has_optimizer: Whether `prepare` got an optimizer to train with.
-        has_placeholder: Whether it got a `MegatronLMDummyScheduler`.
-
-    Raises:
-        SettingsError: One of them is missing; all fields without effect are named.
-    """
+    """Refuse a schedule without its optimizer, and fields of a schedule that nobody has prepared."""
     if has_placeholder and not has_optimizer:
         raise SettingsError(
             "prepare() got a MegatronLMDummyScheduler without its optimizer: prepare them in one call, as in "
@@ -138,13 +113,7 @@ _ROTARY = ("rope", "yarn", "mrope")
 def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> None:
     """Refuse to give a model other positions than its weights were made for.
 
-    Args:
-        plugin: May ask for rotary positions, or for others.
-        kind: The model's, as megatron-core's `position_embedding_type`; `None` for learned ones.
-        name: Class of the model.
-
-    Raises:
-        SettingsError: The plugin says something else than the model.
+    `kind` is the model's `position_embedding_type` of megatron-core, `None` for learned positions.
     """
     wanted, found = plugin.use_rotary_position_embeddings, kind in _ROTARY
     if wanted is not None and bool(wanted) is not found:
@@ -156,46 +125,9 @@ def check_positions(plugin: MegatronLMPlugin, kind: str | None, name: str) -> No
 
 
 def check_context(size: int, kind: str, name: str) -> None:
-    """Refuse context parallelism of models other than decoders.
-
-    Args:
-        size: Context-parallel size.
-        kind: As in `ModelFamily`.
-        name: Of the family.
-
-    Raises:
-        UnsupportedError: megatron-core's module numbers the positions of every chunk from 0.
-    """
+    """Refuse context parallelism of models other than decoders."""
     if size > 1 and kind != "gpt":
         raise UnsupportedError(
             f"MegatronLMPlugin(context_parallel_size={size}): megatron-core divides sequences of decoders, "
             f"not those of {name!r}, whose positions it numbers from 0 in every part: leave it out."
         )
-
-
-def check_other_args(other: dict[str, Any] | None, configs: Iterable[type], taken: Iterable[str]) -> None:
-    """Refuse names in `other_megatron_args` that no configuration has.
-
-    Args:
-        other: The dictionary.
-        configs: The dataclasses whose fields can be set.
-        taken: Fields among them that the plugin, the model or the optimizer decide.
-
-    Raises:
-        SettingsError: Names are unknown, or decided elsewhere; all are named.
-    """
-    known = {one.name for config in configs for one in fields(config)}
-    decided = frozenset(taken)
-    problems: list[str] = []
-    for name in other or {}:
-        if name in decided:
-            problems.append(
-                f"{name!r} is decided by the plugin's own fields, the model or the optimizer: set it there"
-            )
-        elif name not in known:
-            hint = did_you_mean(
-                name, known, "see the fields of TransformerConfig and OptimizerConfig.", cutoff=0.8
-            )
-            problems.append(f"{name!r} is no field of megatron-core's configurations: {hint.rstrip('.')}")
-    if problems:
-        raise SettingsError(f"MegatronLMPlugin(other_megatron_args=…): {'; '.join(problems)}.")

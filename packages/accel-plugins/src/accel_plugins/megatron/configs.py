@@ -27,14 +27,7 @@ def dtype_of(precision: str) -> torch.dtype:
 def transformer_config(
     plugin: MegatronLMPlugin, fields: Mapping[str, Any], precision: str, virtual: int | None
 ) -> Any:
-    """Return a `TransformerConfig`.
-
-    Args:
-        plugin: How the model is parallelised and recomputed.
-        fields: What the model says, of its family's row.
-        precision: `"no"`, `"bf16"` or `"fp16"`.
-        virtual: Virtual stages of a rank, if it has several.
-    """
+    """Return a `TransformerConfig`."""
     config = core("transformer.transformer_config").TransformerConfig
     dropouts = {"attention_dropout": plugin.attention_dropout, "hidden_dropout": plugin.hidden_dropout}
     backend = core("transformer.enums").AttnBackend[plugin.attention_backend]
@@ -77,13 +70,7 @@ def ddp_config(plugin: MegatronLMPlugin) -> Any:
 
 
 def optimizer_config(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> Any:
-    """Return an `OptimizerConfig`.
-
-    Args:
-        plugin: How optimizer state is kept.
-        optimizer: The optimizer of PyTorch that Megatron's stands for.
-        precision: `"no"`, `"bf16"` or `"fp16"`.
-    """
+    """Return an `OptimizerConfig`."""
     config = core("optimizer").OptimizerConfig
     values = {
         **optimizer_args(optimizer),

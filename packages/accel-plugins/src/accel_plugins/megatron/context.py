@@ -16,11 +16,7 @@ _NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
 
 def own_chunks(batch: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return this rank's chunks of a batch, cut by megatron-core.
-
-    Args:
-        batch: Tokens, labels, loss mask, attention mask and position ids of whole sequences.
-    """
+    """Return this rank's chunks of a batch, cut by megatron-core."""
     group = core("parallel_state").get_context_parallel_group()
     parts = core("utils").get_batch_on_this_cp_rank(dict(zip(_NAMES, batch, strict=True)), group)
     return tuple(parts.values())
@@ -43,9 +39,6 @@ def gather_chunks(tensor: Tensor) -> Tensor:
 def positions(size: int) -> list[int]:
     """Return where each chunk of a sequence is among those of all ranks, one rank after another.
 
-    Args:
-        size: Context-parallel size.
-
     Example:
         >>> positions(2)  # rank 0 has the first and the last
         [0, 2, 3, 1]
@@ -54,11 +47,7 @@ def positions(size: int) -> list[int]:
 
 
 def sum_over_context(value: Tensor) -> Tensor:
-    """Return the sum of a number over the ranks that share sequences, without a gradient.
-
-    Args:
-        value: The number of this rank's chunks.
-    """
+    """Return the sum of a number over the ranks that share sequences, without a gradient."""
     group = core("parallel_state").get_context_parallel_group()
     total = value.detach().clone()
     if group.size() > 1:

@@ -12,11 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accel_plugins.megatron.bert_step import BertTrainStep
 from accel_plugins.megatron.generate import generate
-from accel_plugins.megatron.library import core
-from accel_plugins.megatron.quiet import without_core_warnings
+from accel_plugins.megatron.library import core, without_core_warnings
+from accel_plugins.megatron.t5_step import T5TrainStep
+from accel_plugins.megatron.train_steps import AbstractTrainStep, GPTTrainStep
 from accel_state import hang_monitor
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -31,12 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainStepContext:
-    """What train steps get as `accelerator`.
-
-    Args:
-        state: The `AcceleratorState`, with the plugin.
-        device: The device of this process.
-    """
+    """What train steps get as `accelerator`."""
 
     state: Any
     device: torch.device
@@ -49,12 +46,7 @@ class MegatronEngine(nn.Module):
 
     Args:
         source: The model of transformers; its parameters are on the meta device.
-        chunks: The stages, wrapped for data parallelism if they are trained.
         family: The model's row; `None` with a `custom_model_provider_function`.
-        placed: The parameters of this rank by name.
-        groups: Sizes and ranks.
-        plugin: Micro-batches and clipping.
-        step: How batches are read and losses computed.
         optimizer: megatron-core's optimizer; `None` in evaluation.
         optimizer_names: Weights of each group of the optimizer of PyTorch, in their order.
     """
@@ -92,12 +84,7 @@ class MegatronEngine(nn.Module):
         return self._source[0]
 
     def forward(self, *args: Any, **batch: Any) -> Any:
-        """Evaluate a batch.
-
-        Args:
-            *args: Not supported.
-            **batch: Tensors by name.
-        """
+        """Evaluate a batch."""
         return self.run(args, batch, forward_only=True)
 
     def megatron_generate(
@@ -317,3 +304,23 @@ def output_of(family: ModelFamily | None, loss: Tensor, logits: Tensor | None) -
         return loss if logits is None else (loss, logits)
     outputs = import_module("transformers.modeling_outputs")
     return getattr(outputs, _OUTPUTS[family.kind])(loss=loss, logits=logits)
+
+
+_TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
+    "bert": BertTrainStep,
+    "gpt": GPTTrainStep,
+    "t5": T5TrainStep,
+}
+
+
+def train_step_of(plugin: Any, context: Any) -> AbstractTrainStep:
+    """Make the train step of a run."""
+    own, args = plugin.custom_train_step_class, plugin.namespace()
+    if own is not None:
+        return own(context, args, **(plugin.custom_train_step_kwargs or {}))
+    if args.model_type_name not in _TRAIN_STEPS:
+        raise UnsupportedError(
+            f"There is no train step for a model of the type {args.model_type_name!r}: give MegatronLMPlugin "
+            "a custom_train_step_class."
+        )
+    return _TRAIN_STEPS[args.model_type_name](context, args)

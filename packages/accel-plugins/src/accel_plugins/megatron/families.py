@@ -29,9 +29,6 @@ def find_family(model: Any) -> ModelFamily:
     Args:
         model: A model of transformers, its configuration, or a `model_type`.
 
-    Raises:
-        SettingsError: There is no row, or none for this class of model.
-
     Example:
         >>> find_family("gpt2").architectures
         ('GPT2LMHeadModel',)

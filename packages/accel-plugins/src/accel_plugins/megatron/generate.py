@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from accel_plugins.megatron.beams import beam_search
 from accel_plugins.megatron.cached import CachedDecoder, full_sequences
-from accel_plugins.megatron.choices import Sampler, check_options, choice_of, steps_of
-from accel_plugins.megatron.library import core
-from accel_plugins.megatron.prompts import aligned, check_prompts, in_layout, with_start
-from accel_plugins.megatron.quiet import without_core_warnings
+from accel_plugins.megatron.choices import Sampler, beam_search, check_options, choice_of, steps_of
+from accel_plugins.megatron.library import core, without_core_warnings
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import Tensor
 
     from accel_plugins.megatron.choices import Choice
     from accel_plugins.megatron.engine import MegatronEngine
-    from accel_plugins.megatron.prompts import Prompts
 
 
 def generate(
     engine: MegatronEngine, inputs: Tensor, attention_mask: Tensor | None, requested: Mapping[str, Any]
 ) -> Tensor:
-    """Continue prompts; see `MegatronEngine.megatron_generate`.
-
-    Args:
-        engine: The prepared model.
-        inputs: Tokens of shape `[rows, width]`.
-        attention_mask: Of the same shape, 0 for padding; `None` if there is none.
-        requested: Options by name.
-    """
+    """Continue prompts; see `MegatronEngine.megatron_generate`."""
     if engine.family is None or engine.family.kind != "gpt":
         raise UnsupportedError(
             f"{type(engine.source).__name__} does not generate with Megatron, which continues prompts by "
@@ -124,3 +114,99 @@ def _search(engine: MegatronEngine, prompts: Prompts, choice: Choice) -> Tensor:
         )
         rows.append(torch.cat([tokens[:length], tokens.new_tensor(best)]))
     return in_layout(prompts, rows, choice.pad)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Prompts without padding on their left.
+
+    Args:
+        tokens: Of shape `[rows, width]`; tokens beyond a prompt's length do not count.
+        lengths: Tokens of each.
+        limits: Tokens that each may have together with its continuation.
+        shifts: Padding that each had on its left.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    limits: Tensor
+    shifts: Tensor
+
+
+def check_prompts(inputs: Tensor, mask: Tensor | None, vocabulary: int) -> None:
+    """Refuse prompts that cannot be embedded: the rank that does that must not fail alone.
+
+    Args:
+        inputs: Tokens of shape `[rows, width]`.
+        mask: Of the same shape, 0 for padding, which may be any number; `None` if there is none.
+        vocabulary: Number of tokens.
+    """
+    if inputs.ndim != 2 or not inputs.numel() or (mask is not None and mask.shape != inputs.shape):
+        own = "" if mask is None else f" and a mask of {[*mask.shape]}"
+        raise SettingsError(
+            "megatron_generate(): expected prompts of shape [rows, tokens] and a mask of the same shape, "
+            f"found {[*inputs.shape]}{own}."
+        )
+    tokens = inputs if mask is None else inputs[mask.to(inputs.device) != 0]
+    if inputs.is_floating_point() or bool(((tokens < 0) | (tokens >= vocabulary)).any()):
+        raise SettingsError(
+            f"megatron_generate(): expected tokens from 0 to {vocabulary - 1}, found {tokens.min()} to "
+            f"{tokens.max()} of {inputs.dtype}."
+        )
+
+
+def with_start(inputs: Tensor, mask: Tensor | None, start: int) -> tuple[Tensor, Tensor | None]:
+    """Put a token before every prompt; return the prompts and their mask.
+
+    Example:
+        >>> with_start(torch.tensor([[9, 1]]), torch.tensor([[0, 1]]), 5)[0].tolist()
+        [[0, 5, 1]]
+    """
+    if mask is None:
+        return functional.pad(inputs, (1, 0), value=start), None
+    wider, mask = functional.pad(inputs, (1, 0)), functional.pad(mask, (1, 0))
+    first = mask.int().argmax(dim=1, keepdim=True) - 1
+    return wider.scatter(1, first, start), mask.scatter(1, first, 1)
+
+
+def aligned(inputs: Tensor, attention_mask: Tensor | None, steps: int) -> Prompts:
+    """Move prompts to the left.
+
+    A prompt that is padded on the left gets `steps` tokens; one on the right is continued in place of its
+    padding, to the same width as the others.
+
+    Args:
+        inputs: Tokens of shape `[rows, width]`.
+        attention_mask: Of the same shape, 0 for padding.
+        steps: How many tokens may follow the width.
+
+    Example:
+        >>> mask = torch.tensor([[0, 1, 1], [1, 1, 1]])
+        >>> prompts = aligned(torch.tensor([[9, 1, 2], [1, 2, 3]]), mask, 2)
+        >>> prompts.tokens[0, :2].tolist(), prompts.lengths.tolist(), prompts.limits.tolist()
+        ([1, 2], [2, 3], [4, 5])
+    """
+    mask = torch.ones_like(inputs) if attention_mask is None else attention_mask.to(inputs)
+    is_token = mask != 0
+    lengths, shifts = is_token.sum(1), is_token.int().argmax(1)
+    columns = torch.arange(inputs.shape[1], device=inputs.device)
+    inside = (columns >= shifts[:, None]) & (columns < (shifts + lengths)[:, None])
+    if not bool((lengths > 0).all()) or not torch.equal(inside, is_token):
+        raise SettingsError(
+            "megatron_generate(attention_mask=…): every row needs one prompt, with padding only on its left "
+            "or on its right."
+        )
+    moved = inputs.gather(1, (columns + shifts[:, None]).clamp(max=inputs.shape[1] - 1))
+    return Prompts(tokens=moved, lengths=lengths, limits=inputs.shape[1] - shifts + steps, shifts=shifts)
+
+
+def in_layout(prompts: Prompts, rows: Sequence[Tensor], pad: int) -> Tensor:
+    """Return sequences with the padding on the left that their prompts had, and as wide as the longest."""
+    shifts = prompts.shifts.tolist()
+    width = max(shift + len(row) for shift, row in zip(shifts, rows, strict=True))
+    return torch.stack(
+        [
+            functional.pad(row, (shift, width - shift - len(row)), value=pad)
+            for shift, row in zip(shifts, rows, strict=True)
+        ]
+    )

@@ -27,15 +27,7 @@ _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Groups:
-    """Sizes of Megatron's groups, and this rank in each.
-
-    Args:
-        tensor: Tensor-parallel size.
-        pipeline: Pipeline-parallel size.
-        data: Data-parallel size.
-        rank: Global rank.
-        context: Context-parallel size.
-    """
+    """Sizes of Megatron's groups, and this rank in each."""
 
     tensor: int
     pipeline: int
@@ -81,11 +73,7 @@ class Groups:
 
 
 class Lease:
-    """The groups of one strategy, which shares them with others of the same sizes.
-
-    Args:
-        groups: Sizes and ranks.
-    """
+    """The groups of one strategy, which shares them with others of the same sizes."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
@@ -99,14 +87,6 @@ class Lease:
 
 def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     """Return the sizes of the groups of a run, and a rank in them.
-
-    Args:
-        plugin: Has the sizes.
-        world_size: Number of ranks.
-        rank: The rank.
-
-    Raises:
-        SettingsError: The sizes do not divide the number of ranks.
 
     Example:
         >>> from accel_plugins.megatron.plugin import MegatronLMPlugin
@@ -124,10 +104,6 @@ def start(plugin: MegatronLMPlugin, runtime: Runtime) -> Lease:
 
     Groups of the same sizes that another strategy has are shared: megatron-core has one set per process.
 
-    Args:
-        plugin: Sizes of the groups.
-        runtime: Topology and device. A single process gets a process group of one rank.
-
     Raises:
         SettingsError: Another strategy has groups of other sizes.
     """
@@ -140,11 +116,7 @@ def start(plugin: MegatronLMPlugin, runtime: Runtime) -> Lease:
 
 
 def _is_shared(found: Groups) -> bool:
-    """Return whether groups of these sizes are there.
-
-    Raises:
-        SettingsError: Another strategy has groups of other sizes.
-    """
+    """Return whether groups of these sizes are there."""
     if _leases and not core("parallel_state").model_parallel_is_initialized():
         _leases.clear()  # of a process group that was destroyed
     if _leases:

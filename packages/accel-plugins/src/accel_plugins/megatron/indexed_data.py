@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from accel_plugins.megatron.library import core, load_library
-from accel_plugins.megatron.quiet import without_core_warnings
+from accel_plugins.megatron.library import core, load_library, without_core_warnings
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
@@ -27,9 +26,7 @@ class _Documents:
     """What megatron-core asks of a tokenizer when it reads tokens.
 
     Args:
-        vocab_size: Number of tokens; `None` if the files alone say how large one is.
         eod: The token that ends a document; -1 if there is none.
-        name: Tells data sets of different tokenizers apart in a cache.
     """
 
     vocab_size: int | None
@@ -44,12 +41,6 @@ class _Documents:
 
 def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
     """Return how many samples training, all validations and the test read.
-
-    Args:
-        plugin: With `train_iters` or `train_samples`, and the sizes of batches.
-
-    Raises:
-        SettingsError: The length of the training is not known.
 
     Example:
         >>> from types import SimpleNamespace
@@ -79,16 +70,8 @@ def indexed_datasets(
 
     Called on every rank: the first builds the indices, the others wait for it.
 
-    Args:
-        plugin: Says how long sequences are, if the options do not.
-        options: As of `MegatronLMDummyDataLoader`.
-        samples: How many samples each of the three shall have.
-
     Returns:
         The data sets; `None` where a split has no documents.
-
-    Raises:
-        SettingsError: An option is unknown, or missing.
     """
     load_library("MegatronLMDummyDataLoader")
     datasets = core("datasets.gpt_dataset")
@@ -99,16 +82,7 @@ def indexed_datasets(
 
 
 def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config: type) -> dict[str, Any]:
-    """Return the options of data sets as megatron-core calls them.
-
-    Args:
-        plugin: Says how long sequences are, if the options do not.
-        options: As of `MegatronLMDummyDataLoader`.
-        config: megatron-core's dataclass of them.
-
-    Raises:
-        SettingsError: An option is unknown, or missing.
-    """
+    """Return the options of data sets as megatron-core calls them."""
     known = {one.name for one in fields(config)}
     requested = {
         _RENAMED.get(name, name): value for name, value in options.items() if name not in _OF_BATCHES
@@ -149,15 +123,7 @@ def _documents(tokenizer: Any) -> _Documents:
 def indexed_loaders(
     plugin: MegatronLMPlugin, datasets: Sequence[Any]
 ) -> tuple[DataLoader[Any] | None, DataLoader[Any] | None, DataLoader[Any] | None]:
-    """Make loaders of micro-batches that begin after what was consumed before.
-
-    Args:
-        plugin: With `consumed_samples`, and the sizes of batches.
-        datasets: Three data sets; `None` for none.
-
-    Raises:
-        SettingsError: `consumed_samples` has not three entries.
-    """
+    """Make loaders of micro-batches that begin after what was consumed before."""
     consumed = plugin.consumed_samples or [0, 0, 0]
     if len(consumed) != len(datasets):
         raise SettingsError(

@@ -1,27 +1,24 @@
-"""megatron-core, imported when it is needed."""
+"""Import megatron-core when it is needed, and ignore warnings about its own defaults."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from typing import Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_state.available import is_installed, require
 
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
 EXTRA = "accel-plugins[megatron]"
 
 
 def load_library(what: str) -> None:
-    """Import megatron-core.
-
-    Args:
-        what: The feature that needs it, as the subject of a sentence.
-
-    Raises:
-        MissingDependencyError: It is not installed; the message names the extra.
-    """
+    """Import megatron-core."""
     require("megatron_lm", what, install=EXTRA)
     core("parallel_state")
 
@@ -40,9 +37,13 @@ def core(name: str) -> Any:
 
 
 def uses_transformer_engine(backend: Any) -> bool:
-    """Return whether decoders are made of TransformerEngine's layers: on a GPU, where it is installed.
-
-    Args:
-        backend: `attention_backend` of the plugin.
-    """
+    """Return whether decoders are made of TransformerEngine's layers: on a GPU, where it is installed."""
     return torch.cuda.is_available() and is_installed("transformer_engine") and backend != "local"
+
+
+@contextmanager
+def without_core_warnings() -> Generator[None]:
+    """Ignore warnings that modules of megatron-core raise within the block."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module="megatron")
+        yield

@@ -20,10 +20,6 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
 
     A loader's batch size is the micro-batch size of a rank, as documented. A loader without one is returned
     as it is: its batches are sharded.
-
-    Args:
-        loader: A loader of PyTorch.
-        plugin: Has the number of micro-batches.
     """
     number = plugin.num_micro_batches or 1
     if number == 1 or not isinstance(loader, DataLoader) or loader.batch_size is None:
@@ -47,9 +43,6 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
 def micro_batch_sizes(loaders: Sequence[Any]) -> list[int]:
     """Return the batch sizes that loaders, or what stands for them, have.
 
-    Args:
-        loaders: As they were prepared.
-
     Example:
         >>> micro_batch_sizes([MegatronLMDummyDataLoader(micro_batch_size=4), DataLoader([1], batch_size=2)])
         [4, 2]
@@ -67,13 +60,6 @@ def with_real_loaders(loaders: Sequence[Any], context: Any) -> list[Any]:
     """Replace placeholders: the first occurrence of one by the loader that trains, then those that evaluate.
 
     Called on every rank, once the sizes of batches are known.
-
-    Args:
-        loaders: As they were prepared.
-        context: Has `state`.
-
-    Raises:
-        SettingsError: A placeholder comes more than three times, or its split has no samples.
     """
     made: dict[int, Iterator[Any]] = {}
     found: list[Any] = []

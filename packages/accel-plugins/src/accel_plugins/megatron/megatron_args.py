@@ -69,11 +69,7 @@ _OF_SCHEDULES = (
 
 
 def base_args(plugin: MegatronLMPlugin) -> dict[str, Any]:
-    """Return what is known before anything is prepared; `other_megatron_args` included.
-
-    Args:
-        plugin: With its fields checked.
-    """
+    """Return what is known before anything is prepared; `other_megatron_args` included."""
     args = {theirs: getattr(plugin, ours) for ours, theirs in _RENAMED.items()}
     args |= {name: getattr(plugin, name) for name in _SAME}
     return args | (plugin.other_megatron_args or {})
@@ -81,9 +77,6 @@ def base_args(plugin: MegatronLMPlugin) -> dict[str, Any]:
 
 def precision_args(mixed_precision: str) -> dict[str, Any]:
     """Return the flag of a precision.
-
-    Raises:
-        UnsupportedError: Megatron's engine does not offer it.
 
     Example:
         >>> precision_args("bf16"), precision_args("no")
@@ -98,9 +91,6 @@ def precision_args(mixed_precision: str) -> dict[str, Any]:
 
 def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer of PyTorch as Megatron describes it.
-
-    Raises:
-        UnsupportedError: Megatron does not have it, or not with its options.
 
     Example:
         >>> import torch
@@ -134,15 +124,7 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler) -> dict[str, Any]:
-    """Return the schedule as Megatron describes it.
-
-    Args:
-        plugin: Its fields win over those of the scheduler.
-        scheduler: Counts in batches of one rank.
-
-    Raises:
-        SettingsError: Neither says how long the schedule is.
-    """
+    """Return the schedule as Megatron describes it."""
     ranks = getattr(plugin, "data_parallel_size", 1)
     args = {name: getattr(plugin, name) for name in _OF_SCHEDULES}
     steps, samples = plugin.train_iters, plugin.train_samples
@@ -171,15 +153,8 @@ def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler)
 def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of megatron-core's `OptimizerParamScheduler`, which counts in samples.
 
-    Args:
-        args: `megatron_lm_default_args` after `set_training_args`, `set_optimizer_type` and
-            `set_scheduler_args`.
-
     Returns:
         All arguments but the optimizer; one step of the optimizer is `step(global_batch_size)`.
-
-    Raises:
-        SettingsError: The warm-up is not shorter than the schedule, or `min_lr` above the learning rate.
     """
     batch = args["global_batch_size"]
     if args["train_samples"] is None:

@@ -23,13 +23,9 @@ class Sizes:
 
     Args:
         name: Class of the model or of its configuration, for messages.
-        heads: Attention heads of a layer.
         kv_heads: Key-value heads of a layer: fewer with grouped-query attention.
         layers: Layers; those of the decoder, where there is an encoder beside it.
         encoder_layers: Layers of the encoder beside a decoder; else 0.
-        hidden: Size of hidden states.
-        ffn: Size of the intermediate layer.
-        vocab: Rows of the embedding.
         max_positions: Positions that have an embedding; `None` if positions are relative.
     """
 
@@ -46,13 +42,6 @@ class Sizes:
 
 def model_sizes(config: Any, name: str | None = None) -> Sizes:
     """Read the sizes of a model.
-
-    Args:
-        config: Its configuration, of transformers.
-        name: Class of the model; that of the configuration if `None`.
-
-    Raises:
-        SettingsError: The configuration lacks one of them.
 
     Example:
         >>> from types import SimpleNamespace
@@ -126,16 +115,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 def enter_network_args(
     plugin: MegatronLMPlugin, model: nn.Module, batch_data: Mapping[str, Any] | None
 ) -> None:
-    """Enter the sizes of a model into the arguments of a plugin.
-
-    Args:
-        plugin: Sequence lengths that it does not have are set, too.
-        model: A model with a `config`.
-        batch_data: A batch, from which sequence lengths are read if the plugin has none.
-
-    Raises:
-        SettingsError: The type of the model was not registered.
-    """
+    """Enter the sizes of a model into the arguments of a plugin."""
     config: Any = getattr(model, "config", None)
     model_type = getattr(config, "model_type", None)
     if model_type not in _PARSERS:
@@ -151,11 +131,7 @@ _DESCRIBED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_hea
 
 
 def described(plugin: MegatronLMPlugin) -> dict[str, Any]:
-    """Return fields of megatron-core's `TransformerConfig` for a model that has no row.
-
-    Args:
-        plugin: Its arguments have the sizes of the model.
-    """
+    """Return fields of megatron-core's `TransformerConfig` for a model that has no row."""
     args = plugin.megatron_lm_default_args
     return {name: args[name] for name in _DESCRIBED if name in args}
 

@@ -18,7 +18,6 @@ class Weight:
     Args:
         parameter: Its name in megatron-core's model; `{layer}` stands for the index of a layer.
         names: The names of the weights in the model of transformers, with `{layer}` likewise.
-        packing: How they are packed and split.
     """
 
     parameter: str
@@ -27,22 +26,11 @@ class Weight:
 
 
 def weight_and_bias(theirs: str, ours: str, weight: Packing, bias: Packing) -> list[Weight]:
-    """Return the two parameters of a layer or norm.
-
-    Args:
-        theirs: The name of the module in megatron-core's model.
-        ours: Its name in the model of transformers.
-        weight: How its weight is packed and split.
-        bias: How its bias is.
-    """
+    """Return the two parameters of a layer or norm."""
     return [
         Weight(parameter=f"{theirs}.{end}", names=(f"{ours}.{end}",), packing=packing)
         for end, packing in (("weight", weight), ("bias", bias))
     ]
-
-
-def _accept(config: Any) -> None:
-    del config
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +38,7 @@ class ModelFamily:
     """A family of models: how megatron-core builds a configuration of transformers, and weights.
 
     Args:
-        name: `model_type` of the configuration.
         kind: `"gpt"`, `"bert"` or `"t5"`: the train step that is used.
-        architectures: Class names of the models.
         transformer_config: Returns fields of megatron-core's `TransformerConfig`.
         model_arguments: Returns arguments of megatron-core's model, such as `position_embedding_type`, from
             the model of transformers.
@@ -74,4 +60,4 @@ class ModelFamily:
     model_arguments: Callable[[Any], Mapping[str, Any]]
     weights: Callable[[Any], Sequence[Weight]]
     build: str = "accel_plugins.megatron.stages:build_gpt"
-    check: Callable[[Any], None] = _accept
+    check: Callable[[Any], None] = lambda _: None

@@ -1,4 +1,4 @@
-"""megatron-core's optimizer in place of one of PyTorch, whose parameter groups users and schedules change."""
+"""megatron-core's optimizer and schedule in place of PyTorch's, whose parameter groups users change."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ from typing import TYPE_CHECKING, Any
 
 from accel_plugins.megatron.configs import optimizer_config
 from accel_plugins.megatron.library import core
+from accel_plugins.megatron.megatron_args import scheduler_arguments
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
 
+    from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
     from accel_plugins.megatron.plugin import MegatronLMPlugin
     from accel_plugins.megatron.weights import Placed
 
@@ -21,16 +23,7 @@ _GROUP = "torch_group"
 
 
 def group_of(placed: Sequence[Placed], model: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    """Return the parameter group of the optimizer for every parameter of this rank; those in none are frozen.
-
-    Args:
-        placed: The rank's parameters.
-        model: The model of transformers.
-        optimizer: Has its parameters.
-
-    Raises:
-        SettingsError: Weights that are one parameter of Megatron are in several groups.
-    """
+    """Return the optimizer's group of every parameter of this rank; those in none are frozen."""
     indices = {
         parameter: index
         for index, group in enumerate(optimizer.param_groups)
@@ -56,12 +49,7 @@ def group_of(placed: Sequence[Placed], model: nn.Module, optimizer: Optimizer) -
 
 
 def names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the first names of the parameters of each group of an optimizer.
-
-    Args:
-        model: The model of transformers.
-        optimizer: Has its parameters.
-    """
+    """Return the first names of the parameters of each group of an optimizer."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     return [[names[one] for one in group["params"] if one in names] for group in optimizer.param_groups]
 
@@ -73,15 +61,7 @@ def make_optimizer(
     groups: dict[nn.Parameter, int],
     precision: str,
 ) -> Any:
-    """Make megatron-core's optimizer with the groups of PyTorch's, which gets this rank's parameters.
-
-    Args:
-        plugin: May have conditions for weight decay and learning rate.
-        optimizer: The optimizer of PyTorch.
-        chunks: The wrapped stages.
-        groups: Group of every parameter.
-        precision: `"no"`, `"bf16"` or `"fp16"`.
-    """
+    """Make megatron-core's optimizer with the groups of PyTorch's, which gets this rank's parameters."""
     optimizers = core("optimizer")
     config = core("optimizer.optimizer_config")
     kinds: dict[tuple[int, float, float], set[int]] = {}
@@ -123,12 +103,7 @@ def parameter_factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Paramet
 
 
 def copy_hyperparameters(source: Optimizer, target: Any) -> None:
-    """Copy what schedules and users change of an optimizer of PyTorch to megatron-core's.
-
-    Args:
-        source: The optimizer of PyTorch.
-        target: megatron-core's.
-    """
+    """Copy what schedules and users change of an optimizer of PyTorch to megatron-core's."""
     for group in target.param_groups:
         own = source.param_groups[group[_GROUP]]
         for name in own.keys() & group.keys() - {"params", "lr", "weight_decay"}:
@@ -138,15 +113,50 @@ def copy_hyperparameters(source: Optimizer, target: Any) -> None:
 
 
 def clip(optimizer: Any, max_norm: float) -> float:
-    """Clip gradients that are ready to a norm over all groups; return the norm before that.
-
-    Args:
-        optimizer: megatron-core's.
-        max_norm: The largest norm.
-    """
+    """Clip gradients that are ready to a norm over all groups; return the norm before that."""
     norm = optimizer.get_grad_norm()
     scale = core("optimizer.clip_grads").clip_grad_by_total_norm_fp32
     for one in optimizer.chained_optimizers:
         if parameters := one.get_parameters():
             scale(parameters, max_norm, norm, one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8)
     return float(norm)
+
+
+class MegatronSchedule:
+    """A schedule that the engine advances by the samples of every optimizer step."""
+
+    def __init__(
+        self, plugin: MegatronLMPlugin, placeholder: MegatronLMDummyScheduler, optimizer: Optimizer
+    ) -> None:
+        plugin.set_scheduler_args(placeholder)
+        args = plugin.megatron_lm_default_args
+        schedule = core("optimizer_param_scheduler").OptimizerParamScheduler
+        for group in optimizer.param_groups:
+            group["max_lr"] = group["lr"]
+            if group["weight_decay"] == 0.0:
+                group["wd_mult"] = 0.0
+        self.optimizer = optimizer
+        self.schedule = schedule(
+            optimizer,
+            **scheduler_arguments(args),
+            use_checkpoint_opt_param_scheduler=True,
+            override_opt_param_scheduler=False,
+        )
+        self._samples = args["global_batch_size"]
+
+    def step(self) -> None:
+        """Advance by the samples of one optimizer step."""
+        self.schedule.step(self._samples)
+
+    def get_last_lr(self) -> list[float]:
+        """Return the learning rate of every parameter group."""
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the samples so far, and the arguments."""
+        return self.schedule.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume."""
+        self.schedule.num_steps = 0
+        self.schedule.load_state_dict(dict(state))

@@ -63,11 +63,7 @@ class Slot:
 
 
 def slots_of(engine: MegatronEngine) -> dict[nn.Parameter, Slot]:
-    """Return this rank's slots by parameter; a data-parallel rank may have none for some.
-
-    Args:
-        engine: Prepared with an optimizer.
-    """
+    """Return this rank's slots by parameter; a data-parallel rank may have none for some."""
     optimizers = core("optimizer")
     found: dict[nn.Parameter, Slot] = {}
     for one in engine.optimizer.chained_optimizers:
@@ -110,9 +106,6 @@ def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
     """Yield float32 weights of transformers, from the copies that the optimizer steps.
 
     Called on every rank; weights that are not trained come as the model has them.
-
-    Args:
-        engine: Prepared, with an optimizer or without.
     """
     slots = {} if engine.optimizer is None else slots_of(engine)
     own = set[int]() if engine.optimizer is None else {id(one) for one in trained(engine)}
@@ -123,12 +116,7 @@ def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
 
 
 def load_masters(engine: MegatronEngine, state: Mapping[str, Tensor]) -> None:
-    """Copy weights to the float32 copies, which have more digits than the model's parameters.
-
-    Args:
-        engine: Prepared with an optimizer.
-        state: Weights of transformers by name.
-    """
+    """Copy weights to the float32 copies, which have more digits than the model's parameters."""
     slots = slots_of(engine)
     with torch.no_grad():
         for one in trained(engine):
@@ -140,14 +128,7 @@ def load_masters(engine: MegatronEngine, state: Mapping[str, Tensor]) -> None:
 def load_master(
     engine: MegatronEngine, slots: Mapping[nn.Parameter, Slot], one: Placed, state: Mapping[str, Tensor]
 ) -> None:
-    """Copy the weights of one parameter to its float32 copy, if this rank has a part of it.
-
-    Args:
-        engine: Prepared with an optimizer.
-        slots: Of this rank.
-        one: The parameter.
-        state: Its weights of transformers by name.
-    """
+    """Copy the weights of one parameter to its float32 copy, if this rank has a part of it."""
     slot = slots.get(one.parameter)
     if slot is not None:
         part = slot.own(_local(engine, one, [state[name] for name in one.names]))
@@ -158,11 +139,6 @@ def full_state(engine: MegatronEngine, optimizer: Optimizer, *, keep: bool) -> S
     """Return the state dict that the optimizer of PyTorch would have in one process.
 
     Called on every rank.
-
-    Args:
-        engine: Prepared with the optimizer.
-        optimizer: The optimizer of PyTorch, with its groups.
-        keep: Whether this rank needs the result.
     """
     numbers = {name: number for number, name in enumerate(_flat(engine.optimizer_names))}
     state: dict[int, dict[str, Any]] = {}
@@ -181,9 +157,6 @@ def iter_optimizer_state(engine: MegatronEngine) -> Iterator[tuple[str, float | 
     """Yield a key of the state, the number of steps, and the key's tensors by weights of transformers.
 
     Called on every rank.
-
-    Args:
-        engine: Prepared with an optimizer.
     """
     slots = slots_of(engine)
     keys, step = _agreed(slots)
@@ -195,16 +168,7 @@ def iter_optimizer_state(engine: MegatronEngine) -> Iterator[tuple[str, float | 
 
 
 def load_full_state(engine: MegatronEngine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load such a state dict, which every rank has.
-
-    Args:
-        engine: Prepared with the optimizer.
-        optimizer: The optimizer of PyTorch, with its groups.
-        state: The state dict.
-
-    Raises:
-        CheckpointError: Its groups have other numbers of parameters.
-    """
+    """Load such a state dict, which every rank has."""
     if engine.plugin.no_load_optim:
         return
     saved = state["param_groups"]
@@ -228,14 +192,7 @@ def load_full_state(engine: MegatronEngine, optimizer: Optimizer, state: Mapping
 
 
 def restore(engine: MegatronEngine, one: Placed, slot: Slot, entries: Sequence[Any]) -> None:
-    """Load the state of one parameter.
-
-    Args:
-        engine: Prepared with an optimizer.
-        one: The parameter.
-        slot: This rank's part of its state.
-        entries: The states of its weights of transformers, in the order of their names.
-    """
+    """Load the state of one parameter."""
     for key, value in entries[0].items():
         if key == _STEP:
             _set_step(slot, float(value))

@@ -37,13 +37,7 @@ class Packing:
     leading: tuple[int, ...] = ()
 
     def shard(self, packed: Tensor, rank: int, size: int) -> Tensor:
-        """Return the parameter of one tensor-parallel rank.
-
-        Args:
-            packed: The packed weight.
-            rank: Tensor-parallel rank.
-            size: Tensor-parallel size.
-        """
+        """Return the parameter of one tensor-parallel rank."""
         if self.dim == 0:  # ranks may be more than leading rows: key-value heads are split between some
             packed = self._flat(packed)
         if self.dim is not None:
@@ -51,23 +45,14 @@ class Packing:
         return packed if self.dim == 0 else self._flat(packed)
 
     def join(self, shards: Sequence[Tensor]) -> Tensor:
-        """Return the packed weight from the parameters of all tensor-parallel ranks.
-
-        Args:
-            shards: One parameter per rank; one is enough if they are not split.
-        """
+        """Return the packed weight from the parameters of all tensor-parallel ranks."""
         if self.dim == 0:
             return self._shaped(torch.cat([*shards]))
         parts = [self._shaped(one) for one in shards]
         return parts[0] if self.dim is None else torch.cat(parts, dim=self.dim)
 
     def joined_shape(self, own: torch.Size, size: int) -> torch.Size:
-        """Return the shape of the packed weight.
-
-        Args:
-            own: Shape of one rank's parameter.
-            size: Tensor-parallel size.
-        """
+        """Return the shape of the packed weight."""
         part = torch.empty(own, device="meta")
         return self.join([part] * (1 if self.dim is None else size)).shape
 
@@ -81,9 +66,6 @@ class Packing:
 def same(dim: int | None = None) -> Packing:
     """Return the packing of a weight that is the same in both libraries.
 
-    Args:
-        dim: Dim that tensor-parallel ranks split.
-
     Example:
         >>> same(0).shard(torch.arange(4), 1, 2)
         tensor([2, 3])
@@ -93,9 +75,6 @@ def same(dim: int | None = None) -> Packing:
 
 def vocabulary(rows: int) -> Packing:
     """Return the packing of an embedding or output layer, padded with rows of zeros until ranks can split it.
-
-    Args:
-        rows: Rows without padding.
 
     Example:
         >>> vocabulary(3).shard(torch.ones(3), 1, 2)
@@ -112,11 +91,7 @@ def _padded(tensor: Tensor, dim: int, size: int) -> Tensor:
 
 
 def transposed(dim: int) -> Packing:
-    """Return the packing of a weight that one of the two libraries has transposed, as `Conv1D` does.
-
-    Args:
-        dim: Dim of the transposed weight that tensor-parallel ranks split.
-    """
+    """Return the packing of a weight that one of the two libraries has transposed, as `Conv1D` does."""
     return Packing(pack=lambda tensors: tensors[0].T, unpack=lambda packed: [packed.T], dim=dim)
 
 
@@ -129,11 +104,6 @@ def gated() -> Packing:
 
 def attention(heads: int, groups: int, size: int) -> Packing:
     """Return the packing of query, key and value projections: by groups, queries before their key and value.
-
-    Args:
-        heads: Query heads.
-        groups: Key-value heads.
-        size: Features of a head.
 
     Example:
         >>> tensors = torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6]), torch.tensor([7, 8])
@@ -160,10 +130,6 @@ def attention(heads: int, groups: int, size: int) -> Packing:
 def keys_values(heads: int, size: int) -> Packing:
     """Return the packing of key and value projections of cross-attention: by heads, keys before values.
 
-    Args:
-        heads: Heads.
-        size: Features of a head.
-
     Example:
         >>> keys_values(2, 1).pack([torch.tensor([1, 2]), torch.tensor([3, 4])]).tolist()
         [[[1], [3]], [[2], [4]]]
@@ -179,13 +145,7 @@ def keys_values(heads: int, size: int) -> Packing:
 
 
 def attention_in_one(heads: int, size: int, *, transpose: bool) -> Packing:
-    """Return the packing of projections that are one weight in transformers: queries, then keys, then values.
-
-    Args:
-        heads: Heads.
-        size: Features of a head.
-        transpose: Whether the weight is that of a `Conv1D`.
-    """
+    """Return the packing of projections in one weight of transformers: queries, then keys, then values."""
     separate = attention(heads, heads, size)
 
     def pack(tensors: Sequence[Tensor]) -> Tensor:

@@ -125,15 +125,7 @@ _ROWS = _rows()
 
 
 def check_values(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Check each field by itself.
-
-    Args:
-        fields: Values by the name of their field.
-        sources: Where they came from.
-
-    Raises:
-        SettingsError: Values are of the wrong kind or out of range; all are named.
-    """
+    """Check each field by itself."""
     problems = [
         f"{sources[name]}: expected {wanted}"
         for name, (wanted, holds) in _ROWS.items()
@@ -180,15 +172,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
 
 
 def check_supported(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse what no part of the strategy would read.
-
-    Args:
-        fields: Values by the name of their field.
-        sources: Where they came from.
-
-    Raises:
-        UnsupportedError: A field has another value than its default; the message says what to use instead.
-    """
+    """Refuse what no part of the strategy would read."""
     for name, (default, instead) in UNSUPPORTED.items():
         if fields[name] != default:
             raise UnsupportedError(f"{sources[name]} is not supported: {instead}.")
@@ -209,15 +193,7 @@ _ALTERNATIVES = (
 
 
 def check_combinations(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-    """Refuse fields that contradict each other, or have no effect beside the others.
-
-    Args:
-        fields: Values by the name of their field.
-        sources: Where they came from.
-
-    Raises:
-        SettingsError: Fields do not fit together; all are named.
-    """
+    """Refuse fields that contradict each other, or have no effect beside the others."""
     problems = [
         f"{sources[one]} and {sources[other]} exclude each other: leave one out"
         for one, other in _ALTERNATIVES

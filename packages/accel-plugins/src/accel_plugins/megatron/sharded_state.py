@@ -42,11 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronShards:
-    """Sharded state dicts of engines, as DTensors under the names of transformers.
-
-    Args:
-        device_type: Type of the device, such as `"cuda"`.
-    """
+    """Sharded state dicts of engines, as DTensors under the names of transformers."""
 
     device_type: str
     _plain: TensorShards = field(default_factory=TensorShards, init=False)
@@ -75,22 +71,14 @@ class MegatronShards:
         check_names(model)
         aliases = aliases_of(model.source)
         known = {name: state[alias] for name, names in aliases.items() for alias in names if alias in state}
-        slots = slots_of(model) if model.optimizer is not None else {}
-        for names, placed in _in_order(model, model.placed):
-            if any(name not in known for name in names):
-                continue
-            full = {name: _full(known[name]) for name in names}
-            for one in placed:
-                load([one], full, model.groups)
+        for one, full in _full_weights(model, model.placed, known):
+            load([one], full, model.groups)
         if model.optimizer is None:
             return
+        slots = slots_of(model)
         model.optimizer.reload_model_params()
-        for names, placed in _in_order(model, trained(model)):
-            if any(name not in known for name in names):
-                continue
-            full = {name: _full(known[name]) for name in names}
-            for one in placed:
-                load_master(model, slots, one, full)
+        for one, full in _full_weights(model, trained(model), known):
+            load_master(model, slots, one, full)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Return the sharded state dict of the optimizer, with parameters by name."""
@@ -147,16 +135,7 @@ class MegatronShards:
 
 
 def engine_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:
-    """Return the engine that was prepared with an optimizer.
-
-    Args:
-        optimizer: The optimizer of PyTorch.
-        models: All prepared models.
-
-    Raises:
-        CheckpointError: There is none.
-        UnsupportedError: The model was made by a function of the user.
-    """
+    """Return the engine that was prepared with an optimizer."""
     found = [one for one in models if isinstance(one, MegatronEngine) and one.optimizer is not None]
     if not found:
         raise CheckpointError(f"{type(optimizer).__name__} was not prepared with a model by Megatron.")
@@ -165,14 +144,7 @@ def engine_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngi
 
 
 def check_names(engine: MegatronEngine) -> None:
-    """Refuse a model whose weights have no names in transformers.
-
-    Args:
-        engine: The engine.
-
-    Raises:
-        UnsupportedError: The model was made by a function of the user.
-    """
+    """Refuse a model whose weights have no names in transformers."""
     if engine.family is None:
         raise UnsupportedError(
             "The model was made by custom_model_provider_function: Megatron does not know what its weights "
@@ -192,6 +164,16 @@ def _sharded(value: Tensor, mesh: DeviceMesh) -> Tensor:
 
 def _full(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _full_weights(
+    engine: MegatronEngine, placed: Sequence[Placed], known: StateDict
+) -> Iterator[tuple[Placed, StateDict]]:
+    """Yield the parameters of this rank whose weights are all known, with these in full: a collective."""
+    for names, own in _in_order(engine, placed):
+        if all(name in known for name in names):
+            full = {name: _full(known[name]) for name in names}
+            yield from ((one, full) for one in own)
 
 
 def _in_order(

@@ -23,12 +23,6 @@ if TYPE_CHECKING:
 def stage_elements(model: nn.Module, tensor: int, pipeline: int, context: int = 1) -> list[int]:
     """Return how many elements of parameters a rank of each pipeline stage has.
 
-    Args:
-        model: A model of transformers with a row; it may be on the meta device.
-        tensor: Tensor-parallel size.
-        pipeline: Pipeline-parallel size.
-        context: Context-parallel size, which divides no parameter.
-
     Raises:
         SettingsError: The model has no row, or sizes that the ranks do not divide.
         UnsupportedError: megatron-core does not compute the model.

@@ -39,10 +39,6 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
 
     TransformerEngine's layers are used on a GPU where it is installed, unless `attention_backend` is
     `"local"`; else megatron-core's own.
-
-    Args:
-        config: The `TransformerConfig`.
-        vp_stage: The virtual stage, if the rank has several.
     """
     specs = core("models.gpt.gpt_layer_specs")
     block = core("transformer.transformer_block")
@@ -65,16 +61,7 @@ def build_gpt(
     post_process: bool,
     vp_stage: int | None,
 ) -> nn.Module:
-    """Make one stage of a decoder.
-
-    Args:
-        config: The `TransformerConfig`.
-        arguments: Further arguments of `GPTModel`.
-        vocabulary: Rows of the embedding.
-        pre_process: Whether the stage has the embedding.
-        post_process: Whether the stage has the output layer.
-        vp_stage: The virtual stage, if the rank has several.
-    """
+    """Make one stage of a decoder."""
     padded = padded_vocabulary(vocabulary, config)
     made = core("models.gpt.gpt_model").GPTModel(
         config=config,
@@ -91,22 +78,12 @@ def build_gpt(
 
 
 def padded_vocabulary(vocabulary: int, config: Any) -> int:
-    """Return the rows of an embedding that all tensor-parallel ranks split evenly.
-
-    Args:
-        vocabulary: Rows without padding.
-        config: The `TransformerConfig`.
-    """
+    """Return the rows of an embedding that all tensor-parallel ranks split evenly."""
     return vocabulary + -vocabulary % config.tensor_model_parallel_size
 
 
 def mask_padding(layer: nn.Module, vocabulary: int) -> None:
-    """Give tokens that only pad the vocabulary no probability.
-
-    Args:
-        layer: The output layer.
-        vocabulary: Rows without padding.
-    """
+    """Give tokens that only pad the vocabulary no probability."""
     layer.register_forward_hook(partial(_masked, vocabulary))
 
 
@@ -121,12 +98,7 @@ def _masked(vocabulary: int, layer: Any, inputs: Any, output: tuple[torch.Tensor
 
 
 def virtual_stages(plugin: MegatronLMPlugin, layers: int) -> int | None:
-    """Return how many virtual stages a rank has; `None` if it has one stage.
-
-    Args:
-        plugin: Has the layers of a virtual stage.
-        layers: Layers of the model.
-    """
+    """Return how many virtual stages a rank has; `None` if it has one stage."""
     each = plugin.num_layers_per_virtual_pipeline_stage
     return None if each is None else layers // (plugin.pp_degree or 1) // each
 
@@ -138,15 +110,7 @@ def build_stages(
     model: Any,
     groups: Groups,
 ) -> list[nn.Module]:
-    """Make the modules of this rank: one, or one for each virtual stage.
-
-    Args:
-        family: The model's row; `None` with a `custom_model_provider_function`.
-        plugin: May have functions that make and prepare modules.
-        config: The `TransformerConfig`.
-        model: The model of transformers.
-        groups: Sizes and ranks.
-    """
+    """Make the modules of this rank: one, or one for each virtual stage."""
     number = config.virtual_pipeline_model_parallel_size
     stages = [None] if number is None else [*range(number)]
     provide: Any = plugin.custom_model_provider_function

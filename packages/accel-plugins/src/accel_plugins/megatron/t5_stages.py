@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import copy
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
 
 from accel_plugins.megatron.attention import BiasedAttention
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.recompute import recompute
 from accel_plugins.megatron.stages import TorchNorm, mask_padding, padded_vocabulary
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable
+
     from torch import nn
 
 
@@ -37,17 +43,7 @@ def build_t5(
     post_process: bool,
     vp_stage: int | None,
 ) -> nn.Module:
-    """Make a T5, which has one stage.
-
-    Args:
-        config: The `TransformerConfig` of the decoder.
-        arguments: Arguments of `T5Model`; `encoder_layers`, and the `output_factor` of what the
-            output layer gets.
-        vocabulary: Rows of the embedding.
-        pre_process: Always true.
-        post_process: Always true.
-        vp_stage: Not used.
-    """
+    """Make a T5, which has one stage."""
     del vp_stage
     granularity, method = config.recompute_granularity, config.recompute_method
     number = config.recompute_num_layers
@@ -83,3 +79,34 @@ def build_t5(
         for side in (made.encoder, made.decoder):
             recompute(side.layers[: number if method == "block" else None])
     return made
+
+
+def recompute(modules: Iterable[nn.Module]) -> None:
+    """Let modules recompute their activations in the backward pass.
+
+    Args:
+        modules: What they call is drawn from the random states of tensor parallelism or the default ones.
+    """
+    for module in modules:
+        module.forward = partial(_recomputed, module.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    tracker = core("tensor_parallel").get_cuda_rng_tracker()
+    before = tracker.get_states()
+
+    @contextmanager
+    def as_before() -> Generator[None]:
+        now = tracker.get_states()
+        tracker.set_states(before)
+        try:
+            yield
+        finally:
+            tracker.set_states(now)
+
+    def contexts() -> Any:
+        return nullcontext(), as_before()
+
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -49,13 +49,7 @@ class AbstractTrainStep(ABC):
 
 
 class TokenTrainStep(AbstractTrainStep):
-    """A step whose loss is that of tokens.
-
-    Args:
-        name: Name of the class of models.
-        accelerator: Has `state` and `device`.
-        args: `MegatronLMPlugin.megatron_lm_default_args` as attributes.
-    """
+    """A step whose loss is that of tokens."""
 
     def __init__(self, name: str, accelerator: Any, args: Namespace) -> None:
         super().__init__(name)
@@ -140,11 +134,7 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
 
 
 def gather_vocabulary(logits: Tensor) -> Tensor:
-    """Return logits of the full vocabulary from those of this tensor-parallel rank.
-
-    Args:
-        logits: Their last dim is split.
-    """
+    """Return logits of the full vocabulary from those of this tensor-parallel rank."""
     mappings = core("tensor_parallel.mappings")
     return mappings.gather_from_tensor_model_parallel_region(logits)
 
@@ -193,9 +183,6 @@ def causal_mask(attention_mask: Tensor | None, *, padding_at_end: bool = False) 
     Example:
         >>> causal_mask(torch.tensor([[0, 1]])).tolist()
         [[[[True, True], [True, False]]]]
-
-    Raises:
-        UnsupportedError: Padding comes before tokens, and cannot.
     """
     if attention_mask is None or bool(attention_mask.all()):
         return None

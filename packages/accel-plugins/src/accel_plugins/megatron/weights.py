@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from accel_plugins.megatron.library import core
+from accel_plugins.sharding.shards import names_of_each
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -31,14 +32,7 @@ _FUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A parameter of this rank, and the weights of transformers that it holds a part of.
-
-    Args:
-        name: Its name in the full model of megatron-core.
-        parameter: The parameter.
-        names: Names of the weights of transformers.
-        packing: How they are packed and split.
-    """
+    """A parameter of this rank, and the weights of transformers that it holds a part of."""
 
     name: str
     parameter: nn.Parameter
@@ -47,15 +41,7 @@ class Placed:
 
 
 def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Placed]:
-    """Find the row of every parameter of this rank.
-
-    Args:
-        stages: Its modules, without wrappers.
-        weights: The rows of the family.
-
-    Raises:
-        SettingsError: A parameter has no row.
-    """
+    """Find the row of every parameter of this rank."""
     rows = {row.parameter: row for row in weights}
     found: list[Placed] = []
     for stage in stages:
@@ -76,15 +62,7 @@ def find_rows(stages: Sequence[nn.Module], weights: Sequence[Weight]) -> list[Pl
 
 
 def check_covered(model: nn.Module, weights: Sequence[Weight]) -> None:
-    """Refuse a model with weights that no row carries over.
-
-    Args:
-        model: The model of transformers.
-        weights: The rows of its family.
-
-    Raises:
-        SettingsError: Weights have no row.
-    """
+    """Refuse a model with weights that no row carries over."""
     patterns = {re.escape(name).replace(r"\{layer\}", r"\d+") for row in weights for name in row.names}
     known = re.compile("|".join(patterns))
     missing = [name for name, _ in model.named_parameters() if not known.fullmatch(name)]
@@ -109,13 +87,7 @@ def _full_name(stage: nn.Module, name: str) -> tuple[str, int | None]:
 
 @torch.no_grad()
 def load(placed: Sequence[Placed], state: Mapping[str, Tensor], groups: Groups) -> None:
-    """Copy the parts of weights of transformers that this rank has.
-
-    Args:
-        placed: The rank's parameters.
-        state: All weights by name.
-        groups: Sizes and ranks.
-    """
+    """Copy the parts of weights of transformers that this rank has."""
     for one in placed:
         packed = one.packing.pack([state[name] for name in one.names])
         own = one.packing.shard(packed, groups.tensor_rank, groups.tensor)
@@ -133,12 +105,6 @@ def gather(
     """Yield weights of transformers, gathered from all stages and tensor-parallel ranks.
 
     Every rank iterates over all. A tied weight comes once.
-
-    Args:
-        placed: The rank's parameters.
-        weights: The rows of the family.
-        groups: Sizes and ranks.
-        tensors: Of the shape of the parameters, to be gathered instead of them.
     """
     values = [one.parameter.detach() for one in placed] if tensors is None else [*tensors]
     state = core("parallel_state")
@@ -167,12 +133,7 @@ def gather(
 
 
 def gather_plan(own: Any, groups: Groups) -> list[Any]:
-    """Return what every pipeline stage has, in their order.
-
-    Args:
-        own: What this rank's stage has.
-        groups: Sizes and ranks.
-    """
+    """Return what every pipeline stage has, in their order."""
     if groups.pipeline == 1:
         return [own]
     plans: list[Any] = [None] * groups.pipeline
@@ -200,24 +161,13 @@ def drop_values(model: nn.Module) -> None:
             setattr(module, name, new)
 
 
-def aliases_of(source: nn.Module) -> dict[str, list[str]]:
-    """Return all names of every weight, by its first: tied weights have several.
-
-    Args:
-        source: The model of transformers.
-    """
-    first: dict[int, str] = {}
-    found: dict[str, list[str]] = {}
-    for name, parameter in source.named_parameters(remove_duplicate=False):
-        found.setdefault(first.setdefault(id(parameter), name), []).append(name)
-    return found
+def aliases_of(source: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return all names of every weight, by its first: tied weights have several."""
+    weights = dict(source.named_parameters(remove_duplicate=False))
+    return {names[0]: names for names, _ in names_of_each(weights)}
 
 
 def buffers_of(source: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return the buffers in the state dict of a model.
-
-    Args:
-        source: The model of transformers.
-    """
+    """Return the buffers in the state dict of a model."""
     weights = {name for name, _ in source.named_parameters(remove_duplicate=False)}
     return [(name, value) for name, value in source.state_dict().items() if name not in weights]

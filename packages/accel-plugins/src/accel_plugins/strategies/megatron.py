@@ -13,20 +13,24 @@ from accel_ops.modules import unwrap_once
 from accel_plugins.megatron.check import check_context, check_model, check_positions, check_schedule
 from accel_plugins.megatron.configs import ddp_config, transformer_config
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext
+from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, train_step_of
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.groups import start
-from accel_plugins.megatron.library import core, load_library
+from accel_plugins.megatron.library import core, load_library, without_core_warnings
 from accel_plugins.megatron.loaders import micro_batch_sizes, with_all_micro_batches, with_real_loaders
 from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_plugins.megatron.model_args import described, model_sizes
-from accel_plugins.megatron.optimizer import clip, copy_hyperparameters, group_of, make_optimizer, names_of
+from accel_plugins.megatron.optimizer import (
+    MegatronSchedule,
+    clip,
+    copy_hyperparameters,
+    group_of,
+    make_optimizer,
+    names_of,
+)
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.quiet import without_core_warnings
-from accel_plugins.megatron.schedule import MegatronSchedule
 from accel_plugins.megatron.sharded_state import MegatronShards
 from accel_plugins.megatron.stages import build_stages, virtual_stages
-from accel_plugins.megatron.step_table import train_step_of
 from accel_plugins.megatron.weights import check_covered, drop_values, find_rows, load
 from accel_plugins.parallelism.mesh import mesh_of
 from accel_plugins.precision.engine import EnginePrecision
@@ -54,11 +58,7 @@ class Trained:
     """The engine that is trained and the optimizer of PyTorch that it was prepared with.
 
     Args:
-        engine: The engine; `None` until a model is prepared.
-        optimizer: The optimizer of PyTorch.
         is_ready: Whether gradients are unscaled, and finite.
-        schedules: Megatron's, which steps advance.
-        lease: The process groups.
     """
 
     engine: MegatronEngine | None = None
@@ -70,15 +70,7 @@ class Trained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronWrapper:
-    """Model wrapper that builds this rank's stages and Megatron's optimizer.
-
-    Args:
-        runtime: Device and topology.
-        plugin: How models are trained.
-        precision: `"no"`, `"bf16"` or `"fp16"`.
-        trained: Receives the engine.
-        groups: Sizes and ranks of Megatron's groups, once they are made.
-    """
+    """Model wrapper that builds this rank's stages and Megatron's optimizer."""
 
     runtime: Runtime
     plugin: MegatronLMPlugin
@@ -225,7 +217,6 @@ class MegatronStepper:
     """Stepper of the engine that is trained.
 
     Args:
-        trained: The engine and the optimizer of PyTorch.
         clipping: The norm to which every step clips gradients; 0 for none.
     """
 
@@ -353,12 +344,6 @@ def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
     """Make the strategy of a run with Megatron.
-
-    Args:
-        settings: Not used; the plugin has read them.
-        runtime: Device and topology.
-        precision: Its name configures the engine, which casts by itself.
-        handlers: Has the `MegatronLMPlugin`.
 
     Raises:
         MissingDependencyError: megatron-core is not installed.
