@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from accel_plugins.deepspeed.autofill import RunFacts, autofill, batch_size_of, hidden_size_of
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.fill import KnownValue, fill, leaves, put, refuse_misspelt
+from accel_plugins.deepspeed.gathered import find_classes
 from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig, read_config
-from accel_plugins.deepspeed.leaf_modules import find_classes
 from accel_plugins.deepspeed.library import load_library
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
 from accel_state.available import is_deepspeed_available
@@ -469,7 +469,7 @@ def test_a_deepspeed_that_is_older_than_the_tested_ones_is_refused(
 
 
 USED = """\
-from accel_plugins.deepspeed.contract import check_names
+from accel_plugins.deepspeed.library import check_names
 from accel_plugins.deepspeed.library import load_library
 from accel_state.errors import MissingDependencyError
 load_library("a test")

@@ -40,8 +40,6 @@ class RunFacts:
         micro_batch: Samples per micro-batch and rank; `None` if no loader has a batch size.
         accumulation: Micro-batches per optimizer step, with their source.
         hidden_size: Hidden size of the model; `None` if its configuration has none.
-        optimizer: An optimizer, a `DummyOptim`, or `None`.
-        scheduler: A scheduler, a `DummyScheduler`, or `None`.
         schedule_shards: Scheduler steps per optimizer step.
     """
 
@@ -58,10 +56,6 @@ class RunFacts:
 
 def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
     """Fill a configuration so that an engine can be built from it.
-
-    Args:
-        config: The plugin's configuration; not changed.
-        facts: The facts about the run.
 
     Raises:
         SettingsError: Values contradict the facts, or stay `"auto"`; all such keys are named.
@@ -90,9 +84,6 @@ def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) ->
         loaders: The data loaders.
         smallest: Whether to return the smallest of several batch sizes, else the largest.
         split_into: Number of ranks over which a loader's batch is split.
-
-    Returns:
-        The number; `None` if no loader has a batch size.
     """
     sizes: list[int] = []
     for loader in loaders:

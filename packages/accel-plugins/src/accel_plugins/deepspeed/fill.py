@@ -1,4 +1,4 @@
-"""Replace `"auto"` in a DeepSpeed configuration, and collect contradictions. Pure functions."""
+"""Check values of a DeepSpeed configuration, replace `"auto"`, collect contradictions. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_plugins.deepspeed.hf_config import AUTO
+from accel_plugins.kwargs.base import is_count
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+
+    from accel_plugins.deepspeed.hf_config import HfDeepSpeedConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,13 +33,7 @@ class KnownValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """A value of the configuration that contradicts a known one.
-
-    Args:
-        key: Dotted key.
-        found: Value in the configuration.
-        known: The value that it contradicts.
-    """
+    """A value of the configuration that contradicts a known one."""
 
     key: str
     found: Any
@@ -52,8 +49,6 @@ class Filled:
     """A filled configuration.
 
     Args:
-        config: The new configuration.
-        mismatches: Values that contradict a binding one.
         open_keys: Dotted keys whose value is still `"auto"`.
     """
 
@@ -127,11 +122,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def refuse_mismatches(mismatches: Sequence[Mismatch]) -> None:
-    """Raise one error that names all contradictions, if there are any.
-
-    Raises:
-        SettingsError: There is a contradiction.
-    """
+    """Raise one error that names all contradictions, if there are any."""
     if mismatches:
         raise SettingsError(
             "The DeepSpeed configuration contradicts other settings: "
@@ -141,11 +132,7 @@ def refuse_mismatches(mismatches: Sequence[Mismatch]) -> None:
 
 
 def refuse_open(open_keys: Sequence[str]) -> None:
-    """Raise one error that names all keys whose value is still `"auto"`, if there are any.
-
-    Raises:
-        SettingsError: There is such a key.
-    """
+    """Raise one error that names all keys whose value is still `"auto"`, if there are any."""
     if open_keys:
         raise SettingsError(
             "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
@@ -157,15 +144,8 @@ def refuse_open(open_keys: Sequence[str]) -> None:
 def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Check the top-level keys of a configuration for misspelt ones.
 
-    Args:
-        config: A configuration.
-        names: The keys that the installed version of DeepSpeed knows.
-
     Returns:
         Unknown keys that are not similar to a known one; DeepSpeed ignores them.
-
-    Raises:
-        SettingsError: An unknown key is similar to a known one.
     """
     known = sorted(set(names))
     unknown = [name for name in config if name not in known]
@@ -186,3 +166,86 @@ def _is_auto(value: Any) -> bool:
 def _same(found: Any, known: Any) -> bool:
     # JSON has one kind of number: 2 is 2.0, but true is not 1.
     return isinstance(found, bool) == isinstance(known, bool) and found == known
+
+
+KEYS: Mapping[str, str] = {
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+"""Keys of the configuration by field of `DeepSpeedPlugin`."""
+
+_DEVICES = ("none", "cpu", "nvme")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+_WANTED: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    KEYS["gradient_accumulation_steps"]: ("a whole number above 0", lambda value: is_count(value, least=1)),
+    KEYS["gradient_clipping"]: ("a number, 0 or more", _is_number),
+    KEYS["zero_stage"]: ("0, 1, 2 or 3", lambda value: is_count(value, least=0) and value <= 3),
+    KEYS["offload_optimizer_device"]: (f"one of {_DEVICES}", lambda value: value in _DEVICES),
+    KEYS["offload_param_device"]: (f"one of {_DEVICES}", lambda value: value in _DEVICES),
+    "train_micro_batch_size_per_gpu": ("a whole number above 0", lambda value: is_count(value, least=1)),
+    "train_batch_size": ("a whole number above 0", lambda value: is_count(value, least=1)),
+}
+
+
+def check_fields(config: HfDeepSpeedConfig) -> None:
+    """Check the values that DeepSpeed would refuse later, or ignore."""
+    problems = [
+        f"{key}={value!r}: expected {wanted}"
+        for key, (wanted, holds) in _WANTED.items()
+        if (value := config.get_value(key)) not in {None, AUTO} and not holds(value)
+    ]
+    stage = config.get_value(KEYS["zero_stage"], 0)
+    problems += [] if problems or stage == AUTO else _offloading(config, stage)
+    if config.get_value("managed_gradient_accumulation") is False:
+        problems.append(
+            "managed_gradient_accumulation=False: accel sets the engine's accumulation boundary itself; "
+            "leave it out"
+        )
+    if problems:
+        raise SettingsError(f"The DeepSpeed configuration cannot be used: {'; '.join(problems)}.")
+
+
+def without_none(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove offload sections whose device is `"none"`.
+
+    Example:
+        >>> without_none({"zero_optimization": {"stage": 2, "offload_param": {"device": "none"}}})
+        {'zero_optimization': {'stage': 2}}
+    """
+    zero = dict(config.get("zero_optimization", {}))
+    for what in ("offload_optimizer", "offload_param"):
+        node = zero.get(what)
+        if isinstance(node, dict) and cast("dict[str, Any]", node).get("device") in {None, "none"}:
+            del zero[what]
+    return {**config, "zero_optimization": zero}
+
+
+def _offloading(config: HfDeepSpeedConfig, stage: int) -> list[str]:
+    problems: list[str] = []
+    for what, least in (("optimizer", 1), ("param", 3)):
+        device = config.get_value(KEYS[f"offload_{what}_device"]) or "none"
+        path = config.get_value(KEYS[f"offload_{what}_nvme_path"])
+        needed = 3 if device == "nvme" else least
+        if device != "none" and stage < needed:
+            problems.append(
+                f"offload_{what} to {device!r} needs ZeRO stage "
+                f"{needed}{' or higher' if needed < 3 else ''}, but the stage is {stage}"
+            )
+        if device == "nvme" and not path:
+            problems.append(f"offload_{what} to 'nvme' needs offload_{what}_nvme_path, a folder on the disk")
+        if path and device != "nvme":
+            problems.append(
+                f"offload_{what}_nvme_path={path!r} has no effect with offload_{what}_device={device!r}"
+            )
+    return problems

@@ -33,7 +33,6 @@ class EngineFolder:
     """The files of one checkpoint; tensors are memory-mapped.
 
     Args:
-        folder: The folder.
         models: Contents of the model files by rank; a single one if parameters are not sharded.
         optimizers: Contents of the optimizer files by rank; none at stage 0.
     """
@@ -67,11 +66,7 @@ class EngineFolder:
         return found
 
     def numbered_optimizer(self) -> dict[str, Any] | None:
-        """Return the optimizer's state dict at stage 0, as torch has it; `None` for other stages.
-
-        Raises:
-            CheckpointError: The optimizer has master weights of 16-bit parameters.
-        """
+        """Return the optimizer's state dict at stage 0, as torch has it; `None` for other stages."""
         if self.optimizers:
             return None
         state = self.models[0].get("optimizer")
@@ -95,7 +90,7 @@ class EngineFolder:
                 f"{str(self.folder)!r} was written with elastic_checkpoint, whose optimizer state cannot be "
                 "converted; load it with the world size with which it was saved."
             )
-        states: dict[str, dict[str, Any]] = {name: {} for name in self._names()}
+        states: dict[str, dict[str, Any]] = {name: {} for group in self._shapes() for name in group}
         for name in sorted({key for base in bases for one in base["state"].values() for key in one}):
             shards = [
                 [base["state"].get(index, {}).get(name) for index in self._indices(base)] for base in bases
@@ -133,10 +128,6 @@ class EngineFolder:
     def _shapes(self) -> Sequence[Mapping[str, Any]]:
         return self.models[0]["param_shapes"]
 
-    def _names(self) -> Iterator[str]:
-        for group in self._shapes():
-            yield from group
-
     def _frozen(self) -> dict[str, Tensor]:
         shapes = self.models[0].get("frozen_param_shapes") or {}
         return {
@@ -158,9 +149,6 @@ class EngineFolder:
 def read_folder(folder: Path) -> EngineFolder:
     """Read a checkpoint folder.
 
-    Args:
-        folder: A folder with files such as `mp_rank_00_model_states.pt`.
-
     Raises:
         CheckpointError: Files are absent or damaged, or of tensor- or pipeline-parallel models.
     """
@@ -168,7 +156,8 @@ def read_folder(folder: Path) -> EngineFolder:
     if not models:
         raise CheckpointError(f"{str(folder)!r} has no *_model_states.pt: it is not a DeepSpeed checkpoint.")
     states = [load_file(path)["optimizer_state_dict"] for path in optimizers]
-    ranks = max(_counts(states[0]["partition_count"])) if states else 0
+    counts = states[0]["partition_count"] if states else 0
+    ranks = counts if isinstance(counts, int) else max(counts)
     if ranks != len(states):
         raise CheckpointError(
             f"{str(folder)!r} has the optimizer states of {len(states)} ranks of {ranks}; copy the files of "
@@ -183,23 +172,13 @@ def is_engine_folder(folder: Path) -> bool:
 
 
 def engine_folder(directory: Path, name: str, index: int) -> Path:
-    """Return a model's folder in a checkpoint: by its name, else the one that the file `latest` names.
-
-    Args:
-        directory: The checkpoint.
-        name: The folder's name in a checkpoint of `save_state`.
-        index: Index of the model; `latest` is used for the first only.
-    """
+    """Return a model's folder in a checkpoint: by its name, else the one that the file `latest` names."""
     latest = directory / LATEST
     if not index and not is_engine_folder(directory / name) and latest.is_file():
         tag = latest.read_text().strip()
         if tag == Path(tag).name and is_engine_folder(directory / tag):
             return directory / tag
     return directory / name
-
-
-def _counts(count: int | Sequence[int]) -> Sequence[int]:
-    return [count] if isinstance(count, int) else count
 
 
 def _files(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

@@ -1,14 +1,17 @@
-"""A DeepSpeed configuration with access by dotted keys, such as `zero_optimization.stage`."""
+"""A DeepSpeed configuration with access by dotted keys, and its registration with transformers."""
 
 from __future__ import annotations
 
 import base64
 import binascii
 import copy
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from accel_state.available import is_installed
 from accel_state.errors import SettingsError
 from accel_state.regular_file import CONFIG_LIMIT, read_regular
 
@@ -189,3 +192,42 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = sorted({name for name in names if names.count(name) > 1})
         raise ValueError(f"the key(s) {', '.join(map(repr, twice))} are repeated in one object")
     return found
+
+
+def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
+    """Register a configuration with transformers, if the program has imported it.
+
+    Returns:
+        The registered object, which is registered as long as the caller keeps it; `None` if models are built
+        full.
+    """
+    if "transformers" not in sys.modules or not is_installed("deepspeed"):
+        return None
+    theirs = importlib.import_module("transformers.integrations.deepspeed")
+    if not asked:
+        theirs.unset_hf_deepspeed_config()
+        return None
+    ours = HfDeepSpeedConfig(config_for_models(config))
+    theirs.set_hf_deepspeed_config(ours)
+    return ours
+
+
+def config_for_models(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration for building models, with its `"auto"` values removed.
+
+    Example:
+        >>> config_for_models({"train_batch_size": "auto", "zero_optimization": {"stage": 3}})
+        {'zero_optimization': {'stage': 3}, 'train_micro_batch_size_per_gpu': 1}
+    """
+
+    def decided(node: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: decided(value) if isinstance(value, dict) else value
+            for name, value in node.items()
+            if not (isinstance(value, str) and value == AUTO)
+        }
+
+    known = decided(config)
+    for name in ("train_batch_size", "gradient_accumulation_steps"):
+        known.pop(name, None)
+    return known | {"train_micro_batch_size_per_gpu": 1}

@@ -1,30 +1,29 @@
-"""Import DeepSpeed, and prepare the process for it; no other module imports it."""
+"""Import DeepSpeed, check what we use of it, and prepare the process; no other module imports it."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import version
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from accel_plugins.deepspeed.contract import check_names
 from accel_state import environ, group_end
 from accel_state.available import require
 from accel_state.errors import MissingDependencyError
 from accel_state.versions import compare_versions
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
     from types import ModuleType
 
     import torch
 
     from accel_state.runtime import Runtime
-    from accel_state.topology import Topology
-
 
 _MINIMUM = "0.19"  # engines of earlier versions lack methods that `engine.py` calls
 _EXTRA = "accel-plugins[deepspeed]"
@@ -32,9 +31,6 @@ _EXTRA = "accel-plugins[deepspeed]"
 
 def load_library(what: str) -> ModuleType:
     """Import DeepSpeed.
-
-    Args:
-        what: The feature that needs it, for the message.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed, or too old.
@@ -71,7 +67,8 @@ def start(runtime: Runtime) -> ModuleType:
     Raises:
         MissingDependencyError: DeepSpeed is not installed, or lacks what accel uses of it.
     """
-    _publish_topology(runtime.topology)
+    if "LOCAL_RANK" not in environ.read():  # from which DeepSpeed derives its device
+        environ.publish({"LOCAL_RANK": str(runtime.topology.local_rank)})
     with _for_device(runtime.device):
         deepspeed = load_library("the strategy 'deepspeed'")
         check_names()
@@ -88,12 +85,6 @@ def start(runtime: Runtime) -> ModuleType:
             with _without_compiling(runtime.device):
                 comm.init_distributed(dist_backend=dist.get_backend(), verbose=False)
     return deepspeed
-
-
-def _publish_topology(topology: Topology) -> None:
-    """Set `LOCAL_RANK`, from which DeepSpeed derives its device, if the launcher has not."""
-    if "LOCAL_RANK" not in environ.read():
-        environ.publish({"LOCAL_RANK": str(topology.local_rank)})
 
 
 @contextmanager
@@ -123,3 +114,75 @@ def _without_compiling(device: torch.device) -> Generator[None]:
         yield
     finally:
         setattr(communication, name, build)
+
+
+_OPTIMIZER = "runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE_3 = "runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_BF16 = "runtime.bf16_optimizer:BF16_Optimizer"
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "runtime.engine:DeepSpeedEngine": (
+        "get_global_grad_norm",
+        "gradient_clipping",
+        "is_gradient_accumulation_boundary",
+        "set_gradient_accumulation_boundary",
+        "was_step_applied",
+        "zero_grad",
+    ),
+    _OPTIMIZER: (
+        "_lazy_init_hp_params_optimizer_state",
+        "_release_preflattened_grad_buffers",
+        "_use_compact_grad_partition_buffer",
+        "_wait_for_offload_copies",
+        "refresh_fp32_params",
+        "reset_cpu_buffers",
+        "scale_if_loss",
+        "scaled_global_norm",
+    ),
+    _STAGE_3: ("_get_norm_groups", "reset_cpu_buffers", "scale_if_loss"),
+    _BF16: (
+        "_lazy_init_hp_params_optimizer_state",
+        "clear_hp_grads",
+        "clear_lp_grads",
+        "refresh_fp32_params",
+        "scale_if_loss",
+    ),
+    "runtime.fp16.fused_optimizer:FP16_Optimizer": ("refresh_fp32_params",),
+    "runtime.zero:GatheredParameters": ("__enter__", "__exit__"),
+    "runtime.zero.config:get_zero_config": (),
+    "utils": (
+        "safe_get_full_fp32_param",
+        "safe_get_full_optimizer_state",
+        "safe_set_full_fp32_param",
+        "safe_set_full_optimizer_state",
+        "safe_set_local_fp32_param",
+        "safe_set_local_optimizer_state",
+        "set_z3_leaf_modules",
+    ),
+    "comm.comm": ("cdb", "init_distributed"),
+}
+"""By `module` or `module:class`, without `deepspeed.` before it."""
+
+
+def absent_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> list[str]:
+    """What the installed DeepSpeed does not have, as `module:class.name`."""
+    absent: list[str] = []
+    for owner, attributes in names.items():
+        module, _, inner = owner.partition(":")
+        try:
+            found = import_module(f"deepspeed.{module}")
+            found = attrgetter(inner)(found) if inner else found
+        except (ImportError, AttributeError):
+            absent.append(owner)
+        else:
+            absent += [f"{owner}.{name}" for name in attributes if not hasattr(found, name)]
+    return absent
+
+
+def check_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> None:
+    """Refuse a DeepSpeed that lacks what we use of it, before a run depends on it."""
+    if absent := absent_names(names):
+        raise MissingDependencyError(
+            f"deepspeed {version('deepspeed')} does not have {', '.join(absent)}, which this version of "
+            "accel uses of it: install another version of deepspeed, such as 0.19, or a newer accel."
+        )

@@ -7,11 +7,19 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.deepspeed.fill import KnownValue, Mismatch, fill, leaves, put, refuse_mismatches
-from accel_plugins.deepspeed.hf_config import AUTO, HfDeepSpeedConfig
-from accel_plugins.deepspeed.leaf_modules import mark_leaf_modules
-from accel_plugins.deepspeed.rules import KEYS, check_fields, without_none
-from accel_plugins.deepspeed.transformers_link import link
+from accel_plugins.deepspeed.fill import (
+    KEYS,
+    KnownValue,
+    Mismatch,
+    check_fields,
+    fill,
+    leaves,
+    put,
+    refuse_mismatches,
+    without_none,
+)
+from accel_plugins.deepspeed.gathered import mark_leaf_modules
+from accel_plugins.deepspeed.hf_config import AUTO, HfDeepSpeedConfig, link
 from accel_plugins.kwargs.base import expect_flags
 from accel_plugins.kwargs.resolve import resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError

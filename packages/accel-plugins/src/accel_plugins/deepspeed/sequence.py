@@ -21,8 +21,6 @@ class SequenceShard:
     """Shard the sequences of batches.
 
     Args:
-        size: Sequence-parallel size.
-        rank: Sequence-parallel rank.
         length: Length of all sequences; `None` for any.
         masks_by_position: Whether attention separates samples in one sequence by their position ids.
 

@@ -58,11 +58,7 @@ class EngineState:
 
     @torch.no_grad()
     def iter_weights(self, *, keep: bool) -> Iterator[dict[str, Any]]:
-        """Gather the full state dict tensor by tensor if parameters are sharded; tied names come together.
-
-        Args:
-            keep: Whether this rank needs it; else the dictionaries are empty.
-        """
+        """Gather the full state dict tensor by tensor if parameters are sharded; tied names come together."""
         if not any(is_sharded(p) for p in self._module.parameters()):
             yield self.weights(keep=keep, exact=False)
             return
@@ -73,20 +69,7 @@ class EngineState:
 
     @torch.no_grad()
     def load_weights(self, state: Mapping[str, Any], *, strict: bool = True, assign: bool = False) -> Any:
-        """Load a full state dict, also into the float32 master weights.
-
-        Args:
-            state: Full tensors by name, on every rank.
-            strict: Whether names must be the same.
-            assign: Unsupported; raises if true.
-
-        Returns:
-            What `Module.load_state_dict` returns.
-
-        Raises:
-            RuntimeError: Names or shapes differ.
-            UnsupportedError: `assign` is true.
-        """
+        """Load a full state dict, also into the float32 master weights."""
         if assign:
             raise UnsupportedError(
                 "load_state_dict(assign=True): DeepSpeed's engine keeps its own tensors; leave assign out."
@@ -163,11 +146,7 @@ class EngineState:
 
     @torch.no_grad()
     def load_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load an optimizer's full state dict, the same on every rank.
-
-        Raises:
-            CheckpointError: Its parameters are not those of the optimizer.
-        """
+        """Load an optimizer's full state dict, the same on every rank."""
         outer = self._engine.optimizer
         if not _shards(outer):
             getattr(outer, "optimizer", outer).load_state_dict(dict(state))
@@ -190,25 +169,14 @@ class EngineState:
                 if tensor.requires_grad and isinstance(value, torch.Tensor) and value.dim() > 0:
                     _set(tensor, name, value)
 
-    def named(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Replace the parameter indices of an optimizer's state dict by names."""
+    def names(self) -> list[list[str]]:
+        """Return the names of the optimizer's parameters, group by group."""
         names = {id(value): name for name, value in self._module.named_parameters()}
-        order = [names[id(one)] for one in self._tensors()]
-        groups = [
-            {**group, "params": [order[index] for index in group["params"]]}
-            for group in state.get("param_groups", ())
-        ]
-        states = {order[index]: value for index, value in state.get("state", {}).items()}
-        return {"state": states, "param_groups": groups}
+        return [[names[id(one)] for one in group] for group in self._groups]
 
     def load_named_optimizer(self, state: Mapping[str, Any]) -> None:
-        """Load an optimizer's full state dict with parameters by name.
-
-        Raises:
-            CheckpointError: Its parameters are not those of the optimizer.
-        """
-        names = {id(value): name for name, value in self._module.named_parameters()}
-        mine = [[names[id(one)] for one in group] for group in self._groups]
+        """Load an optimizer's full state dict with parameters by name."""
+        mine = self.names()
         saved = state["param_groups"]
         known = {name for group in saved for name in group["params"]}
         lost = sorted({name for group in mine for name in group} - known)

@@ -33,14 +33,7 @@ _patched: dict[str, tuple[Callable[..., Any], WeakKeyDictionary[nn.Module, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceParallel:
-    """Shard sequences over a mesh, with DeepSpeed's attention for models of transformers.
-
-    Args:
-        full_mesh: The mesh of all axes.
-        mesh: The mesh of the sequence-parallel axis.
-        handler: Options of sequence parallelism.
-        seen: The modules that use Ulysses' attention.
-    """
+    """Shard sequences over a mesh, with DeepSpeed's attention for models of transformers."""
 
     full_mesh: DeviceMesh
     mesh: DeviceMesh
@@ -71,7 +64,9 @@ class SequenceParallel:
     def as_mpu(self) -> SimpleNamespace:
         """Return DeepSpeed's "mpu": the process groups of a sequence, and of ZeRO's shards."""
         group, world = self.mesh.get_group(), dist.group.WORLD
-        found: dict[str, Any] = {"initialize_sequence_parallel": _check_available}
+        found: dict[str, Any] = {
+            "initialize_sequence_parallel": lambda *_, **__: None
+        }  # which DeepSpeed looks for
         for name, one in (
             ("sequence_parallel", group),
             ("model_parallel", group),  # as in DeepSpeed's own mpu
@@ -85,12 +80,7 @@ class SequenceParallel:
         return SimpleNamespace(**found)
 
     def validate(self, model: nn.Module) -> None:
-        """Check that Ulysses supports a model's attention.
-
-        Raises:
-            SettingsError: The model is not one of transformers, has another attention implementation than
-                `handler`, or its numbers of heads do not fit the sequence-parallel size.
-        """
+        """Check that Ulysses supports a model's attention."""
         config: Any = getattr(model, "config", None)
         used = getattr(config, "_attn_implementation", None)
         if used is None or not getattr(model, "_supports_attention_backend", False):
@@ -153,16 +143,7 @@ class SequenceParallel:
 
 
 def sequences_of(runtime: Runtime, handlers: Mapping[type, Any]) -> SequenceParallel | None:
-    """Return the sequence parallelism of a DeepSpeed run, if it has any.
-
-    Args:
-        runtime: Topology and device of this process, after the process group was initialised.
-        handlers: Handlers by type, with a `ParallelismConfig` or without.
-
-    Raises:
-        SettingsError: The product of all sizes is not the world size, or there are axes or plugins that
-            cannot be combined with DeepSpeed.
-    """
+    """Return the sequence parallelism of a DeepSpeed run, if it has any."""
     for kind, name in (
         (FullyShardedDataParallelPlugin, "fsdp_plugin"),
         (TorchTensorParallelPlugin, "torch_tp_plugin"),
@@ -263,8 +244,3 @@ def _heads(config: Any) -> tuple[int, int]:
 
 def _functions() -> Any:
     return importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-
-
-def _check_available(sequence_parallel_size: int) -> None:
-    """Do nothing: the groups exist. DeepSpeed checks that an mpu has this function."""
-    del sequence_parallel_size

@@ -86,13 +86,6 @@ class _EngineUnpickler(_Unpickler):
 def load_file(path: Path, *, for_engine: bool = False) -> dict[str, Any]:
     """Read one file; tensors are memory-mapped on the CPU.
 
-    Args:
-        path: The file.
-        for_engine: Whether to return DeepSpeed's own objects, rather than placeholders.
-
-    Returns:
-        Its contents.
-
     Raises:
         CheckpointError: The file is damaged, or has objects of classes that are not allowed.
     """

@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.fill import refuse_misspelt
 from accel_plugins.deepspeed.library import ds_module
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
@@ -61,18 +61,11 @@ _NAMES_IN = ("runtime.constants", "runtime.config", "runtime.zero.config", "moni
 
 
 def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) -> None:
-    """Check that an engine can be built from the prepared objects.
-
-    Args:
-        config: The configuration of the active plugin.
-        bundle: The objects to prepare, with models that have no engine yet.
-        trains: Whether a model was prepared with an optimizer before.
-
-    Raises:
-        UnsupportedError: There are several models to train.
-        SettingsError: Model, optimizer, scheduler and configuration contradict one another.
-    """
-    models, optimizers = bundle.models, [one for one in bundle.optimizers if _is_ours(one)]
+    """Check that an engine can be built from the prepared objects."""
+    models, optimizers = (
+        bundle.models,
+        [one for one in bundle.optimizers if isinstance(one, (Optimizer, DummyOptim))],
+    )
     if optimizers and not models:
         raise SettingsError(
             "DeepSpeed needs the model and its optimizer together: pass both to one call of "
@@ -113,18 +106,7 @@ def config_names(deepspeed: Any) -> frozenset[str]:
 
 
 def parsed(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
-    """Validate a filled configuration with DeepSpeed's own parser.
-
-    Args:
-        config: The filled configuration.
-        names: The result of `config_names`.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        SettingsError: DeepSpeed refuses a key or a value.
-    """
+    """Validate a filled configuration with DeepSpeed's own parser."""
     unknown = refuse_misspelt(config, names)
     if unknown:
         logger.warning(
@@ -138,10 +120,6 @@ def parsed(config: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
             f"DeepSpeed cannot use zero_optimization={config['zero_optimization']!r}: {error}"
         ) from None
     return config
-
-
-def _is_ours(optimizer: object) -> bool:
-    return isinstance(optimizer, (Optimizer, DummyOptim))
 
 
 def _check_optimizer(config: HfDeepSpeedConfig, optimizer: Any, model: nn.Module) -> None:
@@ -192,3 +170,32 @@ def _check_schedule(config: HfDeepSpeedConfig, schedules: list[Any]) -> None:
                 'remove "scheduler" from the configuration, or pass a DummyScheduler without '
                 "lr_scheduler_callable."
             )
+
+
+_PRECISIONS = ("fp16", "bf16")
+
+
+def check_device_support(config: HfDeepSpeedConfig) -> None:
+    """Check the precision and the offload devices of a configuration."""
+    device: Any = ds_module("accelerator").get_accelerator()
+    for name in _PRECISIONS:
+        if config.get_value(f"{name}.enabled") is True and not getattr(device, f"is_{name}_supported")():
+            raise UnsupportedError(
+                f"{name}.enabled=True (or mixed_precision={name!r}): DeepSpeed does not support {name} on "
+                f"{device.device_name()!r} devices; use "
+                f"{'bf16' if name == 'fp16' else 'fp16'!r} or 'no'."
+            )
+    for what in ("optimizer", "param"):
+        if config.get_value(f"zero_optimization.offload_{what}.device") == "nvme":
+            _require_disk_operation(device, what)
+
+
+def _require_disk_operation(device: Any, what: str) -> None:
+    builder = device.create_op_builder("AsyncIOBuilder")
+    if builder is None or not builder.is_compatible(verbose=False):
+        raise MissingDependencyError(
+            f"offload_{what}_device='nvme' needs DeepSpeed's operation async_io, which cannot be built on "
+            "this host: install a C++ compiler and libaio with its headers (package libaio-dev on Debian "
+            "and Ubuntu, libaio-devel on others; set CFLAGS and LDFLAGS for other paths), or use "
+            f"offload_{what}_device='cpu'."
+        )

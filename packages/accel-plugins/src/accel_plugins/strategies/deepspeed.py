@@ -11,15 +11,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from accel_ops.modules import unwrap_once
 from accel_plugins.deepspeed.autofill import RunFacts, autofill, batch_size_of, hidden_size_of
-from accel_plugins.deepspeed.capabilities import check_device_support
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
 from accel_plugins.deepspeed.fill import KnownValue
+from accel_plugins.deepspeed.gathered import is_sharded
 from accel_plugins.deepspeed.library import start
 from accel_plugins.deepspeed.optimizers import map_pytorch_optim_to_deepspeed
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.ulysses import sequences_of
-from accel_plugins.deepspeed.validate import check_request, config_names, parsed
+from accel_plugins.deepspeed.validate import check_device_support, check_request, config_names, parsed
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.precision.engine import EnginePrecision
@@ -44,17 +44,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedWrapper:
-    """Model wrapper that makes an engine from a model and its optimizer.
-
-    Args:
-        runtime: Device and topology.
-        deepspeed: The module `deepspeed`.
-        plugins: By name; the selected one configures the next engine.
-        accumulation: Micro-batches of an optimizer step.
-        split_batches: Whether each batch of a loader is sharded across ranks.
-        stepper: Receives the engine.
-        sequences: Shards sequences; `None` without sequence parallelism.
-    """
+    """Model wrapper that makes an engine from a model and its optimizer."""
 
     runtime: Runtime
     deepspeed: Any
@@ -73,7 +63,7 @@ class DeepSpeedWrapper:
     def check(self, bundle: Bundle) -> None:
         """Refuse objects that no engine can be made of, and configurations that contradict them."""
         fresh = [model for model in bundle.models if not self._is_engine(model)]
-        unsharded = [model for model in fresh if not _is_sharded(model)]
+        unsharded = [model for model in fresh if not any(map(is_sharded, model.parameters()))]
         check_materialised(replace(bundle, models=unsharded))
         plugin = self.plugin
         check_device_support(plugin.hf_ds_config)
@@ -106,7 +96,7 @@ class DeepSpeedWrapper:
             if bundle.optimizers:
                 optimizers = [optimizer]
             if scheduler is not None and schedulers:
-                schedulers = [_replacement_of(one, scheduler) for one in schedulers]
+                schedulers = [scheduler if isinstance(one, DummyScheduler) else one for one in schedulers]
         return replace(bundle, models=models, optimizers=optimizers, schedulers=schedulers)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -164,13 +154,6 @@ def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
     """Make the strategy of a run with DeepSpeed.
-
-    Args:
-        settings: Not used; the plugin has read them.
-        runtime: Device and topology.
-        precision: Its name configures the engine, which casts by itself.
-        handlers: The `DeepSpeedPlugin`, or several by name; how gradients are accumulated, and loaders
-            prepared; a `ParallelismConfig` may have a sequence-parallel size.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed.
@@ -230,19 +213,7 @@ def configuration_of(
     accumulation: KnownValue,
     split_batches: bool,
 ) -> dict[str, Any]:
-    """Complete the configuration of one engine.
-
-    Args:
-        plugin: Has the configuration to complete.
-        model: The model of the engine.
-        bundle: The objects that are prepared with it.
-        world_size: Number of ranks with batches of their own.
-        accumulation: Micro-batches of an optimizer step.
-        split_batches: Whether each batch of a loader is sharded across ranks.
-
-    Raises:
-        SettingsError: Something contradicts, or stays open.
-    """
+    """Complete the configuration of one engine."""
     optimizer = next(iter(bundle.optimizers), None)
     facts = RunFacts(
         world_size=world_size,
@@ -265,11 +236,7 @@ def configuration_of(
 
 
 def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
-    """Return the micro-batches of an optimizer step, with their source; the default of 1 may be overruled.
-
-    Args:
-        plugin: The `GradientAccumulationPlugin` of the `Accelerator`, if it has one.
-    """
+    """Return the micro-batches of an optimizer step, with their source; the default of 1 may be overruled."""
     steps = None if plugin is None else plugin.num_steps
     source = f"Accelerator(gradient_accumulation_steps={steps!r})"
     return KnownValue(value=steps or 1, source=source, binding=steps is not None)
@@ -309,10 +276,6 @@ def _average_over_all_ranks(*parts: Any) -> None:
             one.sequence_parallel_size = 1
 
 
-def _is_sharded(model: nn.Module) -> bool:
-    return any("ds_id" in vars(parameter) for parameter in model.parameters())
-
-
 def _for_offloading(optimizer: Optimizer, config: Mapping[str, Any]) -> Optimizer:
     offloads = config["zero_optimization"].get("offload_optimizer") is not None
     if offloads and config.get("zero_force_ds_cpu_optimizer", True):
@@ -325,7 +288,3 @@ def _follow(schedulers: Sequence[Any], before: Optimizer, now: Optimizer) -> Non
     for one in schedulers:
         if before is not now and isinstance(one, LRScheduler) and one.optimizer is before:
             one.optimizer = now
-
-
-def _replacement_of(original: Any, scheduler: Any) -> Any:
-    return scheduler if isinstance(original, DummyScheduler) else original

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.dcp.protocol import StateForm
-from accel_plugins.deepspeed.native_checkpoint import load_engine, save_engine
+from accel_plugins.dcp.tensors import named_state
+from accel_plugins.deepspeed.folder import engine_folder, read_folder
+from accel_plugins.deepspeed.gathered import is_sharded
 from accel_plugins.deepspeed.state import EngineState
+from accel_plugins.deepspeed.unpickle import load_file
 from accel_plugins.strategies.replicated import ReplicatedPersister
+from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from pathlib import Path
+    from collections.abc import Generator, Iterator, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -28,12 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedPersister:
-    """Persister that gathers the sharded state of an engine, and shards it again when it is loaded.
-
-    Args:
-        runtime: Device and topology.
-        stepper: Has the engine that is trained.
-    """
+    """Persister that gathers the sharded state of an engine, and shards it again when it is loaded."""
 
     runtime: Runtime
     stepper: DeepSpeedStepper
@@ -122,17 +122,12 @@ class DeepSpeedPersister:
         if owner is not None:
             return EngineState(owner.engine, owner.groups)
         core = extract_model_from_parallel(model, keep_torch_compile=False)
-        sharded = any("ds_id" in vars(parameter) for parameter in core.parameters())
-        return EngineState(None, (), module=core) if sharded else None
+        return EngineState(None, (), module=core) if any(map(is_sharded, core.parameters())) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedShards:
-    """Sharded state of an engine: saved in its native format, loaded from others as full tensors.
-
-    Args:
-        persister: Gathers and loads full state dicts.
-    """
+    """Sharded state of an engine: saved in its native format, loaded from others as full tensors."""
 
     persister: DeepSpeedPersister
 
@@ -151,7 +146,7 @@ class DeepSpeedShards:
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Gather the full state dict of the optimizer, keyed by parameter name."""
         state = self.persister.full_optimizer_state(optimizer, models)
-        return self.persister.state.named(state)
+        return named_state(state, self.persister.state.names())
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate full tensors on every rank."""
@@ -171,3 +166,69 @@ def _weights_name(index: int) -> str:
 def _full(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     del name
     return torch.empty(shape, dtype=dtype)
+
+
+def folder_name(index: int) -> str:
+    """Return the folder's name of the model with an index.
+
+    Example:
+        >>> folder_name(0), folder_name(1)
+        ('pytorch_model', 'pytorch_model_1')
+    """
+    return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
+
+
+def save_engine(engine: Any, directory: Path, index: int, *, write: Write = torch.save) -> None:
+    """Write the engine's native checkpoint folder. A collective over all ranks."""
+    with _replaced(engine.checkpoint_engine, save=lambda state_dict, path: write(state_dict, Path(path))):
+        engine.save_checkpoint(str(directory), tag=folder_name(index))
+
+
+def load_engine(engine: Any, state: EngineState, directory: Path, index: int) -> None:
+    """Load a native checkpoint folder, also of another world size or ZeRO stage."""
+    folder = engine_folder(directory, folder_name(index), index)
+    saved = read_folder(folder)
+    stage = int(engine.zero_optimization_stage())
+    if saved.stage == stage and saved.models[0]["dp_world_size"] == engine.dp_world_size:
+        del saved
+        with _reading_safely(engine):
+            path, _ = engine.load_checkpoint(str(directory), tag=folder.name)
+        if path is None:
+            raise CheckpointError(f"DeepSpeed could not load {str(folder)!r}; its log has the reason.")
+        return
+    state.load_weights(saved.weights())
+    if engine.optimizer is not None:
+        numbered = saved.numbered_optimizer()
+        if numbered is None:
+            state.load_named_optimizer(saved.optimizer())
+        else:
+            state.load_optimizer(numbered)
+    for name in ("global_steps", "global_samples", "skipped_steps"):
+        if name in saved.models[0]:
+            setattr(engine, name, saved.models[0][name])
+    schedule = saved.models[0].get("lr_scheduler")
+    if schedule is not None and engine.lr_scheduler is not None:
+        engine.lr_scheduler.load_state_dict(schedule)
+
+
+@contextmanager
+def _reading_safely(engine: Any) -> Generator[None]:
+    """Restrict the engine's unpickling to tensors and its own classes within the block."""
+
+    def load(path: str, map_location: Any = None) -> Any:
+        del map_location  # the engine copies tensors to its device itself
+        return load_file(Path(path), for_engine=True)
+
+    with _replaced(engine.checkpoint_engine, load=load):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, **methods: Any) -> Generator[None]:
+    """Replace methods of an object within the block."""
+    vars(owner).update(methods)
+    try:
+        yield
+    finally:
+        for name in methods:
+            del vars(owner)[name]

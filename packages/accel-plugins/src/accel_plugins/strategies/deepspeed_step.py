@@ -33,11 +33,7 @@ class DeepSpeedStepper:
 
     @property
     def wrapper(self) -> DeepSpeedEngineWrapper:
-        """The engine that is trained.
-
-        Raises:
-            SettingsError: `prepare()` has not made one yet.
-        """
+        """The engine that is trained."""
         if self._wrapper is None:
             raise SettingsError(
                 "DeepSpeed has no model to train yet: pass the model and its optimizer to one call of "
@@ -76,11 +72,7 @@ class DeepSpeedStepper:
     def join(
         self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
     ) -> AbstractContextManager[None]:
-        """Refuse uneven inputs.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Refuse uneven inputs."""
         del joinables, divide_by_initial_world_size
         raise UnsupportedError(
             "join_uneven_inputs(): DeepSpeed needs the same number of batches on every rank."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.deepspeed.adapter import adapted
+from accel_plugins.deepspeed.library import ds_module
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train.accelerator.facet import Facet
 from accel_train.data.prepared import PreparedLoader
@@ -151,7 +151,16 @@ class ParallelFacet(Facet):
         if isinstance(dl, PreparedLoader):
             dl.shard_sequences = shard_sequences
             return dl
-        return adapted(dl, self.torch_device_mesh, parts.process.device)
+        mesh: Any = parts.strategy.mesh
+        sequences = mesh["sp"]
+        adapter = ds_module("runtime.sequence_parallel.ulysses_sp").UlyssesSPDataLoaderAdapter
+        return adapter(
+            dl,
+            sp_rank=sequences.get_local_rank(),
+            sp_group=sequences.get_group(),
+            sp_world_size=sequences.size(),
+            device=parts.process.device,
+        )
 
     def _rank_along(self, axis: str) -> int:
         mesh = self._parts.strategy.mesh
