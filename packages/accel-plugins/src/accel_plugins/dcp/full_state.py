@@ -23,12 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardsPersister:
-    """Gather and load full state dicts through any `ShardedStates`.
-
-    Args:
-        shards: The sharded states of models and optimizers.
-        device: Device of the collectives.
-    """
+    """Gather and load full state dicts through any `ShardedStates`."""
 
     shards: ShardedStates
     device: torch.device

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.checkpoint import filesystem, metadata, planner, storage
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 
 from accel_plugins.dcp.layout import INDEX_NAME, local_metadata_file
-from accel_plugins.dcp.unpickle import unpickle
 from accel_state.errors import CheckpointError
+from accel_state.regular_file import open_regular
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
-
-    import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,10 +40,6 @@ class Entry:
 
 def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
     """Merge the metadata files of all ranks into the index of a DCP folder, and remove them.
-
-    Args:
-        folder: The folder, in which every rank has written its shards.
-        ranks: The ranks that have written.
 
     Returns:
         The names of the metadata files.
@@ -105,3 +101,75 @@ def entries(index: Metadata) -> list[Entry]:
         else Entry(key=key, path=paths.get(key, (key,)))
         for key, row in index.state_dict_metadata.items()
     ]
+
+
+_NAMES = {
+    metadata: (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    filesystem: ("_StorageInfo", "_StoragePrefix"),
+    planner: ("BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"),
+    storage: ("WriteResult",),
+}
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{
+        (module.__name__, name): getattr(module, name)
+        for module, names in _NAMES.items()
+        for name in names
+        if hasattr(module, name)  # BytesIOWriteData came with torch 2.7
+    },
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # pyright: ignore[reportPrivateUsage] - how a layout is pickled
+    **{
+        (module, name): PurePath
+        for module in ("pathlib", "pathlib._local")
+        for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "PureWindowsPath", "WindowsPath")
+    },
+    ("builtins", "set"): set,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str, /) -> Any:
+        """Return one of the allowed classes."""
+        found = _ALLOWED.get((module_name, global_name))
+        if found is None and module_name == "torch":
+            found = getattr(torch, global_name, None)
+            found = found if isinstance(found, torch.dtype) else None
+        if found is None:
+            raise pickle.UnpicklingError(f"{module_name}.{global_name} is not allowed in an index")
+        return found
+
+
+def unpickle(path: Path) -> Any:
+    """Unpickle an index or a rank's metadata file.
+
+    Raises:
+        CheckpointError: The file is damaged, or has objects of classes that are not allowed.
+    """
+    try:
+        with open_regular(path) as file:
+            return _Unpickler(file).load()
+    except (
+        pickle.UnpicklingError,
+        EOFError,
+        AttributeError,
+        IndexError,
+        TypeError,
+        ValueError,
+        KeyError,
+        MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
+        OverflowError,
+        RecursionError,
+        AssertionError,
+        RuntimeError,
+    ) as error:
+        raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error

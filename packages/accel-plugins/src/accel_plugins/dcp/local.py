@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from accel_plugins.dcp.write import compact
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -28,14 +29,7 @@ MODEL, OPTIMIZER = "pytorch_model_fsdp", "optimizer_fsdp"
 
 
 def save_local(state: Any, path: Path, world_size: int, *, write: Write = torch.save) -> None:
-    """Write this rank's local state.
-
-    Args:
-        state: Nested dictionaries of tensors, DTensors and plain objects.
-        path: This rank's file.
-        world_size: Number of ranks.
-        write: Called as `write(state, path)`.
-    """
+    """Write this rank's local state."""
     write({"world_size": world_size, "state": _packed(state)}, path)
 
 
@@ -69,16 +63,11 @@ def load_local(
 
 def _packed(state: Any) -> Any:
     if isinstance(state, DTensor):
-        return {_PART: _compact(state.to_local().detach().cpu()), _SHAPE: tuple(state.shape)}
+        return {_PART: compact(state.to_local().detach().cpu()), _SHAPE: tuple(state.shape)}
     if isinstance(state, dict):
         items: dict[Any, Any] = state
         return {key: _packed(value) for key, value in items.items()}
     return state.detach().cpu() if isinstance(state, Tensor) else state
-
-
-def _compact(part: Tensor) -> Tensor:
-    """Return a tensor without memory behind it that is not its own: files have whole storages."""
-    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _unpacked(
@@ -107,12 +96,7 @@ def _unpacked(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalFiles:
-    """Save and load models and optimizers as one file per rank.
-
-    Args:
-        shards: The sharded states of models and optimizers.
-        topology: Rank and world size.
-    """
+    """Save and load models and optimizers as one file per rank."""
 
     shards: ShardedStates
     topology: Topology
@@ -157,11 +141,6 @@ class LocalFiles:
 
 def local_file(stem: str, index: int, rank: int) -> str:
     """Return the name of the file with a rank's local state of a model or an optimizer.
-
-    Args:
-        stem: `MODEL` or `OPTIMIZER`.
-        index: Index of the model or optimizer; 0 is left out of the name.
-        rank: The rank.
 
     Example:
         >>> local_file(MODEL, 1, 0)

@@ -63,23 +63,12 @@ class _LoadPlanner(DefaultLoadPlanner):
 
 
 def load_object(state: Any, path: tuple[str | int, ...], file: io.BytesIO) -> None:
-    """Set a value in a state to a pickled object, which is read with `weights_only=True`.
-
-    Args:
-        state: Nested dictionaries and lists.
-        path: As for `put`.
-        file: The object.
-    """
+    """Set a value in a state to a pickled object, which is read with `weights_only=True`."""
     put(state, path, torch.load(file, weights_only=True))
 
 
 def put(state: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Set a value in nested dictionaries and lists, adding those that are missing.
-
-    Args:
-        state: The outermost dictionary.
-        path: The keys and indices that lead to the value.
-        value: What is set.
 
     Example:
         >>> state = {}

@@ -49,13 +49,7 @@ class ShardedStates(Protocol):
         ...
 
     def load_model(self, model: nn.Module, state: StateDict, **options: Any) -> None:
-        """Load a state dict of the layout of `model_tensors`.
-
-        Args:
-            model: The prepared model.
-            state: The sharded state dict.
-            **options: Options of `Module.load_state_dict`.
-        """
+        """Load a state dict of the layout of `model_tensors`."""
         ...
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
@@ -72,10 +66,6 @@ class ShardedStates(Protocol):
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Return an allocator for the destination tensors of an optimizer load.
-
-        Args:
-            optimizer: As for `optimizer_tensors`.
-            models: As for `optimizer_tensors`.
 
         Returns:
             A function of a parameter's name and of the shape and dtype of the full saved tensor.
@@ -96,10 +86,6 @@ class RankPlanners(Protocol):
 
     def plan_save(self, state: Mapping[str, Any], rank: int) -> tuple[SavePlanner, SavePlan]:
         """Plan what this rank writes.
-
-        Args:
-            state: Nested dictionaries and lists; the same names on all ranks.
-            rank: Rank of this process.
 
         Returns:
             A planner whose `resolve_data` gives the values, and the items of this rank alone: all ranks

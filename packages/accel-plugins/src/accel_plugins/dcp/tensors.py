@@ -28,11 +28,7 @@ def always_full() -> StateForm:
 
 
 def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
-    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full.
-
-    Args:
-        parameters: Parameters by name.
-    """
+    """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
 
     def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         parameter = parameters.get(name)
@@ -46,10 +42,6 @@ def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorShards:
     """State dicts with the tensors of the model and of the optimizer as they are.
-
-    Args:
-        form_now: Returns the form that `save_state` writes.
-        allocator_like: Makes an allocator of optimizer states from the parameters by name.
 
     Example:
         >>> model = torch.nn.Linear(2, 1)
@@ -101,10 +93,6 @@ class TensorShards:
 def named_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
     """Replace the parameter indices of an optimizer's state dict by names.
 
-    Args:
-        state: A result of `Optimizer.state_dict`.
-        names: The parameters' names, group by group.
-
     Example:
         >>> named_state({"state": {0: {"step": 1}}, "param_groups": [{"lr": 0.5, "params": [0]}]}, [["a"]])
         {'state': {'a': {'step': 1}}, 'param_groups': [{'lr': 0.5, 'params': ['a']}]}
@@ -124,13 +112,6 @@ def named_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> Sta
 
 def numbered_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
     """Replace the names of `named_state` by parameter indices; the order within a group may differ.
-
-    Args:
-        state: An optimizer's state dict with parameters by name.
-        names: The names of the loading optimizer's parameters, group by group.
-
-    Raises:
-        CheckpointError: The parameters differ.
 
     Example:
         >>> state = {"state": {"b": {"step": 1}}, "param_groups": [{"params": ["b", "a"]}]}
@@ -153,15 +134,7 @@ def numbered_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> 
 
 
 def check_groups(saved: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> None:
-    """Check that a saved optimizer has the parameters of the loading one.
-
-    Args:
-        saved: The saved names, group by group.
-        names: The names of the loading optimizer's parameters, group by group.
-
-    Raises:
-        CheckpointError: The groups differ in more than order.
-    """
+    """Check that a saved optimizer has the parameters of the loading one."""
     if len(saved) != len(names):
         raise CheckpointError(
             f"The saved optimizer has {len(saved)} parameter group(s), this run's has {len(names)}: build "

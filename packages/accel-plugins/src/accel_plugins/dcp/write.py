@@ -70,7 +70,7 @@ class ShardWriter:
             if isinstance(value, bytes):
                 counted.write(value)
             else:
-                torch.save(_compact(value.cpu()), counted)
+                torch.save(compact(value.cpu()), counted)
             length = counted.size - begin
             stored = _StorageInfo(self._file, begin, length)
             self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=stored))
@@ -98,6 +98,6 @@ class _Counted:
         """Do nothing; `torch.save` calls it."""
 
 
-def _compact(tensor: Tensor) -> Tensor:
+def compact(tensor: Tensor) -> Tensor:
     """Copy a view to its own storage, since `torch.save` writes a view's whole storage."""
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()

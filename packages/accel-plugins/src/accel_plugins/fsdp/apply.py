@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import (
 
 from accel_plugins.fsdp.activations import checkpoint_activations
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.fsdp.loading import modules_named
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class FullSharding:
     def __call__(self, model: nn.Module) -> None:
         """Shard a model in place."""
         plugin = self.plugin
-        ignored = _ignored(model, plugin)
+        ignored = modules_named(plugin.ignored_modules, model)
         policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
         units = blocks(model, policy, {id(one) for part in ignored for one in part.modules()})
         inner = units[:-1]
@@ -77,7 +77,9 @@ class FullSharding:
             SettingsError: A parameter has no dim; or no module matches a class to wrap or a name to ignore.
             UnsupportedError: `ignored_modules` is set, and the installed torch does not support it.
         """
-        ignored = {id(one) for part in _ignored(model, self.plugin) for one in part.parameters()}
+        ignored = {
+            id(one) for part in modules_named(self.plugin.ignored_modules, model) for one in part.parameters()
+        }
         if ignored and "ignored_params" not in inspect.signature(fully_shard).parameters:
             raise UnsupportedError(
                 f"FullyShardedDataParallelPlugin(ignored_modules=…): FSDP2 of torch {torch.__version__} "
@@ -102,22 +104,6 @@ class FullSharding:
     def parameters_on(self, device: torch.device) -> torch.device:
         """Return the device of the parameters: the CPU if they are offloaded."""
         return torch.device("cpu") if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) else device
-
-
-def _ignored(model: nn.Module, plugin: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    wanted = plugin.ignored_modules
-    if wanted is None:
-        return []
-    if isinstance(wanted, str):
-        pattern = re.compile(wanted)
-        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-        if not found:
-            raise SettingsError(
-                f"FullyShardedDataParallelPlugin(ignored_modules={wanted!r}): no module of "
-                f"{type(model).__name__} has a matching name; model.named_modules() lists the names."
-            )
-        return found
-    return [*wanted]
 
 
 def _prefetch_forward(model: nn.Module) -> None:

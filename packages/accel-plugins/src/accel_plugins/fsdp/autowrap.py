@@ -27,9 +27,6 @@ def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.
         model: The model.
         names: Names of classes; if `None`, those in the model's `_no_split_modules`.
 
-    Raises:
-        SettingsError: The model has no module of a class, or there are no names.
-
     Example:
         >>> classes_named(nn.Sequential(nn.Linear(1, 1)), ["Linear"])
         {<class 'torch.nn.modules.linear.Linear'>}
@@ -83,9 +80,6 @@ class SizePolicy:
 
     Call it bottom-up, as `fully_shard` is applied. It never selects `ModuleList` and `ModuleDict`, which have
     no forward.
-
-    Args:
-        least: The least number of parameters.
     """
 
     def __init__(self, least: int) -> None:
@@ -130,18 +124,13 @@ def blocks(
     """Return the modules of a model to shard separately, bottom-up; the model is the last.
 
     A module that is tied to one outside of it is not among them: a parameter belongs to one FSDP group.
-
-    Args:
-        model: The model.
-        policy: The wrap policy; `None` selects nothing.
-        ignored: The ids of modules that are not sharded.
     """
     if policy is None:
         return [model]
     shared = _shared_outside(model)
     inner = [
         module
-        for module in _bottom_up(model)
+        for module in reversed([*model.modules()])
         if module is not model
         and id(module) not in ignored
         and any(True for _ in module.parameters())
@@ -149,15 +138,6 @@ def blocks(
         and not shared(module)
     ]
     return [*inner, model]
-
-
-def _bottom_up(module: nn.Module) -> list[nn.Module]:
-    return [*reversed([*module.modules()])]
-
-
-def _never(module: nn.Module) -> bool:
-    del module
-    return False
 
 
 def _shared_outside(model: nn.Module) -> Callable[[nn.Module], bool]:
@@ -168,7 +148,7 @@ def _shared_outside(model: nn.Module) -> Callable[[nn.Module], bool]:
             owners[id(parameter)] = owners.get(id(parameter), 0) + 1
     tied = {key for key, count in owners.items() if count > 1}
     if not tied:
-        return _never
+        return lambda _: False
 
     def outside(module: nn.Module) -> bool:
         inside: dict[int, int] = {}

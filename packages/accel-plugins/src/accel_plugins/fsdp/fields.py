@@ -1,11 +1,14 @@
-"""Parse fields of the FSDP plugin into members of torch's enumerations."""
+"""Parse fields of the FSDP plugin into members of torch's enumerations and precision policies."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields
 from enum import Enum
 from typing import Any, TypeVar
 
-from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
+import torch
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
 
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
@@ -24,14 +27,6 @@ RESHARDS = {
 
 def member_of(kind: type[EnumT], value: Any, field: str) -> EnumT:
     """Return a member of one of torch's enumerations, from the member, its name or its number.
-
-    Args:
-        kind: The enumeration.
-        value: The member, its name or its number.
-        field: The plugin's field, for the message.
-
-    Raises:
-        SettingsError: The enumeration has no such member.
 
     Example:
         >>> member_of(ShardingStrategy, "full_shard", "sharding_strategy").name
@@ -73,3 +68,45 @@ def prefetch_of(value: BackwardPrefetch | str | None) -> BackwardPrefetch | None
     if value is None or str(value).upper() == "NO_PREFETCH":
         return None
     return member_of(BackwardPrefetch, value, "backward_prefetch")
+
+
+_SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "float16", "float": "float32"}
+
+
+def policy_of(policy: Any, version: int) -> Any:
+    """Build an FSDP precision policy from a dictionary of its arguments.
+
+    Args:
+        policy: A policy, which is returned unchanged; or a dictionary, in which dtypes may be names.
+        version: Version of FSDP.
+
+    Example:
+        >>> policy_of({"param_dtype": "bf16"}, 2).param_dtype
+        torch.bfloat16
+    """
+    if not isinstance(policy, Mapping):
+        return policy
+    kind = MixedPrecisionPolicy if version == 2 else MixedPrecision
+    known = [field.name for field in fields(kind)]
+    arguments: dict[str, Any] = {}
+    for name, value in policy.items():
+        if name not in known:
+            hint = did_you_mean(name, known, f"it has {known}.")
+            raise SettingsError(
+                f"FullyShardedDataParallelPlugin(mixed_precision_policy={dict(policy)!r}): {kind.__name__} "
+                f"of torch {torch.__version__} has no {name!r}; {hint}"
+            )
+        arguments[name] = _dtype(name, value) if str(name).endswith("_dtype") else value
+    return kind(**arguments)
+
+
+def _dtype(name: str, value: Any) -> torch.dtype | None:
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    found = getattr(torch, _SHORT.get(str(value), str(value)).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise SettingsError(
+            f"FullyShardedDataParallelPlugin(mixed_precision_policy={{{name!r}: {value!r}}}): torch has no "
+            "such dtype; write 'float32', 'bfloat16' or 'float16'."
+        )
+    return found

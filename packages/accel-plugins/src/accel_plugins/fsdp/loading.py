@@ -37,18 +37,22 @@ def get_parameters_from_modules(
         >>> len(get_parameters_from_modules("1", model, "cpu"))
         1
     """
-    if modules is None:
-        return set()
-    if isinstance(modules, str):
-        pattern = re.compile(modules)
-        found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
-        if not found:
-            raise SettingsError(
-                f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}; "
-                "model.named_modules() lists the names."
-            )
-        modules = found
-    return {parameter for module in modules for parameter in module.to(device).parameters()}
+    found = modules_named(modules, model)
+    return {parameter for module in found for parameter in module.to(device).parameters()}
+
+
+def modules_named(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> list[nn.Module]:
+    """Return modules of a model that are given, or whose full names match a regular expression."""
+    if not isinstance(modules, str):
+        return [*(modules or ())]
+    pattern = re.compile(modules)
+    found = [module for name, module in model.named_modules() if pattern.fullmatch(name)]
+    if not found:
+        raise SettingsError(
+            f"ignored_modules={modules!r} matches the name of no module of {type(model).__name__}; "
+            "model.named_modules() lists the names."
+        )
+    return found
 
 
 def ensure_weights_retied(

@@ -9,8 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from accel_plugins.dcp.names import plain_name
 from accel_plugins.dcp.tensors import TensorShards, allocator_like, check_groups
-from accel_plugins.fsdp.rebind import tied_names
-from accel_plugins.fsdp.roots import FsdpRoots, sharded_states, suppress_fsdp1_warnings
+from accel_plugins.fsdp.roots import FsdpRoots, sharded_states, suppress_fsdp1_warnings, tied_names
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,12 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fsdp1Shards:
-    """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones.
-
-    Args:
-        roots: The root FSDP modules.
-        form_now: Returns the form that `save_state` writes.
-    """
+    """Sharded state dicts of FSDP1, with the original parameters instead of the flat ones."""
 
     roots: FsdpRoots
     form_now: Callable[[], StateForm]

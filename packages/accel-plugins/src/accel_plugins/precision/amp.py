@@ -1,7 +1,8 @@
-"""Automatic mixed precision: bfloat16, and float16 with loss scaling."""
+"""Mixed precision by autocast: bfloat16, float16 with loss scaling, or neither."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from accel_plugins.precision.scaling import LossScaling, step_unscaled, warn_unu
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
     from torch.amp.grad_scaler import GradScaler
@@ -26,15 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedPrecision:
-    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`.
-
-    Args:
-        name: The name of the policy.
-        dtype: The format of operations that gain by it.
-        device_type: The type of the device on which models compute.
-        options: Further arguments of `torch.autocast`.
-        scaling: The loss scaling that float16 needs.
-    """
+    """The policies `"bf16"` and `"fp16"`: parameters stay as they are, operations run in `dtype`."""
 
     name: str
     dtype: torch.dtype
@@ -94,3 +88,39 @@ class MixedPrecision:
             return convert_to_fp32(result)
 
         return mixed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FullPrecision:
+    """The policy `"no"`: no autocast, no loss scaling."""
+
+    device_type: str
+    name: str = "no"
+    scaler: None = None
+
+    def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
+        """A context that changes nothing, or that switches off an autocast around it if `kwargs` say so."""
+        if kwargs is None or kwargs.enabled:
+            return nullcontext()
+        return torch.autocast(self.device_type, enabled=False)
+
+    def convert(self, bundle: Bundle) -> Bundle:
+        """Return the bundle."""
+        return bundle
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss."""
+        return loss
+
+    def unscale(self, optimizers: Iterable[Optimizer]) -> None:
+        """Do nothing."""
+
+    step = staticmethod(step_unscaled)
+
+    def state_dict(self) -> StateDict:
+        """Nothing."""
+        return {}
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Do nothing, and say so if there is a state."""
+        warn_unused_scaler_state(state, self.name)

@@ -8,8 +8,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.precision.amp import MixedPrecision
-from accel_plugins.precision.none import FullPrecision
+from accel_plugins.precision.amp import FullPrecision, MixedPrecision
 from accel_plugins.precision.scaling import LossScaling
 from accel_plugins.precision.sharded_scaler import ShardedGradScaler
 from accel_state.errors import SettingsError, UnsupportedError
@@ -73,12 +72,6 @@ def build_precision(
 
 
 def build_scaler(device: torch.device, options: GradScalerKwargs, *, shared: bool) -> GradScaler:
-    """Make a loss scaler.
-
-    Args:
-        device: Where models compute.
-        options: Of the scaler.
-        shared: As in `build_precision`.
-    """
+    """Make a loss scaler."""
     kind = ShardedGradScaler if shared else GradScaler
     return kind(device.type, **options.to_kwargs())

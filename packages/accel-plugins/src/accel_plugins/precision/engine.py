@@ -11,7 +11,7 @@ import torch
 from accel_ops.modules import wrap_forward
 from accel_ops.precision import convert_to_fp32
 from accel_ops.tree import recursively_apply
-from accel_plugins.precision.none import FullPrecision
+from accel_plugins.precision.amp import FullPrecision
 from accel_plugins.precision.scaling import step_unscaled
 
 if TYPE_CHECKING:
@@ -30,12 +30,7 @@ _DTYPES: Mapping[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.floa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrecision:
-    """Models take inputs of any floating format and return float32, whatever the engine made of them.
-
-    Args:
-        name: `"no"`, `"bf16"` or `"fp16"`.
-        device_type: The type of the device on which models compute.
-    """
+    """Models take inputs of any floating format and return float32, whatever the engine made of them."""
 
     name: str
     device_type: str

@@ -68,11 +68,7 @@ class LossScaling:
         return self.scaler.scale(loss)
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:
-        """Divide the gradients of optimizers by the scale, unless that was done since the last update.
-
-        Raises:
-            RuntimeError: A backward pass has added scaled gradients to unscaled ones.
-        """
+        """Divide the gradients of optimizers by the scale, unless that was done since the last update."""
         if not self.scaler.is_enabled():
             return
         for optimizer in optimizers:
@@ -181,9 +177,6 @@ class LossScaling:
 
 def stepping_with(scaler: GradScaler | None) -> Callable[..., bool | Tensor]:
     """Make a function that steps an optimizer through a scaler.
-
-    Args:
-        scaler: The scaler; `None` for plain steps.
 
     Returns:
         `step(optimizer, closure=None)`, which returns whether the optimizer stepped.

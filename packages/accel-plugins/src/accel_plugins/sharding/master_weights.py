@@ -32,9 +32,6 @@ def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
     """Convert the trained flat parameters of FSDP1 to float32, before the first forward pass.
 
     torch accepts a dtype that changes between wrapping and the first forward pass.
-
-    Args:
-        root: The root FSDP module.
     """
     for module in FullyShardedDataParallel.fsdp_modules(root):
         handle: Any = module._handle  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType] - has no other name
@@ -46,12 +43,7 @@ def upcast_flat_parameters(root: FullyShardedDataParallel) -> None:
 
 
 def warn_about_master_weights(model: nn.Module, precision: str) -> None:
-    """Warn if parameters of a model will be trained in float32 instead of their own dtype.
-
-    Args:
-        model: The model, before its parameters are converted.
-        precision: The name of the mixed precision.
-    """
+    """Warn if parameters of a model will be trained in float32 instead of their own dtype."""
     small = [one for one in model.parameters() if dtype_to_train(one) is not one.dtype]
     if small:
         dtypes = ", ".join(sorted({str(one.dtype) for one in small}))

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
-from accel_plugins.sharding.shards import gather_full_tensor, shard_like
+from accel_plugins.sharding.shards import gather_full_tensor, names_of_each, shard_like
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -27,9 +27,6 @@ class ModelState:
 
     Args:
         parameters: Full parameters by name, on the rank that keeps them; tied ones under their first name.
-        buffers: Buffers by name, likewise.
-        dtypes: Dtypes of parameters and buffers by name.
-        attributes: Python attributes of each parameter and buffer by name.
         names: All names of each parameter and buffer, by the first one.
         before: Weak map from the original parameters to their names.
     """
@@ -160,30 +157,15 @@ def _get(model: nn.Module, name: str) -> Any:
     return getattr(model.get_submodule(path), leaf)
 
 
-def tied_names(model: nn.Module) -> Iterator[list[str]]:
-    """Return the names of each tied parameter."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return (group for group in names.values() if len(group) > 1)
-
-
 def load_from_main(model: nn.Module, state: Any, runtime: Runtime, *, on_cpu: bool) -> None:
-    """Load a full state dict of rank 0 into a sharded model, materialised or not.
-
-    Args:
-        model: The sharded model.
-        state: The full state dict; used on rank 0 only.
-        runtime: Topology, device and collectives of this process.
-        on_cpu: Whether parameters are offloaded to the CPU.
-    """
+    """Load a full state dict of rank 0 into a sharded model, materialised or not."""
     values = ModelState()
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         values.names[name] = [name]
         values.dtypes[name] = tensor.dtype
         values.attributes[name] = dict(vars(tensor))
-    for group in tied_names(model):
-        values.names[group[0]] = group
+    for names, _ in names_of_each(dict(model.named_parameters(remove_duplicate=False))):
+        values.names[names[0]] = [*names]
     if runtime.topology.is_main:
         parameters = dict(model.named_parameters())
         values.parameters = {name: state[name] for name in values.names if name in parameters}

@@ -42,26 +42,13 @@ class ShardRemap:
         return model in self._models
 
     def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
-        """Check that the parameters of optimizers belong to prepared models.
-
-        Args:
-            optimizers: Optimizers about to be prepared.
-            models: Models about to be prepared with them.
-
-        Raises:
-            SettingsError: A parameter belongs to none of these models, nor to one prepared before.
-        """
+        """Check that the parameters of optimizers belong to prepared models."""
         owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
         for optimizer in optimizers:
             check_params_belong_to(optimizer, lambda one: id(one) in owned or one in self._successors)
 
     def add(self, model: nn.Module, before: Any) -> None:
-        """Add a sharded model.
-
-        Args:
-            model: The model, with its sharded parameters.
-            before: Weak map from the original parameters to their names.
-        """
+        """Add a sharded model."""
         self._models.add(model)
         now = dict(model.named_parameters(remove_duplicate=False))
         for parameter, name in before.items():
@@ -173,15 +160,7 @@ def _shard_state(state: Any, like: Tensor) -> Any:
 
 
 def check_params_belong_to(optimizer: Optimizer, is_known: Callable[[Tensor], bool]) -> None:
-    """Check that an optimizer's parameters belong to prepared models.
-
-    Args:
-        optimizer: An optimizer about to be prepared.
-        is_known: Returns whether a parameter is one of a model that is prepared with it or was before.
-
-    Raises:
-        SettingsError: A parameter is not known.
-    """
+    """Check that an optimizer's parameters belong to prepared models."""
     everything = [one for group in optimizer.param_groups for one in group["params"]]
     unknown = [one for one in everything if not is_known(one)]
     if unknown:

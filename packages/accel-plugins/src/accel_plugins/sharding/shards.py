@@ -53,9 +53,6 @@ def shard_like(
 def names_of_each(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]:
     """Group the names of a state dict by value: tied weights have several.
 
-    Args:
-        state: A state dict in which tied weights are one object.
-
     Example:
         >>> names_of_each({"a": (one := torch.ones(1)), "b": 3, "c": one})
         [(('a', 'c'), tensor([1.])), (('b',), 3)]

@@ -54,12 +54,7 @@ class MonitoredDDP(DistributedDataParallel):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DdpWrapper:
-    """Model wrapper that puts models into `DistributedDataParallel`.
-
-    Args:
-        device: The device of the models.
-        options: Arguments of `DistributedDataParallel`.
-    """
+    """Model wrapper that puts models into `DistributedDataParallel`."""
 
     device: torch.device
     options: DistributedDataParallelKwargs
@@ -92,12 +87,6 @@ def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
     """Make the strategy of a run with several processes.
-
-    Args:
-        settings: Not used.
-        runtime: Device and topology; the default process group is there.
-        precision: Scales losses and steps optimizers.
-        handlers: A `DistributedDataParallelKwargs` among them has the options.
 
     Raises:
         SettingsError: A `ParallelismConfig` among them is for another number of processes.

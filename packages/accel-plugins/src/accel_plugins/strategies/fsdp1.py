@@ -6,7 +6,7 @@ import copy
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -16,6 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from torch.nn.utils import clip_grad_norm_
 
 from accel_ops.modules import unwrap_once, without_compiler
 from accel_plugins.dcp.full_state import ShardsPersister
@@ -27,22 +28,20 @@ from accel_plugins.fsdp.loading import (
     materialize_from_rank0,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.fsdp.rebind import ParamRemap
-from accel_plugins.fsdp.roots import FsdpRoots, suppress_fsdp1_warnings
+from accel_plugins.fsdp.roots import FsdpRoots, ParamRemap, suppress_fsdp1_warnings
 from accel_plugins.fsdp.states import Fsdp1Shards
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
 from accel_plugins.sharding.optimizers import check_params_belong_to
-from accel_plugins.strategies.fsdp1_step import Fsdp1Stepper
 from accel_plugins.strategies.replicated import check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
 from accel_state import hang_monitor
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_plugins.bundle import Bundle
@@ -59,11 +58,6 @@ class Fsdp1Wrapper:
     """Model wrapper that puts models into `FullyShardedDataParallel`.
 
     Args:
-        runtime: Device and topology.
-        plugin: The options.
-        mesh: The ranks that shard and replicate.
-        roots: Receives the models that were wrapped.
-        book: Lets optimizers go on with flat parameters.
         master_weights: The name of the mixed precision under which trained parameters are put into float32;
             `None` where all keep their dtypes.
     """
@@ -98,7 +92,10 @@ class Fsdp1Wrapper:
         """Wrap the models with trainable parameters; move the others to the device."""
         if evaluation:
             return replace(bundle, models=move_to_device(bundle, self.runtime.device))
-        models = [self._wrapped(model) if self._is_to_wrap(model) else model for model in bundle.models]
+        models = [
+            model if isinstance(without_compiler(model), FullyShardedDataParallel) else self._wrapped(model)
+            for model in bundle.models
+        ]
         for optimizer in bundle.optimizers:
             self.book.switch(optimizer)
         return replace(bundle, models=models)
@@ -106,9 +103,6 @@ class Fsdp1Wrapper:
     def unwrap(self, model: nn.Module) -> nn.Module:
         """Return the model inside."""
         return model.module if isinstance(model, FullyShardedDataParallel) else model
-
-    def _is_to_wrap(self, model: nn.Module) -> bool:
-        return not isinstance(without_compiler(model), FullyShardedDataParallel)
 
     def _wrapped(self, model: nn.Module) -> nn.Module:
         plugin, device = copy.copy(self.plugin), self.runtime.device
@@ -158,14 +152,7 @@ class Fsdp1Wrapper:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy.
-
-    Args:
-        settings: Not used; the plugin has read them.
-        runtime: Device and topology; the default process group is there.
-        precision: Scales losses and steps optimizers.
-        handlers: A `FullyShardedDataParallelPlugin` has the options.
-    """
+    """Make the strategy."""
     del settings
     topology = runtime.topology
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=1)
@@ -183,13 +170,12 @@ def build(
             book=ParamRemap(),
             master_weights=None if precision.name == "no" else precision.name,
         ),
-        stepper=Fsdp1Stepper(
-            roots=roots,
-            inner=TorchStepper(
-                precision=precision,
-                no_sync_of=partial(_no_sync, roots),
-                around_backward=partial(hang_monitor.collective_scope, "backward"),
-            ),
+        stepper=TorchStepper(
+            precision=precision,
+            no_sync_of=partial(_no_sync, roots),
+            join_of=_refuse_join,
+            around_backward=partial(hang_monitor.collective_scope, "backward"),
+            clip_norm=partial(_clip_norm, roots),
         ),
         persister=ShardsPersister(shards=shards, device=runtime.device),
         shards=shards,
@@ -250,3 +236,26 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataP
 def _no_sync(roots: FsdpRoots, model: nn.Module) -> Any:
     root = roots.of_model(model)
     return nullcontext() if root is None else root.no_sync()
+
+
+def _refuse_join(*_: Any) -> NoReturn:
+    raise UnsupportedError("FSDP1 cannot train on batches that run out earlier on some ranks.")
+
+
+def _clip_norm(
+    roots: FsdpRoots, parameters: Tensor | list[Tensor], max_norm: float, norm_type: float
+) -> Tensor:
+    """Clip the gradients of a model by the norm that FSDP1 computes, over all of its parameters."""
+    clipped = parameters if isinstance(parameters, list) else [parameters]
+    root = roots.of_parameters(clipped)
+    if root is None:
+        return clip_grad_norm_(clipped, max_norm, norm_type)
+    absent = {id(one) for one in root.parameters() if one.requires_grad} - {id(one) for one in clipped}
+    if absent:
+        raise SettingsError(
+            f"clip_grad_norm_() was given {len(clipped)} parameters, and {len(absent)} more of the same "
+            "model are missing. FSDP1 computes the norm over all of them: pass model.parameters() of the "
+            "prepared model."
+        )
+    with hang_monitor.collective_scope("clip_grad_norm_"):
+        return root.clip_grad_norm_(max_norm, norm_type)

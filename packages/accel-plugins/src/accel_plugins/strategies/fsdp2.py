@@ -16,7 +16,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.axes import Axes, axes_of
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.tensor import TensorParallel
-from accel_plugins.strategies.sharded_step import ShardedStepper
+from accel_plugins.strategies.sharded_step import sharded_stepper
 from accel_plugins.strategies.sharded_wrap import ShardedWrapper
 from accel_plugins.strategy import PLAIN_FEATURES, Feature, Strategy
 from accel_state.errors import SettingsError, UnsupportedError
@@ -39,12 +39,6 @@ def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
     """Make the strategy of a run whose models are sharded.
-
-    Args:
-        settings: Not used; the plugins have what concerns this strategy.
-        runtime: Device and topology.
-        precision: Scales losses and steps optimizers.
-        handlers: A `FullyShardedDataParallelPlugin` has the options, a `ParallelismConfig` the mesh axes.
 
     Raises:
         SettingsError: The plugin has `fsdp_version=1`, or the sizes do not fit the world size.
@@ -78,7 +72,7 @@ def build(
             master_weights=None if precision.name == "no" else precision.name,
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
         ),
-        stepper=ShardedStepper(precision=precision, name="fsdp2"),
+        stepper=sharded_stepper(precision, "fsdp2"),
         persister=ShardsPersister(shards=shards, device=runtime.device),
         sharding=axes.sharding,
         features=FEATURES,

@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_materialised(bundle: Bundle) -> None:
-    """Refuse models with parameters that are not materialised.
-
-    Raises:
-        SettingsError: A parameter is on the meta device, or is a lazy module's and has no shape.
-    """
+    """Refuse models with parameters that are not materialised."""
     for model in bundle.models:
         for name, parameter in model.named_parameters():
             if is_lazy(parameter):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,88 +16,52 @@ from torch.nn.utils import get_total_norm
 from accel_ops.dtensors import local_parts
 from accel_ops.modules import without_compiler
 from accel_plugins.sharding.optimizers import one_mesh_per_group
-from accel_plugins.strategies.torch_step import TorchStepper, unscaled
+from accel_plugins.strategies.torch_step import TorchStepper
 from accel_state import hang_monitor
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Generator, Sequence
 
     from torch import Tensor, nn
-    from torch.optim import Optimizer
 
     from accel_plugins.roles import PrecisionPolicy
 
 
-class ShardedStepper:
-    """Stepper of parameters that may be `DTensor`s on several meshes.
+def sharded_stepper(precision: PrecisionPolicy, strategy: str) -> TorchStepper:
+    """Return the stepper of parameters that may be `DTensor`s on several meshes."""
+    return TorchStepper(
+        precision=precision,
+        no_sync_of=_no_sync,
+        join_of=partial(_refuse_join, strategy),
+        around_backward=partial(hang_monitor.collective_scope, "backward"),
+        around_step=one_mesh_per_group,
+        clip_norm=_clip_norm,
+        clip_value=_clip_value,
+    )
 
-    Args:
-        precision: Scales losses and steps optimizers.
-        name: Of the strategy, for messages.
-    """
 
-    def __init__(self, *, precision: PrecisionPolicy, name: str) -> None:
-        self._precision = precision
-        self._name = name
-        self._inner = TorchStepper(
-            precision=precision,
-            no_sync_of=_no_sync,
-            around_backward=partial(hang_monitor.collective_scope, "backward"),
-        )
+def _refuse_join(strategy: str, *_: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"join(): under the strategy {strategy!r} every rank has parts of the parameters, and none can "
+        "finish early; use even_batches=True."
+    )
 
-    def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
-        """Add the gradients of `loss / accumulation` to the parameters."""
-        self._inner.backward(loss, accumulation=accumulation, sync=sync, **kwargs)
 
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Accumulate unsharded gradients without reducing them."""
-        return _no_sync(model)
+def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: float) -> Tensor:
+    gradients = _gradients(parameters)
+    with hang_monitor.collective_scope("clip_grad_norm_"):
+        norm = norm_of(gradients, float(norm_type))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parts in _by_device(gradients).values():
+        torch._foreach_mul_(parts, factor.to(parts[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+    return norm
 
-    def join(
-        self, joinables: Sequence[Any], *, divide_by_initial_world_size: bool = True
-    ) -> AbstractContextManager[None]:
-        """Refuse uneven inputs: every rank is needed to gather parameters."""
-        del joinables, divide_by_initial_world_size
-        raise UnsupportedError(
-            f"join(): under the strategy {self._name!r} every rank has parts of the parameters, and none can "
-            "finish early; use even_batches=True."
-        )
 
-    def clip_grad_norm(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        optimizers: Iterable[Optimizer] = (),
-    ) -> Tensor:
-        """Scale the gradients down to a norm of at most `max_norm`; return the norm before that."""
-        gradients = _gradients(unscaled(self._precision, parameters, optimizers))
-        with hang_monitor.collective_scope("clip_grad_norm_"):
-            norm = norm_of(gradients, float(norm_type))
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        for parts in _by_device(gradients).values():
-            torch._foreach_mul_(parts, factor.to(parts[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
-        return norm
-
-    def clip_grad_value(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        clip_value: float,
-        *,
-        optimizers: Iterable[Optimizer] = (),
-    ) -> None:
-        """Clamp every gradient to `[-clip_value, clip_value]`."""
-        for parts in _by_device(_gradients(unscaled(self._precision, parameters, optimizers))).values():
-            torch._foreach_clamp_min_(parts, -clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-            torch._foreach_clamp_max_(parts, clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
-
-    def step(self, optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool | Tensor:
-        """Step the optimizer; return False if it was skipped: gradients of some rank were not finite."""
-        with one_mesh_per_group(optimizer):
-            return self._inner.step(optimizer, closure)
+def _clip_value(parameters: Tensor | list[Tensor], clip_value: float) -> None:
+    for parts in _by_device(_gradients(parameters)).values():
+        torch._foreach_clamp_min_(parts, -clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+        torch._foreach_clamp_max_(parts, clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
 
 def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:

@@ -30,14 +30,10 @@ class ShardedWrapper:
     """Model wrapper that shards models in place; they stay the same objects, with the same names.
 
     Args:
-        runtime: Device, topology and collectives of this process.
-        shard: Shards a model on the meta device, in place.
         validate: Raises `ValueError` for a model that cannot be sharded; checks this rank alone.
-        parameters_on: The device of parameters between steps.
         master_weights: The mixed precision under which trained parameters are cast to float32; `None` to keep
             all dtypes.
         only_main_has_values: Whether models of ranks other than 0 may be on the meta device.
-        book: Maps the parameters that were replaced to the new ones.
     """
 
     runtime: Runtime
@@ -49,12 +45,7 @@ class ShardedWrapper:
     book: ShardRemap = field(default_factory=ShardRemap)
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models that cannot be sharded or that differ between ranks; all ranks raise if one does.
-
-        Raises:
-            SettingsError: A model cannot be sharded or differs between ranks, or an optimizer has parameters
-                of no prepared model.
-        """
+        """Refuse models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
         problem = ""
         models = [model for model in map(without_compiler, bundle.models) if not self.book.has(model)]
         try:

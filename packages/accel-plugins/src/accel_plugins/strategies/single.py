@@ -24,11 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SingleWrapper:
-    """Model wrapper that moves models to the device.
-
-    Args:
-        device: The device of the run.
-    """
+    """Model wrapper that moves models to the device."""
 
     device: torch.device
 

@@ -1,12 +1,14 @@
-"""Backward passes and optimizer steps of the strategies whose parameters are ordinary tensors."""
+"""Backward passes and optimizer steps that PyTorch computes; strategies replace single parts of it."""
 
 from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,26 +22,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchStepper:
-    """Stepper of parameters that are ordinary tensors.
+    """Stepper of parameters that PyTorch's optimizers step; by default, of ordinary tensors.
 
     Args:
-        precision: Scales losses and steps optimizers.
         no_sync_of: Makes the context in which a model's gradients stay local.
         join_of: Makes the context in which ranks may finish early, from the joinables and
             `divide_by_initial_world_size`.
         around_backward: Makes a context for the duration of every backward pass.
+        around_step: Makes a context for the duration of every step of an optimizer.
+        clip_norm: Clips unscaled gradients; called as `clip_norm(parameters, max_norm, norm_type)`.
+        clip_value: Likewise, as `clip_value(parameters, clip_value)`.
     """
 
     precision: PrecisionPolicy
     no_sync_of: Callable[[nn.Module], AbstractContextManager[None]] | None = None
     join_of: Callable[[Sequence[Any], bool], AbstractContextManager[None]] | None = None
     around_backward: Callable[[], AbstractContextManager[None]] | None = None
+    around_step: Callable[[Optimizer], AbstractContextManager[None]] | None = None
+    clip_norm: Callable[..., Tensor] = clip_grad_norm_
+    clip_value: Callable[..., None] = clip_grad_value_
     step: Callable[..., bool | Tensor] = field(init=False, repr=False, compare=False)
     """Steps an optimizer, as the precision does; no call of ours in between."""
 
     def __post_init__(self) -> None:
         """Take the step of the precision."""
-        object.__setattr__(self, "step", self.precision.step)
+        step = self.precision.step if self.around_step is None else partial(_step_within, self)
+        object.__setattr__(self, "step", step)
 
     def backward(self, loss: Tensor, *, accumulation: int, sync: bool, **kwargs: Any) -> None:
         """Add the gradients of `loss / accumulation` to the parameters."""
@@ -74,9 +82,7 @@ class TorchStepper:
         optimizers: Iterable[Optimizer] = (),
     ) -> Tensor:
         """Scale the gradients down to a norm of at most `max_norm`; return the norm before that."""
-        return torch.nn.utils.clip_grad_norm_(
-            unscaled(self.precision, parameters, optimizers), max_norm, norm_type=norm_type
-        )
+        return self.clip_norm(unscaled(self.precision, parameters, optimizers), max_norm, norm_type)
 
     def clip_grad_value(
         self,
@@ -86,7 +92,13 @@ class TorchStepper:
         optimizers: Iterable[Optimizer] = (),
     ) -> None:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
-        torch.nn.utils.clip_grad_value_(unscaled(self.precision, parameters, optimizers), clip_value)
+        self.clip_value(unscaled(self.precision, parameters, optimizers), clip_value)
+
+
+def _step_within(stepper: TorchStepper, optimizer: Optimizer, closure: Any = None) -> bool | Tensor:
+    context: Any = stepper.around_step
+    with context(optimizer):
+        return stepper.precision.step(optimizer, closure)
 
 
 def unscaled(

@@ -9,7 +9,7 @@ from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.parallelism.axes import axes_of
 from accel_plugins.parallelism.tensor import TensorParallel
 from accel_plugins.strategies.fsdp2 import FEATURES
-from accel_plugins.strategies.sharded_step import ShardedStepper
+from accel_plugins.strategies.sharded_step import sharded_stepper
 from accel_plugins.strategies.sharded_wrap import ShardedWrapper
 from accel_plugins.strategy import Strategy
 from accel_state.errors import SettingsError
@@ -27,12 +27,6 @@ def build(
 ) -> Strategy:
     """Make the strategy of a tensor-parallel run.
 
-    Args:
-        settings: Not used; the plugins have what concerns this strategy.
-        runtime: Device and topology.
-        precision: Scales losses and steps optimizers.
-        handlers: A `ParallelismConfig` or `TorchTensorParallelPlugin` has the tensor-parallel size.
-
     Raises:
         SettingsError: The sizes do not fit the world size, or the tensor-parallel size is 1.
     """
@@ -49,7 +43,7 @@ def build(
         wrapper=ShardedWrapper(
             runtime=runtime, shard=stage, validate=stage.validate, parameters_on=runtime.device
         ),
-        stepper=ShardedStepper(precision=precision, name="tp"),
+        stepper=sharded_stepper(precision, "tp"),
         persister=ShardsPersister(shards=TensorShards(), device=runtime.device),
         sharding=axes.sharding,
         features=FEATURES,
