@@ -22,10 +22,8 @@ class Engine:
     says as `accel_plugins.choose.choose` needs, and refuses what contradicts them.
 
     Args:
-        argument: The argument of `Accelerator`.
         section: The field of `Settings` that, if it is not `None`, stands for a plugin made without
             arguments.
-        plugin: The class, as `"module:class"`.
         several: Whether the argument may also be a dictionary of plugins by name.
     """
 
@@ -87,10 +85,6 @@ def find_plugins(
 
     Returns:
         Plugins by argument, or by argument and name if there may be `several`; in the order of `ENGINES`.
-
-    Raises:
-        UnsupportedError: An argument is not supported.
-        SettingsError: An argument is not a plugin of its kind.
     """
     for name in requested.keys() - {engine.argument for engine in ENGINES}:
         if requested[name] is not None:
@@ -115,12 +109,7 @@ def find_plugins(
 
 
 def described(settings: Settings, plugins: Mapping[str, Any]) -> Settings:
-    """Settings that say what plugins say, for the choice of a strategy.
-
-    Args:
-        settings: What was asked for from outside.
-        plugins: What `find_plugins` has found.
-    """
+    """Settings that say what plugins say, for the choice of a strategy."""
     for value in plugins.values():
         first = next(iter(cast("Mapping[str, Any]", value).values())) if isinstance(value, dict) else value
         settings = first.to_settings(settings)

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
     from accel_state.runtime import Runtime
@@ -91,17 +90,7 @@ RECIPES = Registry(group=RECIPE_GROUP, kind=RecipeSpec, noun="precision recipe",
 def build_recipe(
     name: str, settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]
 ) -> Recipe | None:
-    """Make the recipe of a run; `None` for a precision that needs none.
-
-    Args:
-        name: `"no"`, `"fp16"`, `"bf16"`, or that of a recipe.
-        settings: What was asked for.
-        runtime: Device and topology.
-        handlers: Every kwargs handler by its type.
-
-    Raises:
-        SettingsError: There is no such recipe, or a handler is for another one.
-    """
+    """Make the recipe of a run; `None` for a precision that needs none."""
     spec = None if name in BASE_PRECISIONS else RECIPES.find(name)
     # Installed recipes are imported only where a handler may be one of theirs.
     is_foreign = any(kind.__module__.partition(".")[0] != "accel_plugins" for kind in handlers)
@@ -121,22 +110,14 @@ def check_converted(
     bundle: Bundle,
     replaced: Mapping[Tensor, Tensor],
 ) -> None:
-    """Refuse what a recipe has done if an optimizer would train parameters that no model has any more.
-
-    Args:
-        recipe: For the message.
-        before: Id to name of the parameters that the models had.
-        bundle: With the models as they are now, and the optimizers.
-        replaced: What the recipe has returned.
-
-    Raises:
-        SettingsError: There is such a parameter.
-    """
+    """Refuse what a recipe has done if an optimizer would train parameters that no model has any more."""
     now = {id(one) for model in bundle.models for one in model.parameters()}
     known = {id(old) for old, new in replaced.items() if id(new) in now}
     lost = [
         before[id(one)]
-        for one in _parameters(bundle.optimizers)
+        for optimizer in bundle.optimizers
+        for group in optimizer.param_groups
+        for one in group["params"]
         if id(one) in before and id(one) not in now and id(one) not in known
     ]
     if lost:
@@ -144,7 +125,3 @@ def check_converted(
             f"The precision recipe {recipe.name!r} has replaced {len(lost)} parameters, the first of which "
             f"is {lost[0]!r}, and its convert() does not say by what: they would not be trained."
         )
-
-
-def _parameters(optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    return [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]

@@ -21,32 +21,6 @@ ENTRY_POINT_GROUP = "accel.strategies"
 """A distribution adds a strategy with `[project.entry-points."accel.strategies"] name = "module:SPEC"`."""
 
 
-def _shards_by_compiler(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    return settings.fsdp is not None and (
-        bool(settings.fsdp.xla) or _records_operations(settings, topology, device)
-    )
-
-
-def _records_operations(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del settings, topology
-    return device.type == "xla"
-
-
-def _has_engine(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del topology, device
-    return settings.deepspeed is not None
-
-
-def _has_megatron(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del topology, device
-    return settings.megatron is not None
-
-
-def _shards_flat_parameters(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del topology, device
-    return settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
-
-
 def _shards_models(settings: Settings, topology: Topology, device: torch.device) -> bool:
     del device
     sizes = settings.parallelism
@@ -59,21 +33,6 @@ def _shards_models(settings: Settings, topology: Topology, device: torch.device)
     return (sizes.dp_shard_size or 1) > 1 or (sizes.cp_size or 1) > 1 or copies
 
 
-def _shards_layers(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del topology, device
-    return settings.parallelism is not None and (settings.parallelism.tp_size or 1) > 1
-
-
-def _several_processes(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del settings, device
-    return topology.world_size > 1
-
-
-def _always(settings: Settings, topology: Topology, device: torch.device) -> bool:
-    del settings, topology, device
-    return True
-
-
 _STRATEGIES = "accel_plugins.strategies"
 
 BUILT_IN: Mapping[str, StrategySpec] = {
@@ -81,26 +40,32 @@ BUILT_IN: Mapping[str, StrategySpec] = {
     for spec in (
         StrategySpec(
             name="xla_fsdp",
-            applies=_shards_by_compiler,
+            applies=lambda settings, _, device: (
+                settings.fsdp is not None and (bool(settings.fsdp.xla) or device.type == "xla")
+            ),
             build=f"{_STRATEGIES}.xla_fsdp:build",
             sections={"fsdp": {"xla": True, "xla_fsdp_v2": True}},
         ),
-        StrategySpec(name="xla", applies=_records_operations, build=f"{_STRATEGIES}.xla:build"),
+        StrategySpec(
+            name="xla", applies=lambda _, __, device: device.type == "xla", build=f"{_STRATEGIES}.xla:build"
+        ),
         StrategySpec(
             name="deepspeed",
-            applies=_has_engine,
+            applies=lambda settings, *_: settings.deepspeed is not None,
             build=f"{_STRATEGIES}.deepspeed:build",
             sections={"deepspeed": {}, "parallelism": None},
         ),
         StrategySpec(
             name="megatron",
-            applies=_has_megatron,
+            applies=lambda settings, *_: settings.megatron is not None,
             build=f"{_STRATEGIES}.megatron:build",
             sections={"megatron": {}},
         ),
         StrategySpec(
             name="fsdp1",
-            applies=_shards_flat_parameters,
+            applies=lambda settings, *_: (
+                settings.fsdp is not None and settings.fsdp.fsdp_version == 1 and settings.parallelism is None
+            ),
             build=f"{_STRATEGIES}.fsdp1:build",
             sections={"fsdp": {"fsdp_version": 1}},
             shards_gradients=True,
@@ -116,13 +81,21 @@ BUILT_IN: Mapping[str, StrategySpec] = {
         ),
         StrategySpec(
             name="tp",
-            applies=_shards_layers,
+            applies=lambda settings, *_: (
+                settings.parallelism is not None and (settings.parallelism.tp_size or 1) > 1
+            ),
             build=f"{_STRATEGIES}.tp:build",
             sections={"parallelism": None},
             shards_gradients=True,
         ),
-        StrategySpec(name="ddp", applies=_several_processes, build=f"{_STRATEGIES}.ddp:build"),
-        StrategySpec(name="single", applies=_always, build=f"{_STRATEGIES}.single:build", max_processes=1),
+        StrategySpec(
+            name="ddp",
+            applies=lambda _, topology, __: topology.world_size > 1,
+            build=f"{_STRATEGIES}.ddp:build",
+        ),
+        StrategySpec(
+            name="single", applies=lambda *_: True, build=f"{_STRATEGIES}.single:build", max_processes=1
+        ),
     )
 }
 """The strategies that come with accel, in order: the first that applies is chosen."""
@@ -134,9 +107,6 @@ STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy
 
 def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, StrategySpec]:
     """Return all strategies in the order of choice: those of installed distributions, then ours.
-
-    Args:
-        installed: The entry points to add; those of this environment when `None`.
 
     Raises:
         SettingsError: Two distributions claim one name, or one of ours; or what an entry point names is no
@@ -152,13 +122,6 @@ def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, Strate
 def find(name: str, *, source: str | None = None) -> StrategySpec:
     """Return what is known of a strategy.
 
-    Args:
-        name: A key of `available()`.
-        source: Where the name was written, for the message.
-
-    Raises:
-        SettingsError: There is no such strategy.
-
     Example:
         >>> find("fsdp2").shards_gradients
         True
@@ -168,9 +131,6 @@ def find(name: str, *, source: str | None = None) -> StrategySpec:
 
 def load(strategy: str | StrategySpec) -> StrategyFactory:
     """Import the factory of a strategy.
-
-    Args:
-        strategy: A key of `available()`, or what that holds.
 
     Raises:
         SettingsError: There is no such strategy.

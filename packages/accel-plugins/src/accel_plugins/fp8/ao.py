@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 from accel_ops.modules import without_compiler
-from accel_plugins.fp8.layers import is_divisible
-from accel_plugins.fp8.weights import save_plain_weights, tied_layers
+from accel_plugins.fp8.weights import is_divisible, save_plain_weights, tied_layers
 from accel_plugins.recipe import Recipe
 from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
@@ -109,14 +108,7 @@ def convert_model_to_fp8_ao(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchAo:
-    """What torchao does in one run.
-
-    Args:
-        handler: What was asked for.
-        device: Where models compute.
-        sharded: Whether FSDP2 shards parameters.
-        config: torchao's configuration.
-    """
+    """What torchao does in one run."""
 
     handler: AORecipeKwargs
     device: torch.device
@@ -155,11 +147,6 @@ class TorchAo:
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool) -> Recipe:
     """Make the recipe.
-
-    Args:
-        handler: What was asked for.
-        runtime: Device and topology.
-        sharded: Whether FSDP2 shards parameters.
 
     Raises:
         UnsupportedError: The device has no MXFP8, and it was asked for.

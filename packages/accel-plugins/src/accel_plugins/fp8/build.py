@@ -71,9 +71,6 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
 def fp8_device(device: torch.device) -> Fp8Device:
     """Describe a device to `choose_backend`.
 
-    Args:
-        device: The device.
-
     Example:
         >>> fp8_device(torch.device("cpu")).type
         'cpu'

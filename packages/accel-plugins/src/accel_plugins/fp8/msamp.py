@@ -24,11 +24,6 @@ if TYPE_CHECKING:
 def build(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -> Recipe:
     """Make the recipe.
 
-    Args:
-        handler: What was asked for.
-        sharded: Whether parameters are sharded.
-        world_size: Number of ranks.
-
     Raises:
         UnsupportedError: The strategy shards parameters.
         MissingDependencyError: The library cannot be imported.

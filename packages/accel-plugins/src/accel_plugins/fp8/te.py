@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_ops.modules import replace_forward, without_compiler
-from accel_plugins.fp8.layers import is_divisible
+from accel_plugins.fp8.weights import is_divisible
 from accel_plugins.kwargs.fp8 import TERecipeKwargs
 from accel_plugins.recipe import Recipe
 from accel_state.available import is_installed, require
@@ -143,10 +143,6 @@ def fp8_autocast(recipe: Any, *, enabled: bool) -> AbstractContextManager[Any]:
     """Return the autocast of TransformerEngine; the largest values are reduced over all ranks.
 
     Ranks with the same rows of a layer have other data, ranks with other rows scale them alike.
-
-    Args:
-        recipe: A recipe of TransformerEngine.
-        enabled: Whether it does anything.
     """
     te = _te()
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
@@ -157,14 +153,7 @@ def fp8_autocast(recipe: Any, *, enabled: bool) -> AbstractContextManager[Any]:
 
 
 def make_recipe(handler: TERecipeKwargs) -> Any:
-    """Return the recipe of TransformerEngine that a handler stands for.
-
-    Args:
-        handler: The options.
-
-    Raises:
-        UnsupportedError: The installed version has no such recipe, or no such option.
-    """
+    """Return the recipe of TransformerEngine that a handler stands for."""
     recipes = import_module("transformer_engine.common.recipe")
     name = handler.recipe or "delayed"
     kind = getattr(recipes, RECIPE_CLASSES[name], None)
@@ -180,15 +169,7 @@ def make_recipe(handler: TERecipeKwargs) -> Any:
 
 
 def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a recipe that are not at its default.
-
-    Args:
-        handler: The options.
-        known: The parameters of the recipe.
-
-    Raises:
-        UnsupportedError: One differs from its default, and the recipe does not take it.
-    """
+    """Return the options of a recipe that are not at its default."""
     defaults = dict(TERecipeKwargs.DEFAULTS)
     own = ("margin", "fp8_format", "interval", "override_linear_precision")
     history = ("amax_history_len", "amax_compute_algo")
@@ -207,10 +188,6 @@ def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[st
 
 def build(handler: TERecipeKwargs, *, recomputes: bool) -> Recipe:
     """Make the recipe.
-
-    Args:
-        handler: What was asked for.
-        recomputes: Whether a plugin checkpoints activations.
 
     Raises:
         UnsupportedError: The installed version, or the strategy, cannot do it.

@@ -1,4 +1,4 @@
-"""Weights of a type of their own: state dicts have plain tensors, so that they load anywhere."""
+"""Linear layers that can multiply in 8 bits, and weights of a type of their own in plain state dicts."""
 
 from __future__ import annotations
 
@@ -37,12 +37,7 @@ def plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def save_plain_weights(model: nn.Module, names: Iterable[str]) -> None:
-    """Let state dicts of a model have plain weights, and weights that are loaded get new scales.
-
-    Args:
-        model: The model.
-        names: The layers whose weights are of a type of their own.
-    """
+    """Let state dicts of a model have plain weights, and weights that are loaded get new scales."""
     for name in names:
         layer = model.get_submodule(name)
         layer.register_state_dict_post_hook(_plain_weight)
@@ -71,3 +66,8 @@ def _clear_scale(module: nn.Module, incompatible: Any) -> None:
     local: Any = weight._local_tensor if isinstance(weight, DTensor) else weight  # pyright: ignore[reportPrivateUsage] - `to_local` gives another object
     if hasattr(local, "_precomputed_scale"):
         local._precomputed_scale = None
+
+
+def is_divisible(layer: Any) -> bool:
+    """Return whether both sizes of a linear layer, of torch or a library, are divisible by 16."""
+    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0

@@ -35,17 +35,7 @@ class KwargsHandler:
 
 
 def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) -> None:
-    """Check that a condition on a field holds.
-
-    Args:
-        owner: The dataclass, named in the message.
-        name: The field.
-        wanted: Description of the accepted values, for the message.
-        holds: The condition on the field's value.
-
-    Raises:
-        SettingsError: The condition is false.
-    """
+    """Check that a condition on a field holds."""
     value = getattr(owner, name)
     if not holds(value):
         raise SettingsError(f"{type(owner).__name__}({name}={value!r}): expected {wanted}.")
@@ -53,11 +43,6 @@ def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) 
 
 def expect_flags(owner: object, *names: str, optional: bool = False) -> None:
     """Check that fields are bools; a string such as `"false"` would count as true.
-
-    Args:
-        owner: The dataclass.
-        *names: Its fields.
-        optional: Whether `None` is accepted too.
 
     Raises:
         SettingsError: A field is neither `True`, `False`, 1 nor 0.

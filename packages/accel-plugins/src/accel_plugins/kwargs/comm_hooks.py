@@ -39,9 +39,6 @@ def register(
         hook: The hook.
         wrapper: `FP16` or `BF16` to compress the hook's messages further, else `NO`.
         power_sgd_options: Arguments of `PowerSGDState`; `None` for hooks that have no state.
-
-    Raises:
-        SettingsError: `PowerSGDState` does not take an option.
     """
     function = _HOOKS[hook]
     if wrapper is not Hook.NO:

@@ -191,19 +191,9 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The older form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, in one; use one of these.
+    """The older form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, with the fields of both; use one of these.
 
     Args:
-        opt_level: As in `MSAMPRecipeKwargs`.
-        use_autocast_during_eval: As in `TERecipeKwargs`, and so on.
-        margin: As there.
-        interval: As there.
-        fp8_format: As there.
-        amax_history_len: As there.
-        amax_compute_algo: As there.
-        override_linear_precision: As there.
-        use_mxfp8_block_scaling: As there.
-        recipe: As there.
         backend: `"TE"` or `"MSAMP"`; `ACCELERATE_FP8_BACKEND`, else MS-AMP where only that is installed.
 
     Raises:

@@ -27,10 +27,6 @@ logger = logging.getLogger(__name__)
 def batched_power_sgd_hook(state: PowerSGDState, bucket: GradBucket) -> Any:
     """Average a bucket of gradients as a square matrix of low rank.
 
-    Args:
-        state: Rank of the approximation, the first compressed step, error feedback and warm-start matrices.
-        bucket: The gradients of one rank, 1-d.
-
     Returns:
         A future with the averaged gradients.
     """

@@ -22,13 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Axes:
-    """The device mesh of a run.
-
-    Args:
-        config: The sizes of the axes.
-        mesh: The mesh of all axes.
-        sharding: The shards of batches by rank.
-    """
+    """The device mesh of a run."""
 
     config: ParallelismConfig
     mesh: DeviceMesh
@@ -61,16 +55,7 @@ class Axes:
 
 
 def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:
-    """Build the mesh of a run.
-
-    Args:
-        runtime: Topology and device of this process, after the process group was initialised.
-        handlers: Handlers by type; the axes come from a `ParallelismConfig` or `TorchTensorParallelPlugin`.
-        sharded: Whether the ranks beyond the given axes shard the model; else they replicate it.
-
-    Raises:
-        SettingsError: The product of all sizes is not the world size.
-    """
+    """Build the mesh of a run."""
     world = runtime.topology.world_size
     ensure_group(runtime)
     config = _config(handlers, world, sharded=sharded)

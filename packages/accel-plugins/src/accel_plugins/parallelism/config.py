@@ -281,15 +281,7 @@ class ParallelismConfig:
 
 
 def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
-    """Check the world size of a `ParallelismConfig`, for strategies that build no mesh.
-
-    Args:
-        handlers: Handlers by type, with a `ParallelismConfig` or without.
-        world_size: Number of ranks.
-
-    Raises:
-        SettingsError: The product of its sizes is not the world size.
-    """
+    """Check the world size of a `ParallelismConfig`, for strategies that build no mesh."""
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     if config is not None:
         config.check_world(world_size)

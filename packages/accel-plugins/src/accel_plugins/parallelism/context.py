@@ -36,7 +36,6 @@ class ContextParallel:
     """Shard sequences over a mesh.
 
     Args:
-        mesh: A mesh of one axis.
         rotation: `"allgather"` or `"alltoall"`.
     """
 
@@ -156,9 +155,6 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
     """Use ring attention in this thread and in backward passes within the block, not in other threads.
 
     Masks are refused: torch would apply a full mask to shards.
-
-    Args:
-        plain: The original attention, for other threads.
     """
     attention, owner = functional.scaled_dot_product_attention, threading.get_ident()
 
@@ -208,9 +204,6 @@ class _BidirectionalRule:
 
     To balance the load under a causal mask, torch gives each rank a chunk of the beginning and one of the end
     of a sequence, and then refuses attention without a mask, for which the order of keys does not matter.
-
-    Args:
-        rule: One of torch's rules.
     """
 
     def __init__(self, rule: Callable[..., Any]) -> None:

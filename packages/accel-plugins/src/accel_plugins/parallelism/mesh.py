@@ -16,10 +16,6 @@ _made: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return the mesh of all ranks with the given axes. A collective over all ranks.
 
-    Args:
-        device_type: Such as `"cuda"`.
-        sizes: Sizes by axis, the outermost first.
-
     Returns:
         The mesh; the same one for equal arguments, until its process group is destroyed.
     """

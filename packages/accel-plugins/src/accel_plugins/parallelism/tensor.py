@@ -41,11 +41,7 @@ STYLES: Mapping[str, Callable[[], ParallelStyle]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """Apply tensor parallelism to models.
-
-    Args:
-        mesh: A mesh of one axis.
-    """
+    """Apply tensor parallelism to models."""
 
     mesh: DeviceMesh
 
@@ -55,11 +51,7 @@ class TensorParallel:
             parallelize_module(model, self.mesh, plan_of(model))
 
     def validate(self, model: nn.Module) -> None:
-        """Check that a model has a valid plan, unless it has DTensors already.
-
-        Raises:
-            SettingsError: The plan is absent or invalid.
-        """
+        """Check that a model has a valid plan, unless it has DTensors already."""
         if not model_has_dtensor(model):
             plan_of(model)
 
@@ -70,9 +62,6 @@ def plan_of(model: nn.Module) -> dict[str, ParallelStyle]:
     Args:
         model: A model whose `tp_plan` maps patterns of module names (`*` matches anything) to a
             `ParallelStyle` or a name of `STYLES`.
-
-    Raises:
-        SettingsError: The plan is absent, a pattern matches no module, or a style is unknown.
     """
     tp_plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     if not isinstance(tp_plan, Mapping) or not tp_plan:

@@ -19,14 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def sync_in_backward(model: nn.Module) -> Generator[None]:
-    """Synchronise gradients in the backward pass within, although the forward pass ran in `no_sync`.
-
-    Args:
-        model: A `DistributedDataParallel` or sharded model; others need nothing.
-
-    Raises:
-        UnsupportedError: The model has `find_unused_parameters`, which works in the forward pass only.
-    """
+    """Synchronise gradients in the backward pass within, although the forward pass ran in `no_sync`."""
     inner = without_compiler(model)
     if isinstance(inner, DistributedDataParallel):
         with _of_ddp(inner):

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
-from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised
+import torch
+
+from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
-from accel_plugins.strategies.xla_move import move_to_xla
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Feature, Strategy
-from accel_plugins.xla.gradients import GradientAverage
 from accel_plugins.xla.library import xla_module
 from accel_plugins.xla.support import refuse_unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Generator, Mapping
 
-    import torch
     from torch import nn
 
     from accel_plugins.bundle import Bundle
@@ -27,12 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class XlaWrapper:
-    """Model wrapper that moves models to an XLA device.
-
-    Args:
-        device: The device of the run.
-        average: Averages gradients over the ranks; `None` if there is one.
-    """
+    """Model wrapper that moves models to an XLA device."""
 
     device: torch.device
     average: GradientAverage | None = None
@@ -60,12 +56,6 @@ def build(
 ) -> Strategy:
     """Make the strategy of a run on XLA devices.
 
-    Args:
-        settings: May ask for what XLA does not offer.
-        runtime: Device and topology.
-        precision: Steps optimizers.
-        handlers: May ask for what XLA does not offer.
-
     Raises:
         UnsupportedError: Something is asked for that XLA devices do not offer.
     """
@@ -86,3 +76,66 @@ def build(
         after_micro_batch=own.flush,
         after_step=own.flush,
     )
+
+
+class GradientAverage:
+    """Averages the gradients of models after backward passes.
+
+    Gradients that are averages already stay as they are, so several backward passes may run before a step.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self._scale = 1.0 / world_size
+        self._models: WeakSet[nn.Module] = WeakSet()
+        self._is_local = False
+
+    def add(self, model: nn.Module) -> None:
+        """Average the gradients of a model from now on."""
+        self._models.add(model)
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Generator[None]:
+        """Leave gradients local in backward passes within the block."""
+        del model
+        before, self._is_local = self._is_local, True
+        try:
+            yield
+        finally:
+            self._is_local = before
+
+    @contextmanager
+    def around_backward(self) -> Generator[None]:
+        """Average gradients at the end of the block."""
+        yield
+        gradients = {
+            id(parameter): parameter.grad
+            for model in self._models
+            for parameter in model.parameters()
+            if parameter.grad is not None
+        }
+        if gradients and not self._is_local:
+            xla_module("core.xla_model").all_reduce("sum", [*gradients.values()], scale=self._scale)
+
+
+def move_to_xla(bundle: Bundle, device: torch.device) -> list[nn.Module]:
+    """Move models to the device, except those whose placement the caller has forbidden.
+
+    Returns:
+        The models, in order; parameters stay the same objects.
+    """
+    with _swapped():
+        return move_to_device(bundle, device)
+
+
+@contextmanager
+def _swapped() -> Generator[None]:
+    """Let `Module.to` swap contents of parameters, which it otherwise replaces by new ones on XLA devices.
+
+    https://docs.pytorch.org/docs/stable/future_mod.html
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        yield
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)

@@ -13,10 +13,9 @@ from accel_plugins.fsdp.forms import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised
 from accel_plugins.strategies.torch_step import TorchStepper
-from accel_plugins.strategies.xla_move import move_to_xla
+from accel_plugins.strategies.xla import move_to_xla
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
-from accel_plugins.xla.checkpoints import SpmdAllocator, SpmdPlanners
-from accel_plugins.xla.persist import CompilerShardedPersister
+from accel_plugins.xla.checkpoints import CompilerShardedPersister, SpmdAllocator, SpmdPlanners
 from accel_plugins.xla.spmd import (
     BatchSharder,
     checkpoint_blocks,
@@ -45,24 +44,14 @@ _UNSUPPORTED = ("mixed_precision_policy", "ignored_modules", "param_init_fn")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedXlaWrapper:
-    """Model wrapper that moves models to the devices of a mesh, sharded.
-
-    Args:
-        device: The device that stands for all.
-        plugin: Wrap policy, and whether blocks recompute their activations.
-        mesh: The mesh of the devices.
-    """
+    """Model wrapper that moves models to the devices of a mesh, sharded."""
 
     device: torch.device
     plugin: FullyShardedDataParallelPlugin
     mesh: Any
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse models on the meta device, and blocks to recompute where there are none.
-
-        Raises:
-            SettingsError: The wrap policy does not fit a model.
-        """
+        """Refuse models on the meta device, and blocks to recompute where there are none."""
         check_materialised(bundle)
         for model in bundle.models:
             if self._recomputes and len(self._blocks(model)) == 1:
@@ -106,12 +95,6 @@ def build(
 ) -> Strategy:
     """Make the strategy of a run that is sharded over XLA devices.
 
-    Args:
-        settings: May ask for what XLA does not offer.
-        runtime: Device and topology.
-        precision: Steps optimizers.
-        handlers: The `FullyShardedDataParallelPlugin` among them has the options.
-
     Raises:
         UnsupportedError: The device is no XLA device, or something is asked for that these do not offer.
     """
@@ -141,11 +124,7 @@ def build(
 
 
 def _check_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
-    """Refuse what the compiler does not do.
-
-    Raises:
-        UnsupportedError: A field asks for it.
-    """
+    """Refuse what the compiler does not do."""
     if not (plugin.xla and plugin.xla_fsdp_v2):
         raise UnsupportedError(
             f"FullyShardedDataParallelPlugin(xla={plugin.xla!r}, xla_fsdp_v2={plugin.xla_fsdp_v2!r}): on XLA "

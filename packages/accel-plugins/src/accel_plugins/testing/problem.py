@@ -29,14 +29,7 @@ def demand(condition: object, message: str) -> None:
 def demand_equal(
     found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], tolerance: float, what: str
 ) -> None:
-    """Demand that named tensors have the same names, shapes and, but for a tolerance, values.
-
-    Args:
-        found: The implementation's tensors.
-        wanted: The expected tensors.
-        tolerance: Largest absolute difference.
-        what: What is compared, for the message.
-    """
+    """Demand that named tensors have the same names, shapes and, but for a tolerance, values."""
     demand([*found] == [*wanted], f"{what}: the names are {[*found]} where they should be {[*wanted]}.")
     for name, right in wanted.items():
         result = found[name].detach().to("cpu", right.dtype)
@@ -50,14 +43,7 @@ def demand_equal(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """A regression problem whose samples are sharded.
-
-    Args:
-        dtype: Dtype of samples and parameters.
-        device: Device of the samples.
-        num_shards: Number of shards of the global batch.
-        shard_index: Index of this rank's shard.
-    """
+    """A regression problem whose samples are sharded."""
 
     dtype: torch.dtype
     device: torch.device

@@ -11,9 +11,6 @@ from accel_state.devices.xla import library
 def xla_module(name: str) -> Any:
     """Import a submodule of torch_xla.
 
-    Args:
-        name: Name of the submodule, without the prefix `torch_xla.`.
-
     Raises:
         MissingDependencyError: torch_xla is not the version that belongs to that of torch.
     """

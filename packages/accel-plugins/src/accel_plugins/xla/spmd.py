@@ -50,9 +50,6 @@ def start_mesh() -> Any:
 def largest_dim(shape: Sequence[int]) -> tuple[str | None, ...]:
     """Return the partition of a parameter: its largest dimension is sharded.
 
-    Args:
-        shape: Of the parameter.
-
     Example:
         >>> largest_dim((8, 16)), largest_dim(())
         ((None, 'fsdp'), ())
@@ -62,12 +59,7 @@ def largest_dim(shape: Sequence[int]) -> tuple[str | None, ...]:
 
 
 def shard(tensor: Tensor, mesh: Any) -> None:
-    """Shard a tensor along its largest dimension, unless it is sharded or has none.
-
-    Args:
-        tensor: On the device.
-        mesh: Of `start_mesh`.
-    """
+    """Shard a tensor along its largest dimension, unless it is sharded or has none."""
     if tensor.dim() and not library()._XLAC._get_xla_sharding_spec(tensor):
         xla_module("distributed.spmd").mark_sharding(tensor, mesh, largest_dim(tensor.shape))
 
@@ -124,13 +116,7 @@ def shard_optimizer(optimizer: Optimizer, mesh: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchSharder:
-    """Moves batches to the devices, sharded along their first dimension.
-
-    Args:
-        mesh: Of `start_mesh`.
-        device: The device that stands for all.
-        num_hosts: Number of processes, of which each has its part of a batch.
-    """
+    """Moves batches to the devices, sharded along their first dimension."""
 
     mesh: Any
     device: torch.device

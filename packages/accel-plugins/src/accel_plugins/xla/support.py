@@ -32,12 +32,6 @@ def refuse_unsupported(
 ) -> None:
     """Refuse what a run on XLA devices asks for and cannot have.
 
-    Args:
-        settings: The settings of the run, with those of its plugins.
-        runtime: Device and topology.
-        precision: The policy of the run.
-        handlers: Kwargs handlers and plugins, by type.
-
     Raises:
         UnsupportedError: It asks for another engine or compiler, for float16 with loss scaling, for
             communication hooks, or for comparisons of calls.
