@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
+from accel_train.checkpoint.folder import complete_everywhere, outdated
 from accel_train.checkpoint.manifest import FileRecord, Manifest, shares
-from accel_train.checkpoint.rotation import complete_everywhere, outdated
 
 CHARACTERS = st.characters(min_codepoint=33, max_codepoint=0x2FF, exclude_characters="./")
 NAMES = st.text(CHARACTERS, min_size=1, max_size=12)

@@ -16,7 +16,7 @@ from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_state import available
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_train import Accelerator
-from accel_train.accelerator.absent import INSTEAD
+from accel_train.accelerator.facet import INSTEAD
 
 
 def names_in(trace):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
 from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.plugin_specs import ENGINES
 from accel_plugins.recipe import RECIPES
 from accel_plugins.registry import find
 from accel_plugins.strategy import StrategySpec
@@ -20,11 +22,10 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
 from accel_state.labels import RNGType
 from accel_state.logging import get_logger
-from accel_train.plugin_args import configured_accumulation
 from accel_train.scheduler import check_clock
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from accel_plugins.kwargs.base import KwargsHandler
@@ -84,9 +85,6 @@ class Arguments:
 def sort_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
     """Index kwargs handlers by type.
 
-    Raises:
-        SettingsError: One is no kwargs handler that `Accelerator` knows, or there are two of a type.
-
     Example:
         >>> sort_handlers([AutocastKwargs(enabled=False)])
         {<class 'accel_plugins.kwargs.amp.AutocastKwargs'>: AutocastKwargs(enabled=False, cache_enabled=None)}
@@ -109,11 +107,7 @@ def sort_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
 
 
 def selected_strategy(strategy: str | StrategySpec | None, settings: Settings) -> StrategySpec | None:
-    """Return the selected strategy: the argument, else that of an earlier `Accelerator`, else the settings'.
-
-    Raises:
-        SettingsError: There is no strategy of that name, or the argument is something else.
-    """
+    """Return the selected strategy: of the argument, else an earlier `Accelerator`, else the settings."""
     if isinstance(strategy, StrategySpec):
         return strategy
     if strategy is not None:
@@ -130,11 +124,7 @@ def selected_strategy(strategy: str | StrategySpec | None, settings: Settings) -
 def accumulation_plugin(
     arguments: Arguments, settings: Settings, plugins: Mapping[str, Any]
 ) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated.
-
-    Raises:
-        SettingsError: The number of steps is given twice.
-    """
+    """Return how gradients are accumulated."""
     steps, plugin = arguments.gradient_accumulation_steps, arguments.gradient_accumulation_plugin
     if plugin is None:
         plugin = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
@@ -158,11 +148,7 @@ def accumulation_plugin(
 
 
 def dataloader_configuration(arguments: Arguments) -> DataLoaderConfiguration:
-    """Return how loaders are prepared.
-
-    Raises:
-        SettingsError: `split_batches` contradicts `dataloader_config`.
-    """
+    """Return how loaders are prepared."""
     config, split = arguments.dataloader_config, arguments.split_batches
     if split is UNSET:
         return DataLoaderConfiguration() if config is None else config
@@ -177,11 +163,7 @@ def dataloader_configuration(arguments: Arguments) -> DataLoaderConfiguration:
 
 
 def checked_rng_types(rng_types: Sequence[str | RNGType] | None) -> list[str | RNGType]:
-    """Return the sources of randomness that loaders synchronise.
-
-    Raises:
-        SettingsError: One is no such source.
-    """
+    """Return the sources of randomness that loaders synchronise."""
     types: list[str | RNGType] = ["generator"] if rng_types is None else [*rng_types]
     for one in types:
         if one not in RNGType:
@@ -202,11 +184,7 @@ def project_configuration(arguments: Arguments) -> ProjectConfiguration:
 
 
 def dynamo_plugin(arguments: Arguments) -> TorchDynamoPlugin:
-    """Return how models are compiled.
-
-    Raises:
-        SettingsError: The backend is given twice.
-    """
+    """Return how models are compiled."""
     backend, plugin = arguments.dynamo_backend, arguments.dynamo_plugin
     if plugin is None:
         return TorchDynamoPlugin(backend=backend)
@@ -218,11 +196,7 @@ def dynamo_plugin(arguments: Arguments) -> TorchDynamoPlugin:
 
 
 def scheduler_clock(arguments: Arguments) -> StepPer | None:
-    """Return by which clock schedules move.
-
-    Raises:
-        SettingsError: There is no such clock, or `step_scheduler_with_optimizer=False` contradicts it.
-    """
+    """Return by which clock schedules move."""
     step_per = arguments.step_scheduler_per
     check_clock(step_per, "step_scheduler_per")
     if step_per is not None and not arguments.step_scheduler_with_optimizer:
@@ -231,3 +205,53 @@ def scheduler_clock(arguments: Arguments) -> StepPer | None:
             "optimizer every call of step() is one step of the schedule; leave one of the two out."
         )
     return step_per
+
+
+# What `AcceleratorState` calls otherwise.
+_STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
+
+
+def sort_plugins(**plugins: Any) -> dict[str, Any]:
+    """Return the plugin arguments of `Accelerator` by name; the two of DeepSpeed as one.
+
+    Example:
+        >>> sort_plugins(fsdp_plugin=None, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3})
+        {'fsdp_plugin': None, 'deepspeed_plugin': {'zero3': 3}}
+    """
+    several = plugins.pop("deepspeed_plugins")
+    if several is not None:
+        if plugins["deepspeed_plugin"] is not None:
+            raise SettingsError(
+                f"Accelerator(deepspeed_plugin={plugins['deepspeed_plugin']!r}, "
+                f"deepspeed_plugins={several!r}): "
+                "give one of the two."
+            )
+        plugins["deepspeed_plugin"] = several
+    return plugins
+
+
+def known_plugins() -> dict[str, Any]:
+    """Return the plugins of an earlier `Accelerator` of this process, by argument."""
+    known = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - asks without making one
+    return {
+        engine.argument: known.get(_STATE_NAMES.get(engine.argument, engine.argument)) for engine in ENGINES
+    }
+
+
+@contextmanager
+def unchanged_by_failure() -> Generator[None]:
+    """Restore the shared state if the block raises."""
+    shared = AcceleratorState._shared_state  # pyright: ignore[reportPrivateUsage] - as above
+    before = dict(shared)
+    try:
+        yield
+    except BaseException:
+        shared.clear()
+        shared.update(before)
+        raise
+
+
+def configured_accumulation(plugin: Any) -> int | None:
+    """Return the micro-batches of a step in a DeepSpeed configuration; `None` if it has none."""
+    first = next(iter(plugin.values())) if isinstance(plugin, dict) else plugin
+    return None if first is None else first.gradient_accumulation_steps

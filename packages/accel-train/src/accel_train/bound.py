@@ -23,13 +23,7 @@ if TYPE_CHECKING:
 def bind_backward(
     strategy: Strategy, engine: EngineCalls | None, hook: Callable[[], None] | None
 ) -> Callable[..., None]:
-    """Return the backward pass of a run, as `Stepper.backward`.
-
-    Args:
-        strategy: Its stepper computes gradients if there is no engine.
-        engine: Computes gradients when the model is called.
-        hook: Called after every backward pass that does not complete an accumulation window.
-    """
+    """Return the backward pass of a run, as `Stepper.backward`."""
     backward = strategy.stepper.backward if engine is None else engine.backward
     if hook is None:
         return backward
@@ -45,12 +39,7 @@ def bind_backward(
 def bind_step(
     step: Callable[..., bool | Tensor], hooks: Sequence[Callable[[], None] | None]
 ) -> Callable[..., bool | Tensor]:
-    """Return a step of an optimizer that calls hooks afterwards.
-
-    Args:
-        step: As `Stepper.step`.
-        hooks: Called in this order; `None` is left out.
-    """
+    """Return a step of an optimizer that calls hooks afterwards."""
     calls = [hook for hook in hooks if hook is not None]
     if not calls:
         return step
@@ -66,12 +55,7 @@ def bind_step(
 
 @final
 class EngineCalls:
-    """Calls of models whose engine runs forward and backward at once.
-
-    Args:
-        strategy: With a `train_step`.
-        state: Has the number of micro-batches of a step, and whether this one completes it.
-    """
+    """Calls of models whose engine runs forward and backward at once."""
 
     def __init__(self, strategy: Strategy, state: GradientState) -> None:
         self._train_step: Any = strategy.train_step

@@ -26,10 +26,6 @@ def failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[i
 
     Torch reports one of them, which is any that it finds dead, with a time in whole seconds. Each process
     that raised has left an error file.
-
-    Args:
-        failures: Torch's reports, by rank.
-        folder: The folder of torch's error files.
     """
     stories = {rank: (float(failure.timestamp), _story(rank, failure)) for rank, failure in failures.items()}
     first = next(rank - failure.local_rank for rank, failure in failures.items())  # of this machine

@@ -19,14 +19,7 @@ _LEAST = 0.001
 
 @dataclass(slots=True)
 class Frame:
-    """A call path, over all its calls.
-
-    Args:
-        name: The innermost call.
-        microseconds: Time in it and in what it calls.
-        calls: Number of calls.
-        children: Its callees, by name.
-    """
+    """A call path, over all its calls."""
 
     name: str
     microseconds: float = 0.0
@@ -36,9 +29,6 @@ class Frame:
 
 def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
     """Nest the events of a trace by time, on each thread, and add up equal call paths.
-
-    Args:
-        events: The `traceEvents` of a Chrome trace.
 
     Example:
         >>> outer = {"ph": "X", "cat": "cpu_op", "name": "outer", "ts": 0, "dur": 10, "pid": 1, "tid": 1}
@@ -63,12 +53,7 @@ def read_frames(events: Iterable[dict[str, Any]]) -> Frame:
 
 
 def write_flame_graph(trace: Path, page: Path) -> None:
-    """Write the flame graph of a trace.
-
-    Args:
-        trace: A Chrome trace that `torch.profiler` has exported.
-        page: The HTML file.
-    """
+    """Write the flame graph of a trace."""
     root = read_frames(json.loads(trace.read_text(encoding="utf-8"))["traceEvents"])
     rows: list[tuple[str, str, Frame]] = []
 

@@ -63,16 +63,7 @@ class WorkerFailedError(AccelError, RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """The nodes of a job and their rendezvous.
-
-    Args:
-        endpoint: Address of the rendezvous, `<address>:<port>`.
-        num_nodes: Number of nodes.
-        node_rank: Rank of this node.
-        backend: Torch's rendezvous backend.
-        conf: Further options of the backend.
-        run_id: The id of the job, the same on all its nodes.
-    """
+    """The nodes of a job and their rendezvous."""
 
     endpoint: str
     num_nodes: int = 1
@@ -82,12 +73,7 @@ class Machines:
     run_id: str = "none"
 
     def config(self, processes: int, **options: Any) -> LaunchConfig:
-        """Return the configuration of torch's launcher.
-
-        Args:
-            processes: Processes of each node.
-            **options: Further fields.
-        """
+        """Return the configuration of torch's launcher."""
         # What a machine needs to know about itself; the second is only guessed from host names otherwise.
         own: Mapping[str, dict[str, Any]] = {
             "static": {"rank": self.node_rank},
@@ -120,9 +106,6 @@ def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]
 
     Yields:
         The port.
-
-    Raises:
-        SettingsError: This process cannot listen there.
     """
     try:
         server = _server(port)
@@ -165,9 +148,6 @@ class Gate:
     A thread of the parent keeps the store that they connect to. Locks that it holds during a fork, such as
     that of the name resolver, stay locked in the child for ever; so no process connects while others are
     forked.
-
-    Args:
-        count: Number of processes.
     """
 
     __slots__ = ("_arrived", "_count", "_seen")
@@ -177,11 +157,7 @@ class Gate:
         self._seen, self._arrived = os.pipe()
 
     def wait(self, earlier: int = 0) -> None:
-        """Wait until all processes are here, or until a timeout, since one may have died.
-
-        Args:
-            earlier: Number of earlier starts of all processes.
-        """
+        """Wait until all processes are here, or until a timeout, since one may have died."""
         os.write(self._arrived, b".")
         expected, deadline = self._count * (earlier + 1), time.monotonic() + _FORK_TIMEOUT
         while _waiting_bytes(self._seen) < expected and time.monotonic() < deadline:
@@ -195,11 +171,6 @@ class Gate:
 
 def launch(function: Callable[..., Any], args: Sequence[Any], config: LaunchConfig) -> dict[int, Any]:
     """Run a function in forked processes.
-
-    Args:
-        function: What to run.
-        args: What it is called with.
-        config: How many processes, and so on.
 
     Returns:
         The results of this machine's processes by rank.
@@ -282,10 +253,6 @@ def run_forked(function: Callable[..., Any], *args: Any) -> Any:
 
     It computes with one thread, as data workers do: OpenMP's threads were not copied, and if the other
     process has had any, the first operation with several would wait for them forever.
-
-    Args:
-        function: What to run.
-        *args: What it is called with.
     """
     torch.set_num_threads(1)
     gc.freeze()  # to collect a process group of the parent is a crash: its threads were not copied
@@ -340,12 +307,15 @@ def _waiting_bytes(pipe: int) -> int:
 
 
 def refuse_initialised_devices() -> None:
-    """Refuse to fork if this process has initialised a device, which forked processes could not use.
-
-    Raises:
-        SettingsError: A device is initialised.
-    """
-    found = next((kind.name for kind in KINDS if kind.type != "cpu" and _is_initialised(kind.module)), None)
+    """Refuse to fork if this process has initialised a device, which forked processes could not use."""
+    found = next(
+        (
+            kind.name
+            for kind in KINDS
+            if kind.type != "cpu" and getattr(kind.module, "is_initialized", bool)()
+        ),
+        None,
+    )
     if found is None and not _holds_cuda_driver():
         return
     raise SettingsError(
@@ -353,11 +323,6 @@ def refuse_initialised_devices() -> None:
         "notebook, make the `Accelerator`, models and tensors on devices within the launched function only, "
         "and import libraries that touch the device there, too."
     )
-
-
-def _is_initialised(module: Any) -> bool:
-    ask = getattr(module, "is_initialized", None)
-    return ask is not None and bool(ask())
 
 
 def _holds_cuda_driver() -> bool:

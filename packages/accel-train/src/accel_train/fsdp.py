@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from accel_ops.dtensors import local_part
 from accel_plugins.bundle import Bundle
+from accel_plugins.dcp.names import plain_name
 from accel_plugins.fsdp.activations import checkpoint_activations
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.sharding.materialize import load_from_main
@@ -20,9 +21,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_train.accelerator import Accelerator
-
-# What wrappers of torch put into names.
-_IN_NAMES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.", "module.")
 
 
 def fsdp2_prepare_model(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -66,13 +64,7 @@ def fsdp2_canonicalize_names(named_params: Mapping[str, Any] | Iterable[tuple[st
         >>> fsdp2_canonicalize_names({"layer._checkpoint_wrapped_module.weight": 1})
         {'layer.weight': 1}
     """
-    found: dict[str, Any] = {}
-    for name, value in dict(named_params).items():
-        plain = name
-        for part in _IN_NAMES[:-1]:
-            plain = plain.replace(part, "")
-        found[plain.removeprefix(_IN_NAMES[-1])] = value
-    return found
+    return {plain_name(name).removeprefix("module."): value for name, value in dict(named_params).items()}
 
 
 def fsdp2_load_full_state_dict(

@@ -85,7 +85,7 @@ def notebook_launcher(
     """
     variables = _precision_variables(mixed_precision)
     kind = CPU if from_environ(environ.read()).process.use_cpu else available_kind()
-    count = _device_count(kind.module) if num_processes is None else num_processes
+    count = device_count(kind.module) if num_processes is None else num_processes
     _check_numbers(count, num_nodes, node_rank, max_restarts)
     if kind.own_runtime is not None and num_processes != 1:
         refuse_initialised_devices()
@@ -244,7 +244,6 @@ def _rendezvous(asked: str | int, num_nodes: int, node_rank: int) -> AbstractCon
     return listening(port, "notebook_launcher: use_port", or_any=usual)
 
 
-def _device_count(module: Any) -> int:
+def device_count(module: Any) -> int:
     """Return the number of accelerators, without initialising one."""
-    count = getattr(module, "device_count", None)
-    return max(1, count()) if count is not None else 1
+    return max(1, module.device_count()) if hasattr(module, "device_count") else 1

@@ -21,6 +21,7 @@ from accel_state.settings.model import value_at
 from accel_state.topology import DEFAULT_PORT
 from accel_train.forking import Machines, listening, refuse_initialised_devices
 from accel_train.forking import launch as run_in_forks
+from accel_train.launchers import device_count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -73,7 +74,7 @@ def launch(
     work = _callable(function_or_script, is_module=chosen.module)
     kind = _kind(settings)
     ids = chosen.device_ids
-    per_node = 1 if chosen.distributed_type == "NO" else len(ids) or _devices(kind.module)
+    per_node = 1 if chosen.distributed_type == "NO" else len(ids) or device_count(kind.module)
     count = chosen.num_processes or chosen.num_machines * per_node
     if count % chosen.num_machines:
         raise SettingsError(
@@ -103,11 +104,7 @@ def launch(
 
 
 def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
-    """Return the settings of `config`.
-
-    Raises:
-        SettingsError: The argument is no settings, or asks for what only the command does.
-    """
+    """Return the settings of `config`."""
     if isinstance(config, Mapping):
         config = combine(parse_file(config, "launch(config=...)")).settings
     elif isinstance(config, (str, PathLike)):
@@ -128,11 +125,7 @@ def _settings(config: Settings | Mapping[str, Any] | None) -> Settings:
 
 
 def _kind(settings: Settings) -> DeviceKind:
-    """Return the kind of devices to run on.
-
-    Raises:
-        SettingsError: This machine lacks the devices that were asked for.
-    """
+    """Return the kind of devices to run on."""
     asked = settings.launch.distributed_type
     if settings.process.use_cpu or asked == "MULTI_CPU":
         return CPU
@@ -145,11 +138,7 @@ def _kind(settings: Settings) -> DeviceKind:
 
 
 def _callable(work: Callable[..., Any] | str | PathLike[str], *, is_module: bool) -> Callable[..., Any]:
-    """Make the function that every process calls.
-
-    Raises:
-        SettingsError: The argument is neither a function nor a script.
-    """
+    """Make the function that every process calls."""
     if callable(work):
         return work
     if not isinstance(work, (str, PathLike)):
@@ -177,10 +166,6 @@ def _run_module(name: str, *words: Any) -> Any:
     sys.argv[:] = [name, *map(str, words)]
     sys.path.insert(0, str(Path.cwd()))
     return runpy.run_module(name, run_name="__main__", alter_sys=True).get("result")
-
-
-def _devices(module: Any) -> int:
-    return max(1, module.device_count()) if hasattr(module, "device_count") else 1
 
 
 @contextmanager

@@ -18,17 +18,7 @@ if TYPE_CHECKING:
 def fused_backward(
     optimizers: Iterable[AcceleratedOptimizer], loss: Tensor, learning_rate: float | None
 ) -> None:
-    """Let every optimizer of lomo-optim run the backward pass, in which it steps.
-
-    Args:
-        optimizers: Prepared ones, of which those of lomo-optim are used.
-        loss: The loss, 0-d.
-        learning_rate: Of this step.
-
-    Raises:
-        MissingDependencyError: lomo-optim is not installed.
-        SettingsError: There is no learning rate, or no such optimizer.
-    """
+    """Let every optimizer of lomo-optim run the backward pass, in which it steps."""
     require("lomo", "lomo_backward()")
     if learning_rate is None:
         raise SettingsError(

@@ -96,10 +96,6 @@ def all_tensors(data: object) -> bool:
 def trim_tensors(data: Any, *, real: int) -> Any:
     """Keep the rows of real samples.
 
-    Args:
-        data: Nested tensors with one row per sample of the batch; 0-d ones belong to no sample and stay.
-        real: Number of samples at the batch's beginning that are not padding.
-
     Example:
         >>> trim_tensors({"ids": torch.tensor([7, 8, 7])}, real=2)
         {'ids': tensor([7, 8])}
@@ -109,9 +105,6 @@ def trim_tensors(data: Any, *, real: int) -> Any:
 
 def trim_objects(data: Any, *, real: int) -> Any:
     """Keep the real samples of a list of one object per sample.
-
-    Raises:
-        ValueError: It is no list or tuple.
 
     Example:
         >>> trim_objects(["a", "b", "a"], real=2)

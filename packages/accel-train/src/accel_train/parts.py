@@ -27,17 +27,15 @@ from accel_train.arguments import (
     checked_rng_types,
     dataloader_configuration,
     dynamo_plugin,
+    known_plugins,
     project_configuration,
     scheduler_clock,
     selected_strategy,
     sort_handlers,
+    unchanged_by_failure,
 )
 from accel_train.bound import EngineCalls, bind_backward, bind_step
 from accel_train.checkpoint.run import Run
-from accel_train.plugin_args import (
-    known_plugins,
-    unchanged_by_failure,
-)
 from accel_train.prepare.converted import Converter
 from accel_train.step_meter import StepMeter
 from accel_train.sync import Synchronizer
@@ -97,30 +95,18 @@ class Parts:
     """Everything that the facets of an `Accelerator` work with; only `prepared` and the states change.
 
     Args:
-        process: The documented face of this process.
-        state: The same with precision and compiler.
-        gradient_state: Whether gradients are synchronised, and which loader is active.
-        strategy: How models are trained.
         engine: Takes the calls of models, where the strategy has a `train_step`.
         backward: Computes gradients, with what is done around that.
         step: Steps an optimizer, with what is done afterwards.
         after_step: Runs after a step of an optimizer.
-        precision: The mixed precision.
         converter: Converts models, where the precision is a recipe.
-        compiler: How models are compiled.
-        synchronizer: Counts micro-batches.
         items: Counts items, where losses are sums.
         trigger: The flag that processes share.
         handlers: Every given kwargs handler, and every plugin, by its type.
-        dataloading: How loaders are prepared.
         rng_types: Which sources of randomness loaders synchronise at their beginning.
-        project: Directories.
         device_placement: Whether `prepare` moves things to the device unless told otherwise.
         step_scheduler_with_optimizer: Whether schedulers follow their optimizers.
         step_scheduler_per: By which clock they do.
-        prepared: What `prepare` has prepared.
-        checkpoints: What is saved and loaded, and where.
-        trackers: The experiment trackers.
         meter: Measures the loop for them; `None` if nobody asked for it.
     """
 
@@ -176,10 +162,9 @@ def build_parts(arguments: Arguments) -> Parts:
         base = recipe.precision if recipe else state.mixed_precision
         strategy, precision = _strategy(settings, selected, base, runtime, every)
     state.strategy, state.device_mesh = selected, strategy.mesh
-    gradient_state, prepared, meter = _loop_state(arguments, accumulation, runtime)
+    gradient_state, synchronizer, prepared, meter = _loop_state(arguments, accumulation, strategy, runtime)
     engine = None if strategy.train_step is None else EngineCalls(strategy, gradient_state)
     after_step = (strategy.after_step, _after_step(recipe, prepared))
-    synchronizer = _synchronizer(gradient_state, strategy, runtime)
     return Parts(
         process=PartialState(),
         state=state,
@@ -210,12 +195,14 @@ def build_parts(arguments: Arguments) -> Parts:
 
 
 def _loop_state(
-    arguments: Arguments, accumulation: GradientAccumulationPlugin, runtime: Runtime
-) -> tuple[GradientState, Prepared, StepMeter | None]:
+    arguments: Arguments, accumulation: GradientAccumulationPlugin, strategy: Strategy, runtime: Runtime
+) -> tuple[GradientState, Synchronizer, Prepared, StepMeter | None]:
     """Make the state of the training loop, and its meter if it is asked for."""
     gradient_state, prepared = GradientState(gradient_accumulation_plugin=accumulation), Prepared()
     meter = StepMeter(gradient_state, prepared.optimizers, runtime) if arguments.log_system_metrics else None
-    return gradient_state, prepared, meter
+    alone = runtime.topology.world_size == 1
+    synchronizer = Synchronizer(gradient_state, None if alone else strategy.stepper.no_sync)
+    return gradient_state, synchronizer, prepared, meter
 
 
 def _after_step(recipe: Recipe | None, prepared: Prepared) -> Callable[[], None] | None:
@@ -237,18 +224,10 @@ def _checkpoints(
         project=project,
         prepared=prepared,
         synchronizer=synchronizer,
-        persister=strategy.persister,
-        shards=strategy.shards,
-        planners=strategy.planners,
-        native=strategy.native,
+        strategy=strategy,
         precision=precision,
         recipe=recipe,
     )
-
-
-def _synchronizer(gradient_state: GradientState, strategy: Strategy, runtime: Runtime) -> Synchronizer:
-    alone = runtime.topology.world_size == 1
-    return Synchronizer(gradient_state, None if alone else strategy.stepper.no_sync)
 
 
 def _project_and_trackers(arguments: Arguments) -> tuple[ProjectConfiguration, TrackerSession]:

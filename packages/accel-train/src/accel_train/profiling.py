@@ -62,8 +62,6 @@ class Traces:
     """Writer of every complete trace of a process to a file of its own.
 
     Args:
-        directory: The folder; made if absent.
-        rank: Rank of this process.
         handler: Its own `on_trace_ready` is called first.
     """
 

@@ -150,15 +150,7 @@ class AcceleratedScheduler:
 
 
 def check_clock(step_per: str | None, argument: str) -> None:
-    """Refuse an unknown clock.
-
-    Args:
-        step_per: A clock, or `None`.
-        argument: Name of the argument, for the message.
-
-    Raises:
-        SettingsError: There is no such clock.
-    """
+    """Refuse an unknown clock."""
     if step_per is not None and step_per not in get_args(StepPer):
         raise SettingsError(
             f"{argument}={step_per!r} is no clock of a schedule; use 'process' (one step for every process), "
@@ -167,14 +159,7 @@ def check_clock(step_per: str | None, argument: str) -> None:
 
 
 def samples_per_step(loader: Any | None) -> int:
-    """Return the number of samples of the last batch of a loader, over all ranks.
-
-    Args:
-        loader: The prepared loader that is being iterated over, if any.
-
-    Raises:
-        ValueError: There is none, or it does not know.
-    """
+    """Return the number of samples of the last batch of a loader, over all ranks."""
     problem = "no prepared loader is being iterated over; call step() within the loop over one"
     if loader is not None:
         if loader.counts_samples:

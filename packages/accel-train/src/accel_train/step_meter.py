@@ -24,11 +24,6 @@ class StepMeter:
     """Meter of steps, samples, items and waits between two calls of `log`.
 
     Nothing waits for a device: time is the host's, and counted items stay tensors.
-
-    Args:
-        gradient_state: Has the active loader.
-        optimizers: All prepared ones, which count their steps.
-        runtime: Of the process.
     """
 
     __slots__ = (
@@ -60,12 +55,7 @@ class StepMeter:
         self._restart()
 
     def timed(self, loader: Any, batches: Generator[Any]) -> Generator[Any]:
-        """Yield the batches of one pass, and measure how long they let the loop wait.
-
-        Args:
-            loader: Whose pass it is.
-            batches: The pass.
-        """
+        """Yield the batches of one pass, and measure how long they let the loop wait."""
         waits, key = self._waits, id(loader)
         with closing(batches):
             begin = perf_counter()
@@ -86,12 +76,7 @@ class StepMeter:
             self._samples += _samples_of(loader)
 
     def count_items(self, total: torch.Tensor, *, of_all_ranks: bool) -> None:
-        """Count the items of an optimizer step.
-
-        Args:
-            total: How many, 0-d, where they were computed.
-            of_all_ranks: Whether they are those of all ranks, or of this one, as within `LocalSGD`.
-        """
+        """Count the items of an optimizer step."""
         name = "system/tokens_per_second" if of_all_ranks else "system/tokens_per_second_per_rank"
         before = self._items.get(name)
         self._items[name] = total if before is None else before + total

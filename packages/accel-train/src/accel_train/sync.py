@@ -38,12 +38,7 @@ def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, b
 
 
 class Synchronizer:
-    """Counter of micro-batches that keeps gradients local until an accumulation window is complete.
-
-    Args:
-        state: Says whether gradients are synchronised now; read by optimizers and schedulers.
-        no_sync: The strategy's context manager for one model; `None` with one process.
-    """
+    """Counter of micro-batches that keeps gradients local until an accumulation window is complete."""
 
     __slots__ = ("_no_sync", "_state", "step")
 

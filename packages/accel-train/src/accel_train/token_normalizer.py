@@ -29,11 +29,6 @@ class ItemWindow:
     them by the number of items of all processes. A backward pass after that takes the division back first, so
     that a window may grow at any time.
 
-    Args:
-        runtime: The runtime of the ranks that share a window.
-        parameters: Returns the parameters whose gradients are normalized.
-        meter: Receives the number of items of every window that an optimizer has used.
-
     Attributes:
         is_open (bool): Whether items have been counted since the last optimizer step.
     """
@@ -74,15 +69,7 @@ class ItemWindow:
         return self._holds > 0
 
     def add(self, num_items: ItemCount) -> None:
-        """Count the items of one micro-batch, before its backward pass.
-
-        Args:
-            num_items: Number of items in the sum of losses.
-
-        Raises:
-            ValueError: It is no such number, or no model or optimizer was prepared.
-            UnsupportedError: Ranks may have different numbers of batches.
-        """
+        """Count the items of one micro-batch, before its backward pass."""
         if self._refusing is not None:
             raise UnsupportedError(
                 f"backward(num_items={num_items!r}) within {self._refusing}: counting the items of a window "
@@ -113,11 +100,7 @@ class ItemWindow:
         _divide(self._gradients(), self._divisor)
 
     def close(self, *, used: bool = False) -> None:
-        """Begin a new window.
-
-        Args:
-            used: Whether an optimizer has used the gradients; else they are dropped.
-        """
+        """Begin a new window."""
         if used and self._meter is not None and self._total is not None:
             self._meter.count_items(self._total, of_all_ranks=not self._alone)
         self._count = self._divisor = self._total = None

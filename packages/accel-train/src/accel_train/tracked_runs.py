@@ -18,12 +18,7 @@ if TYPE_CHECKING:
 
 
 def save_runs(checkpoints: Run, trackers: TrackerSession) -> None:
-    """Let `save_state` flush logged values, and write the ids of the runs to `trackers.json`.
-
-    Args:
-        checkpoints: The checkpoint run of the `Accelerator`.
-        trackers: The trackers of the `Accelerator`.
-    """
+    """Let `save_state` flush logged values, and write the ids of the runs to `trackers.json`."""
 
     def save(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
         del models, weights
@@ -36,15 +31,7 @@ def save_runs(checkpoints: Run, trackers: TrackerSession) -> None:
 
 
 def resume_runs(trackers: TrackerSession, folder: Path) -> None:
-    """Resume the runs whose ids are in a checkpoint, on the main process.
-
-    Args:
-        trackers: The trackers of the `Accelerator`.
-        folder: The checkpoint.
-
-    Raises:
-        CheckpointError: The file with the ids is damaged.
-    """
+    """Resume the runs whose ids are in a checkpoint, on the main process."""
     file = folder / layout.TRACKERS_NAME
     if trackers.log_with and runtime.current_topology().is_main and file.exists():
         trackers.resume(_read(file))

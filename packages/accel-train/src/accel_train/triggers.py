@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 class Trigger:
-    """A flag that is set on one rank and checked on all, such as "stop early".
-
-    Args:
-        runtime: The runtime of the ranks that share the flag.
-    """
+    """A flag that is set on one rank and checked on all, such as "stop early"."""
 
     __slots__ = ("_raised", "_runtime")
 

@@ -9,13 +9,11 @@ from accel_train.accelerator.observe import ObserveFacet
 from accel_train.accelerator.parallel import ParallelFacet
 from accel_train.accelerator.prepare import PrepareFacet
 from accel_train.accelerator.process import ProcessFacet
-from accel_train.accelerator.project import ProjectFacet
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
 from accel_train.accelerator.tracking import TrackingFacet
-from accel_train.arguments import UNSET, Arguments
+from accel_train.arguments import UNSET, Arguments, sort_plugins
 from accel_train.parts import build_parts
-from accel_train.plugin_args import sort_plugins
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,7 +39,6 @@ class Accelerator(
     SteppingFacet,
     CollectFacet,
     StateIoFacet,
-    ProjectFacet,
     ObserveFacet,
     TrackingFacet,
     ParallelFacet,

@@ -1,4 +1,4 @@
-"""Profiling of a run."""
+"""Directories, profiling and description of a run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,32 @@ from accel_train.profiling import profiling
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
+    from pathlib import Path
 
     from torch.profiler import profile
 
+    from accel_plugins.kwargs.project import ProjectConfiguration
+
 
 class ObserveFacet(Facet):
-    """Profiling, and what an accelerator shows of itself."""
+    """Directories, profiling, and what an accelerator shows of itself."""
 
     __slots__ = ()
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Directories, and how checkpoints are named and kept."""
+        return self._parts.project
+
+    @property
+    def project_dir(self) -> str | Path | None:
+        """Directory of the project's files."""
+        return self._parts.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | Path | None:
+        """Directory of the trackers' files."""
+        return self._parts.project.logging_dir
 
     def __repr__(self) -> str:
         return f"Accelerator({', '.join(f'{name}={value!r}' for name, value in self._facts().items())})"

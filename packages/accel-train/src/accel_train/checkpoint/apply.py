@@ -40,13 +40,8 @@ class Source:
     """A checkpoint that one rank reads.
 
     Args:
-        folder: The folder of a complete checkpoint.
         manifest: `None` for a checkpoint that another library wrote.
-        rank: Index of this process.
-        world_size: Number of processes that load.
-        device: Device of this process.
         map_location: The device to which optimizer states are read first.
-        options: More arguments of `torch.load`.
         opened: The files that are read already, by name.
         records: Size and checksum of those that were hashed while they were read.
         mapped: Those that are mapped.
@@ -77,11 +72,7 @@ class Source:
         return listed and not name.endswith(SAFETENSORS_SUFFIX) and not self.options.get("mmap")
 
     def open(self, name: str, **options: Any) -> None:
-        """Read one file, for `read` to return it later.
-
-        Raises:
-            CheckpointError: As for `read`.
-        """
+        """Read one file, for `read` to return it later."""
         if self.manifest is None or not self.hashes(name):
             self.opened[name] = self.read(name, **options)
             return
@@ -160,27 +151,14 @@ def restore_model(
     load: Callable[..., Any] | None = None,
     **options: Any,
 ) -> None:
-    """Load the weights of a model.
-
-    Args:
-        source: The checkpoint.
-        index: Index of the model in the order of preparation.
-        model: The unwrapped model.
-        load: Loads a state dict; the model's `load_state_dict` if `None`.
-        **options: As for `Module.load_state_dict`.
-    """
+    """Load the weights of a model."""
     state: Mapping[str, Any] = source.read(source.weights_name(index))
     complete = with_second_names(state, local_tensors(model))
     (load or model.load_state_dict)(complete, **options)
 
 
 def warn_about_more_models(source: Source, count: int) -> None:
-    """Warn about weights of models that the run does not have.
-
-    Args:
-        source: The checkpoint.
-        count: Number of models.
-    """
+    """Warn about weights of models that the run does not have."""
     for safe in (True, False):
         name = layout.weights_name(count, safe=safe)
         if source.has(name):
@@ -210,9 +188,6 @@ def _first(text: str, separator: str) -> str:
 def local_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers under every name that they have in a state dict; no hooks are run.
 
-    Args:
-        model: Not wrapped, though parts of it may be.
-
     Example:
         >>> import torch
         >>> sorted(local_tensors(torch.nn.Linear(1, 1)))
@@ -229,10 +204,6 @@ def local_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> dict[str, Any]:
     """Add all names of tied weights, which are saved under one name.
-
-    Args:
-        state: The saved state dict.
-        like: The tensors of the model, as `local_tensors` returns them.
 
     Example:
         >>> import torch
@@ -258,13 +229,7 @@ def with_second_names(state: Mapping[str, Any], like: Mapping[str, Tensor]) -> d
 def restore_states(
     source: Source, name_of: Callable[[int], str], loads: Sequence[Callable[[Any], Any]]
 ) -> None:
-    """Load the state of optimizers, schedulers or registered objects.
-
-    Args:
-        source: The checkpoint.
-        name_of: The file of the object at an index.
-        loads: The `load_state_dict` of each.
-    """
+    """Load the state of optimizers, schedulers or registered objects."""
     for index, load in enumerate(loads):
         load(source.read(name_of(index), map_location=source.map_location))
     if source.has(name_of(len(loads))):
@@ -279,10 +244,6 @@ def restore_positions(source: Source, dataloaders: Sequence[Any]) -> None:
     """Resume the epoch of the loaders, also with another number of ranks.
 
     Stateful ones, and those with `resume_mid_epoch`, go on with the next batch; others begin the epoch again.
-
-    Args:
-        source: The checkpoint.
-        dataloaders: In the order of preparation.
     """
     if not dataloaders:
         return

@@ -19,17 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """The objects whose state makes a checkpoint.
-
-    Args:
-        weights: The state dict of every model.
-        optimizers: The state dict of every optimizer.
-        schedulers: In the order of preparation; each with `state_dict`, as all that follow.
-        dataloaders: In the order of preparation.
-        custom: Registered objects.
-        scaler: The state of the loss scaler; empty without one.
-        recipe: The state of the precision recipe; empty without one.
-    """
+    """The objects whose state makes a checkpoint."""
 
     weights: Sequence[Mapping[str, Any]] = ()
     optimizers: Sequence[Mapping[str, Any]] = ()
@@ -41,12 +31,7 @@ class Contents:
 
 
 def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
-    """List the files that one rank writes for all.
-
-    Args:
-        contents: The objects.
-        safe: Whether weights are written as safetensors.
-    """
+    """List the files that one rank writes for all."""
     parts = [
         Part(
             name=layout.weights_name(index, safe=safe),
@@ -77,19 +62,14 @@ def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
 
 
 def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[Part]:
-    """List the files that every rank writes: the positions of its loaders and its RNG states.
-
-    Args:
-        contents: The objects.
-        rank: Index of this process.
-        device: Device of this process.
-    """
+    """List the files that every rank writes: the positions of its loaders and its RNG states."""
     parts: list[Part] = []
     if contents.dataloaders:
-        parts.append(Part(name=layout.position_name(rank), read=partial(_positions, contents.dataloaders)))
+        parts.append(
+            Part(
+                name=layout.position_name(rank),
+                read=lambda: {"loaders": [loader.state_dict() for loader in contents.dataloaders]},
+            )
+        )
     parts.append(Part(name=layout.rng_name(rank), read=partial(read_rng, device)))
     return parts
-
-
-def _positions(dataloaders: Sequence[Any]) -> dict[str, Any]:
-    return {"loaders": [loader.state_dict() for loader in dataloaders]}

@@ -17,7 +17,6 @@ from accel_train.checkpoint.staging import on_host
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
-    from contextlib import AbstractContextManager
     from pathlib import Path
 
     from accel_ops.weights.stream import ByteSink
@@ -37,13 +36,7 @@ SAFE: list[Any] = [
 
 
 def write_weights(state: Mapping[str, Any], sink: ByteSink, *, safe: bool) -> None:
-    """Write the state dict of a model.
-
-    Args:
-        state: Name to tensor.
-        sink: Receives the bytes.
-        safe: As safetensors, tensors with two names once; else as `torch.save` does.
-    """
+    """Write the state dict of a model."""
     if safe:
         write_safetensors(clean_state_dict_for_safetensors(state), sink)
     else:
@@ -57,7 +50,9 @@ def write_object(obj: Any, sink: Any) -> None:
         obj: Tensors and plain containers, if it must load with `weights_only=True`.
         sink: Receives the bytes.
     """
-    with _without_crc():
+    # The manifest has better checksums than `torch.save`. Before torch 2.15 the option may be that of
+    # all threads, the user's among them: there it stays as it is.
+    with _crc_off() if _IS_PER_THREAD else nullcontext():
         torch.save(on_host(obj), sink)
 
 
@@ -86,14 +81,6 @@ def read_object(path: Path, *, file: Any = None, **kwargs: Any) -> Any:
         ) from error
     except (EOFError, RuntimeError) as error:
         raise CheckpointError(f"{str(path)!r} is damaged: {str(error).splitlines()[0]}") from error
-
-
-def _without_crc() -> AbstractContextManager[None]:
-    """Return a context in which this thread's `torch.save` computes no checksums; the manifest has better.
-
-    Before torch 2.15 the option may be that of all threads, the user's among them: there it stays as it is.
-    """
-    return _crc_off() if _IS_PER_THREAD else nullcontext()
 
 
 @contextmanager

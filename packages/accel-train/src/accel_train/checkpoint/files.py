@@ -25,14 +25,10 @@ class FileWriter:
     """A new file: hashed while it is written.
 
     Args:
-        path: The file, which must not exist.
         to_disk: Whether `finish` is to return only when the contents are on disk.
 
     Attributes:
         failure: The error that `write` has raised, if any.
-
-    Raises:
-        OSError: The file cannot be made.
     """
 
     __slots__ = ("_begun", "_hash", "_pending", "_size", "_to_disk", "descriptor", "failure")
@@ -108,12 +104,7 @@ def write_text(path: Path, text: str, *, to_disk: bool) -> None:
 
 
 def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:
-    """Read a file and hash it.
-
-    Args:
-        path: The file.
-        to_disk: Whether to make sure that it is on disk.
-    """
+    """Read a file and hash it."""
     digest, size = xxhash.xxh3_64(), 0
     buffer = memoryview(bytearray(_CHUNK))
     with path.open("rb", buffering=0) as file:

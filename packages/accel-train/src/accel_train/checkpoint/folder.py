@@ -1,4 +1,4 @@
-"""The folder of a checkpoint: staged, committed in one step, listed and deleted."""
+"""The folder of a checkpoint: staged, committed in one step, listed, chosen and deleted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from accel_train.checkpoint.lock import FolderLock, holder, lock, try_lock
 from accel_train.checkpoint.manifest import Manifest
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
 
     from accel_train.checkpoint.manifest import FileRecord
@@ -43,12 +43,7 @@ SMALL = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Staging:
-    """The folder in which a checkpoint is written.
-
-    Args:
-        path: The staging folder.
-        lock: The lock against other writers.
-    """
+    """The folder in which a checkpoint is written."""
 
     path: Path
     lock: FolderLock
@@ -111,17 +106,7 @@ def _clean(folder: Path, target: Path) -> None:
 
 
 def publish(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
-    """Commit a complete checkpoint: it is present afterwards, or absent after an error.
-
-    Args:
-        staging: The result of `begin`.
-        target: The folder of the checkpoint.
-        manifest: The manifest of all files in `staging`, which are flushed if `to_disk`.
-        to_disk: Whether to return only when everything is on disk.
-
-    Raises:
-        OSError: The commit failed.
-    """
+    """Commit a complete checkpoint: it is present afterwards, or absent after an error."""
     write_text(staging / layout.MANIFEST_NAME, manifest.to_text(), to_disk=to_disk)
     if to_disk:
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
@@ -142,9 +127,6 @@ def recover(target: Path) -> None:
     """Complete the replacement of an older checkpoint by a process that died during it.
 
     Every step can be repeated; the manifest comes last, so that a mixture is never taken for a checkpoint.
-
-    Args:
-        target: The folder of a checkpoint, which need not exist.
     """
     source = target / layout.COMMIT_NAME
     marker = source / layout.MANIFEST_NAME
@@ -167,11 +149,6 @@ def recover(target: Path) -> None:
 
 def wait_until_replaced(target: Path, *, repair: bool = True, timeout: float = _REPLACE_TIMEOUT) -> None:
     """Wait until no process is replacing the checkpoint in a folder.
-
-    Args:
-        target: The folder of a checkpoint.
-        repair: Whether to complete the replacement of a process that died during it.
-        timeout: Seconds to wait for a living process.
 
     Raises:
         CheckpointError: The process is still at it, or a replacement is damaged.
@@ -207,11 +184,7 @@ def identity(target: Path) -> tuple[int, ...] | None:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """Read the manifest of a checkpoint; `None` for one that another library wrote.
-
-    Raises:
-        CheckpointError: It is damaged.
-    """
+    """Read the manifest of a checkpoint; `None` for one that another library wrote."""
     path = folder / layout.MANIFEST_NAME
     try:
         return Manifest.from_text(path.read_bytes(), path)
@@ -229,9 +202,6 @@ def check(folder: Path) -> Manifest | None:
 
     Returns:
         Its manifest, `None` for a checkpoint that another library wrote.
-
-    Raises:
-        CheckpointError: A file is absent or has another size.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -254,16 +224,7 @@ def verify(
 ) -> None:
     """Compare the contents of some files with their checksums.
 
-    Args:
-        folder: The folder of a checkpoint.
-        manifest: Its manifest.
-        names: Files to read.
-        records: Files that have been read already, which are compared, too.
-        record_of: Reads a file.
-
-    Raises:
-        CheckpointError: One differs.
-        OSError: One cannot be read.
+    `records` are of files that have been read already, which are compared, too.
     """
     unread = [name for name in names if name not in records]
     if sum(manifest.files[name].size for name in unread) < SMALL:
@@ -280,11 +241,7 @@ def verify(
 
 
 def complete_ones(project: Path) -> list[int]:
-    """Return the numbers of the complete checkpoints of a project; complete interrupted replacements.
-
-    Args:
-        project: The folder with `checkpoint_0` and so on, which need not exist.
-    """
+    """Return the numbers of the complete checkpoints of a project; complete interrupted replacements."""
     found: list[int] = []
     for iteration in numbers(project):
         folder = project / layout.numbered_name(iteration)
@@ -333,3 +290,29 @@ def _checkpoint_files(folder: Path) -> set[str]:
     except CheckpointError:
         return named
     return named if manifest is None else named | set(manifest.files)
+
+
+def outdated(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
+    """Return the checkpoints to prune after a commit.
+
+    Returns:
+        Numbers from the oldest on. What is not complete is not counted, nor deleted.
+
+    Example:
+        >>> outdated([1, 2, 3, 4], newest=4, limit=2)
+        [1, 2]
+    """
+    if limit is None:
+        return []
+    others = sorted({*complete} - {newest})
+    return others[: max(0, len(others) + 1 - max(1, limit))]
+
+
+def complete_everywhere(found: Sequence[Iterable[int]]) -> list[int]:
+    """Return the checkpoints that are complete on every node, oldest first.
+
+    Example:
+        >>> complete_everywhere([[1, 2, 3], [2, 1]])
+        [1, 2]
+    """
+    return sorted(set[int](found[0]).intersection(*found[1:])) if found else []

@@ -19,14 +19,7 @@ _ZIP = b"PK\x03\x04"
 
 
 def check_foreign(folder: Path) -> None:
-    """Check that there is a checkpoint, and that none of its files is truncated.
-
-    Args:
-        folder: A folder without a manifest.
-
-    Raises:
-        CheckpointError: The folder has no file of a checkpoint, or one is truncated.
-    """
+    """Check that there is a checkpoint, and that none of its files is truncated."""
     names = sorted(entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name))
     folders = [
         entry for entry in folder.iterdir() if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name)

@@ -30,12 +30,6 @@ class HashedReader(io.RawIOBase):
     over. In a long read a second thread takes part: either thread reads the next stripe, or hashes those that
     are there while the other one reads.
 
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: It cannot be opened.
-
     Example:
         >>> import pathlib, tempfile
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -71,11 +65,7 @@ class HashedReader(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any, /) -> int:
-        """Fill a buffer, up to the end of the file; return the number of bytes.
-
-        Raises:
-            OSError: The file cannot be read.
-        """
+        """Fill a buffer, up to the end of the file; return the number of bytes."""
         begin = self._position
         view = memoryview(buffer).cast("B")[: max(0, self._size - begin)]
         if 0 < begin - self._hashed <= _STRIPE:
@@ -159,14 +149,7 @@ class HashedReader(io.RawIOBase):
 
 
 class HashedBytes(io.BytesIO):
-    """A file that is read and hashed at once: small ones, whose many small parts cost less in memory.
-
-    Args:
-        path: The file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """A file that is read and hashed at once: small ones, whose many small parts cost less in memory."""
 
     def __init__(self, path: Path) -> None:
         content = path.read_bytes()

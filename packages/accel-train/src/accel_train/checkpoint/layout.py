@@ -204,9 +204,6 @@ def trash_path(target: Path, nonce: str) -> Path:
 def target_of_trash(name: str) -> str | None:
     """Return the checkpoint of a staging or trash folder that a died process has left.
 
-    Args:
-        name: Name of the folder.
-
     Returns:
         The name of the checkpoint beside it, `""` for the one around it, `None` if it is no such folder.
 

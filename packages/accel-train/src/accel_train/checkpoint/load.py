@@ -22,8 +22,8 @@ from accel_train.checkpoint.apply import (
     step_of,
     warn_about_more_models,
 )
+from accel_train.checkpoint.folder import complete_everywhere
 from accel_train.checkpoint.opening import WHAT, first_problem, open_newest_complete
-from accel_train.checkpoint.rotation import complete_everywhere
 from accel_train.checkpoint.sharded import model_loader, optimizer_loader
 
 if TYPE_CHECKING:
@@ -61,12 +61,6 @@ def load(
     model_options: Mapping[str, Any],
 ) -> Path:
     """Load the state of a run.
-
-    Args:
-        run: The run to load into.
-        input_dir: The checkpoint; the newest complete one if `None`.
-        options: More arguments of `torch.load`.
-        model_options: More arguments of `Module.load_state_dict`; and `map_location`.
 
     Returns:
         The folder of the checkpoint.
@@ -180,7 +174,7 @@ def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
             load_shards(model, **to_model)
             continue
         core = extract_model_from_parallel(model, keep_torch_compile=False)
-        load = partial(run.persister.load_full_state_dict, model)
+        load = partial(run.strategy.persister.load_full_state_dict, model)
         restore_model(source, index, core, load=load, **to_model)
     if not run.load_hooks:
         warn_about_more_models(source, len(models))
@@ -217,7 +211,7 @@ def _restore_recipe(run: Run, source: Source) -> None:
 
 
 def _restore_optimizers(run: Run, source: Source) -> None:
-    load = run.persister.load_full_optimizer_state
+    load = run.strategy.persister.load_full_optimizer_state
     models, optimizers = run.prepared.models, run.prepared.optimizers
     loaders = [optimizer_loader(run, source, index) for index in range(len(optimizers))]
     for load_shards, one in zip(loaders, optimizers, strict=True):

@@ -34,12 +34,7 @@ _guard = threading.Lock()
 
 
 class FolderLock:
-    """A lock that this process holds.
-
-    Args:
-        path: The file of the lock.
-        descriptor: An open descriptor of it; closing it ends the lock.
-    """
+    """A lock that this process holds."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -64,9 +59,6 @@ def try_lock(path: Path) -> FolderLock | None:
 
     Returns:
         The lock; `None` if another writer holds it, perhaps in this process.
-
-    Raises:
-        OSError: The file cannot be made.
     """
     with _guard:
         if _held.get(_key(path)) == os.getpid():
@@ -96,11 +88,6 @@ def try_lock(path: Path) -> FolderLock | None:
 
 def lock(path: Path, folder: Path, *, timeout: float) -> FolderLock:
     """Take a lock; if another writer holds it, log that and wait.
-
-    Args:
-        path: The lock file.
-        folder: The folder that it protects, for the messages.
-        timeout: The longest time to wait, in seconds.
 
     Raises:
         CheckpointWriteError: The timeout is over.

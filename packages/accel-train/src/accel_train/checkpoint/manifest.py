@@ -36,11 +36,8 @@ class Manifest:
     """The files of a checkpoint, and the facts of the run that saved it.
 
     Args:
-        world_size: World size of the run that saved.
         step: Micro-batches since the last optimizer step.
-        iteration: Number of the checkpoint, if numbered.
         files: Every file by its path inside the folder, with `/` between folders.
-        format: Version of this format.
     """
 
     world_size: int
@@ -70,10 +67,6 @@ class Manifest:
     @classmethod
     def from_text(cls, text: str | bytes, where: object) -> Manifest:
         """Read what `to_text` wrote.
-
-        Args:
-            text: JSON.
-            where: The file it comes from, for the messages.
 
         Raises:
             CheckpointError: It is damaged, or of an unknown version.
@@ -113,9 +106,6 @@ class Manifest:
     def complaints(self, sizes: Mapping[str, int]) -> list[str]:
         """Return the problems of a folder, by the sizes of its files.
 
-        Args:
-            sizes: The size of every file that is there.
-
         Returns:
             One phrase for each file that is absent or has another size; files that the manifest does not name
             do not matter.
@@ -134,11 +124,7 @@ class Manifest:
 
 
 def _inside(name: str) -> str:
-    """Return the name of a file in the folder of its manifest: files are deleted and moved by these names.
-
-    Raises:
-        ValueError: It is elsewhere.
-    """
+    """Return the name of a file in the folder of its manifest: files are deleted and moved by these names."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or not path.parts:
         raise ValueError(f"{name!r} is not in the folder")
@@ -147,10 +133,6 @@ def _inside(name: str) -> str:
 
 def shares(files: Mapping[str, FileRecord], parts: int) -> list[list[str]]:
     """Split the files across ranks, so that each has about as many bytes to verify.
-
-    Args:
-        files: By name.
-        parts: Number of ranks.
 
     Example:
         >>> sizes = {"a": 5, "b": 3, "c": 1}

@@ -30,10 +30,6 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """Replace meta tensors by the offloaded weights; those on the disk are mapped.
 
-    Args:
-        state: The state dict of a model, or a part of it.
-        model: A model with the hooks of `cpu_offload`, `disk_offload` or `dispatch_model`, or without any.
-
     Raises:
         CheckpointError: A tensor is on the meta device, and no hook keeps its values.
     """

@@ -34,9 +34,7 @@ class View:
     """The state of a checkpoint as a rank has read it.
 
     Args:
-        digest: Digest of its manifest; empty without one.
         committed: Whether it was the same checkpoint all the time.
-        problem: Why it cannot be loaded.
     """
 
     digest: str
@@ -46,11 +44,6 @@ class View:
 
 def open_newest_complete(run: Run, candidates: Sequence[Path], options: Mapping[str, Any]) -> Source:
     """Open the first complete one of several checkpoints, the same on all ranks.
-
-    Args:
-        run: The run to load into; not changed.
-        candidates: Folders.
-        options: More arguments of `Source`.
 
     Raises:
         CheckpointError: None is complete, or it does not fit the prepared objects.
@@ -176,11 +169,7 @@ def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) 
 
 
 def _open_others(run: Run, source: Source) -> bool:
-    """Read the files of all but the models; return whether no other files are needed. No collective.
-
-    Raises:
-        CheckpointError: A file is absent or cannot be read.
-    """
+    """Read the files of all but the models; return whether no other files are needed. No collective."""
     prepared = run.prepared
     shards = [optimizer_loader(run, source, index) for index in range(len(prepared.optimizers))]
     names = [] if any(shards) else [layout.optimizer_name(index) for index in range(len(shards))]

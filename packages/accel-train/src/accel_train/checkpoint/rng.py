@@ -43,10 +43,6 @@ def read_rng(device: torch.device) -> dict[str, Any]:
 def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
     """Set all generators.
 
-    Args:
-        states: The result of `read_rng`.
-        device: Device of this process.
-
     Returns:
         One sentence for each generator that could not be restored.
     """
@@ -71,12 +67,7 @@ def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
 
 
 def seed_apart(states: Mapping[str, Any], rank: int) -> None:
-    """Seed all generators of a rank without saved states, as a function of those of another.
-
-    Args:
-        states: The states of a rank that has saved some.
-        rank: This rank.
-    """
+    """Seed all generators of a rank without saved states, as a function of those of another."""
     torch_state = states.get(TORCH_KEY)
     source = b"" if torch_state is None else torch_state.numpy().tobytes()
     digest = hashlib.blake2b(source + str(rank).encode(), digest_size=8).digest()

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from accel_plugins.dcp.protocol import RankPlanners, ShardedStates
     from accel_plugins.kwargs.project import ProjectConfiguration
     from accel_plugins.recipe import Recipe
-    from accel_plugins.roles import NativeFiles, Persister, PrecisionPolicy
+    from accel_plugins.roles import PrecisionPolicy
+    from accel_plugins.strategy import Strategy
     from accel_state.runtime import Runtime
     from accel_train.checkpoint.store_gather import Agreement
     from accel_train.checkpoint.writer import Saving
@@ -35,32 +35,17 @@ class Run:
     """The objects that one `Accelerator` saves and loads, and their folders.
 
     Args:
-        runtime: Device, topology and collectives.
-        project: The folder of numbered checkpoints, and how many to keep.
-        prepared: The objects to save.
-        synchronizer: Counts micro-batches.
-        persister: The strategy's persister.
-        shards: The strategy's sharded states; `None` where one rank writes everything.
-        planners: The strategy's.
-        native: The strategy's own files, where it has some.
-        precision: With the loss scaler.
-        recipe: The precision recipe, if there is one.
-        custom: Registered objects.
         save_hooks: Called as `hook(models, weights, folder)` before anything is written.
         load_hooks: Called as `hook(models, folder)` before anything is loaded.
-        saving: What is being written.
     """
 
     runtime: Runtime
     project: ProjectConfiguration
     prepared: Prepared
     synchronizer: Synchronizer
-    persister: Persister
+    strategy: Strategy
     precision: PrecisionPolicy
     recipe: Recipe | None = None
-    shards: ShardedStates | None = None
-    planners: RankPlanners | None = None
-    native: NativeFiles | None = None
     custom: list[Any] = field(default_factory=list[Any])
     save_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
     load_hooks: OrderedDict[int, Callable[..., None]] = field(default_factory=OrderedDict)
@@ -78,11 +63,7 @@ class Run:
 
     @property
     def numbered(self) -> Path:
-        """The folder of numbered checkpoints.
-
-        Raises:
-            SettingsError: There is no project directory.
-        """
+        """The folder of numbered checkpoints."""
         if self.project.project_dir is None:
             raise SettingsError(
                 "ProjectConfiguration(automatic_checkpoint_naming=True) needs a project_dir: checkpoints go "

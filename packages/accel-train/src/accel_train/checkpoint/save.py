@@ -42,15 +42,7 @@ WHAT = "save_state()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of a save; the same on all ranks.
-
-    Args:
-        folder: The folder of the checkpoint.
-        iteration: Its number, if it is numbered.
-        safe: Whether weights are written as safetensors.
-        blocking: Whether the caller waits for the commit.
-        to_disk: Whether that means that it is on disk.
-    """
+    """The arguments of a save; the same on all ranks."""
 
     folder: str
     iteration: int | None
@@ -91,13 +83,6 @@ def save(
     run: Run, output_dir: str | os.PathLike[str] | None, *, safe: bool, blocking: bool, to_disk: bool
 ) -> Saving:
     """Save the state of a run.
-
-    Args:
-        run: What is saved.
-        output_dir: Where, unless checkpoints are numbered.
-        safe: Whether weights are written as safetensors.
-        blocking: Whether to return after the commit; else when everything is copied to host memory.
-        to_disk: Whether the checkpoint counts only when it is on disk.
 
     Returns:
         The checkpoint, complete if `blocking`.
@@ -164,11 +149,7 @@ def _save(run: Run, request: Request, job: Job) -> Saving:
 
 
 def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
-    """Return the folder of the next checkpoint.
-
-    Raises:
-        SettingsError: That is not clear.
-    """
+    """Return the folder of the next checkpoint."""
     if run.is_automatic:
         target = run.numbered / layout.numbered_name(run.project.iteration)
         if output_dir is not None:
@@ -262,13 +243,15 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
     """Run the hooks; return the files that this rank writes."""
     prepared, form = run.prepared, form_of(run)
     full = form is StateForm.FULL
-    weights = [run.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full]
+    weights = [
+        run.strategy.persister.full_state_dict(model, keep=run.commits) for model in prepared.models if full
+    ]
     for hook in tuple(run.save_hooks.values()):
         hook(run.bare_models, weights, str(job.staging))
     contents = Contents(
         weights=weights,
         optimizers=[
-            run.persister.full_optimizer_state(one.optimizer, prepared.models, keep=run.commits)
+            run.strategy.persister.full_optimizer_state(one.optimizer, prepared.models, keep=run.commits)
             for one in prepared.optimizers
             if full
         ],

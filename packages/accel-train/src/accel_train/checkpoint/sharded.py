@@ -37,7 +37,7 @@ EXTRA_STATE = "_extra_state"
 
 def form_of(run: Run) -> StateForm:
     """Return the form in which models and optimizers are saved."""
-    return StateForm.FULL if run.shards is None else run.shards.form()
+    return StateForm.FULL if run.strategy.shards is None else run.strategy.shards.form()
 
 
 def folders_of(run: Run) -> list[str]:
@@ -53,7 +53,7 @@ def folders_of(run: Run) -> list[str]:
 
 def sharded_parts(run: Run) -> list[Part]:
     """Return this rank's shards of models and optimizers."""
-    shards, prepared = run.shards, run.prepared
+    shards, prepared = run.strategy.shards, run.prepared
     if shards is None:
         return []
     states: dict[str, dict[str, Any]] = {}
@@ -66,15 +66,9 @@ def sharded_parts(run: Run) -> list[Part]:
 
 
 def parts_of_folder(run: Run, folder: str, state: Mapping[str, Any]) -> list[Part]:
-    """Return the two files of this rank.
-
-    Args:
-        run: The run with the strategy.
-        folder: Inside the checkpoint.
-        state: What all ranks hold of it.
-    """
+    """Return the two files of this rank."""
     rank = run.rank
-    writer = dcp.ShardWriter(state, rank, run.planners)
+    writer = dcp.ShardWriter(state, rank, run.strategy.planners)
     return [
         Part(name=f"{folder}/{shard_file(rank)}", read=writer.local_values, write=writer.write_shards),
         Part(name=f"{folder}/{local_metadata_file(rank)}", read=list, write=writer.write_local_metadata),
@@ -82,11 +76,7 @@ def parts_of_folder(run: Run, folder: str, state: Mapping[str, Any]) -> list[Par
 
 
 def check_shared(run: Run) -> None:
-    """Refuse a sharded checkpoint whose nodes write to folders of their own.
-
-    Raises:
-        SettingsError: Nodes have folders of their own.
-    """
+    """Refuse a sharded checkpoint whose nodes write to folders of their own."""
     topology = run.runtime.topology
     several_hosts = topology.world_size > topology.local_world_size
     if run.project.save_on_each_node and several_hosts and form_of(run) is not StateForm.FULL:
@@ -128,9 +118,6 @@ def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] 
 
     Returns:
         Called with the model and arguments of `Module.load_state_dict`; `None` if there is one file, or none.
-
-    Raises:
-        CheckpointError: It was saved in shards whose index cannot be read.
     """
     folder = source.folder / layout.sharded_model_name(index)
     if is_sharded_folder(folder):
@@ -140,7 +127,7 @@ def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] 
         return lambda model, **_: _native(run).load_model(model, source.folder, index)
     engine = engine_folder(source.folder, layout.engine_name(index), index)
     if is_engine_folder(engine):
-        return lambda model, **options: run.persister.load_full_state_dict(
+        return lambda model, **options: run.strategy.persister.load_full_state_dict(
             model, read_folder(engine).weights(), **options
         )
     return None
@@ -151,9 +138,6 @@ def optimizer_loader(run: Run, source: Source, index: int) -> Callable[[Optimize
 
     Returns:
         Called with the optimizer; `None` if there is one file, or none.
-
-    Raises:
-        CheckpointError: It was saved in shards whose index cannot be read.
     """
     folder = source.folder / layout.sharded_optimizer_name(index)
     models = run.prepared.models
@@ -173,13 +157,13 @@ def _restore_engine_optimizer(run: Run, engine: Path, optimizer: Optimizer) -> N
     state = saved.numbered_optimizer()
     if state is None:
         state = numbered_state(saved.optimizer(), parameter_names(optimizer, models))
-    run.persister.load_full_optimizer_state(optimizer, models, state)
+    run.strategy.persister.load_full_optimizer_state(optimizer, models, state)
 
 
 def _native(run: Run) -> NativeFiles:
-    if run.native is None:
+    if run.strategy.native is None:
         raise CheckpointError("The strategy writes its own files, and has no `native` that does.")
-    return run.native
+    return run.strategy.native
 
 
 def _is_full(source: Source, index: int) -> bool:
@@ -193,20 +177,12 @@ def _is_full(source: Source, index: int) -> bool:
 def restore_model_shards(
     run: Run, folder: Path, model: nn.Module, *, strict: bool = True, **options: Any
 ) -> None:
-    """Load a model from shards, however it is sharded now.
-
-    Args:
-        run: The run with the strategy.
-        folder: A folder with an index.
-        model: The prepared model.
-        strict: Whether names must be the same.
-        **options: More arguments of `Module.load_state_dict`.
-    """
-    if run.shards is None:
+    """Load a model from shards, however it is sharded now."""
+    if run.strategy.shards is None:
         state = dcp.read_all(folder, _full)
-        run.persister.load_full_state_dict(model, _inside(state), strict=strict, **options)
+        run.strategy.persister.load_full_state_dict(model, _inside(state), strict=strict, **options)
         return
-    tensors = run.shards.model_tensors(model)
+    tensors = run.strategy.shards.model_tensors(model)
     wrapped: dict[str, Any] = {MODEL_KEY: tensors}
     entries = [*dcp.entries(dcp.read_index(folder))]
     paths = [entry.path for entry in entries]
@@ -220,35 +196,29 @@ def restore_model_shards(
                 f"{str(folder)!r} has {unknown[0]!r}, which {type(model).__name__} does not have; pass "
                 "strict=False to load the rest."
             )
-    dcp.read_into(folder, wrapped, strict=strict, planners=run.planners)
-    run.shards.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
+    dcp.read_into(folder, wrapped, strict=strict, planners=run.strategy.planners)
+    run.strategy.shards.load_model(model, wrapped[MODEL_KEY], strict=strict, **options)
 
 
 def restore_optimizer_shards(run: Run, folder: Path, optimizer: Optimizer) -> None:
-    """Load an optimizer from shards, however it is sharded now.
-
-    Args:
-        run: With the strategy and the models.
-        folder: A folder with an index.
-        optimizer: As torch knows it.
-    """
+    """Load an optimizer from shards, however it is sharded now."""
     models = run.prepared.models
-    if run.shards is None:
+    if run.strategy.shards is None:
         state = _inside(dcp.read_all(folder, _full))
         state.setdefault("state", {})
         names = [group["params"] for group in state["param_groups"]]
-        run.persister.load_full_optimizer_state(optimizer, models, numbered_state(state, names))
+        run.strategy.persister.load_full_optimizer_state(optimizer, models, numbered_state(state, names))
         return
-    make = run.shards.state_allocator(optimizer, models)
+    make = run.strategy.shards.state_allocator(optimizer, models)
 
     def allocate(entry: Entry) -> Tensor:
         if len(entry.path) > 3 and entry.path[1] == "state":
             return make(str(entry.path[2]), entry.shape or torch.Size(), entry.dtype or torch.float32)
         return _full(entry)
 
-    state = _inside(dcp.read_all(folder, allocate, run.planners))
+    state = _inside(dcp.read_all(folder, allocate, run.strategy.planners))
     state.setdefault("state", {})
-    run.shards.load_optimizer(optimizer, models, state)
+    run.strategy.shards.load_optimizer(optimizer, models, state)
 
 
 def _inside(state: dict[str, Any]) -> dict[str, Any]:

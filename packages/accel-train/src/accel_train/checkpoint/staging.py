@@ -51,11 +51,7 @@ class HostStaging:
                 block.used = 0
 
     def copy(self, tree: Any) -> Any:
-        """Copy a tree. Copies from a device are under way: synchronise before reading them.
-
-        Args:
-            tree: Nested containers of tensors and of objects that can be copied.
-        """
+        """Copy a tree. Copies from a device are under way: synchronise before reading them."""
         return copied_tree(tree, self._copy_of)
 
     def synchronize(self) -> None:
@@ -93,11 +89,7 @@ class _Block:
 
 
 class _Pool:
-    """Blocks of host memory for the storages of one device.
-
-    Args:
-        streams: The device's streams, for which memory is pinned; None for pageable memory.
-    """
+    """Blocks of host memory for the storages of one device."""
 
     def __init__(self, streams: DeviceStreams | None) -> None:
         self.blocks: list[_Block] = []
@@ -129,11 +121,7 @@ class _Pool:
 
 
 def on_host(tree: Any) -> Any:
-    """Return a tree with all tensors on the CPU; those that are there, and a tree of only such, stay.
-
-    Args:
-        tree: Nested containers of tensors and other objects.
-    """
+    """Return a tree with all tensors on the CPU; those that are there, and a tree of only such, stay."""
     if all(tensor.device.type in {"cpu", "meta"} for tensor in _tensors_in(tree, set())):
         return tree
     return copied_tree(tree, lambda storage: storage if storage.device.type == "cpu" else storage.cpu())

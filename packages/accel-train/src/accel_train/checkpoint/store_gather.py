@@ -64,8 +64,6 @@ class StoreAgreement:
 
     Args:
         store: A connection to the store of the process group that no other thread waits on.
-        rank: Index of this process.
-        world_size: Number of processes.
         channel: Tells apart what different threads agree on.
         in_main_thread: Whether the main thread of every rank takes part, so that a rank whose main thread
             waits for something else will not come.
@@ -192,13 +190,7 @@ class StoreAgreement:
 
 
 def agreement_of(runtime: Runtime, channel: str, *, in_main_thread: bool) -> Agreement:
-    """The agreement of the processes of a run.
-
-    Args:
-        runtime: Of this process.
-        channel: Tells apart what different threads agree on.
-        in_main_thread: Whether the main thread of every rank takes part.
-    """
+    """The agreement of the processes of a run."""
     topology = runtime.topology
     if topology.world_size == 1:
         return SingleProcess()

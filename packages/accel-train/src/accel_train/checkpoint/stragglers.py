@@ -28,11 +28,9 @@ class StragglerMonitor:
     """Judge the ranks for which another one waits.
 
     Args:
-        operation: What all ranks are doing, for the messages.
         monitor: What ranks post about themselves; `None` where nothing is monitored.
         rank: Index of this process. Rank 0 looks where all ranks are before it raises; the others, of which
             there may be thousands, look only at rank 0 and themselves.
-        world_size: Number of processes.
         compare_locations: Whether a rank that is in another collective, or has ended, cannot come any more.
     """
 
@@ -60,14 +58,7 @@ class StragglerMonitor:
         return self._monitor is not None and time.monotonic() - self._polled >= self._pause
 
     def poll(self, missing: Sequence[int]) -> None:
-        """Judge by what the missing ranks last said about themselves.
-
-        Args:
-            missing: Those that have not come.
-
-        Raises:
-            DistributedOperationException: One of them waits in another collective, has ended, or is silent.
-        """
+        """Judge by what the missing ranks last said about themselves."""
         if self._monitor is None:
             return
         now = self._polled = time.monotonic()

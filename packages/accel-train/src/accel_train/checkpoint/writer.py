@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins import dcp
@@ -14,9 +13,8 @@ from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import write_object
 from accel_train.checkpoint.files import FileWriter, make_folder, record_of, remove, sizes_in
-from accel_train.checkpoint.folder import complete_ones, delete, publish
+from accel_train.checkpoint.folder import complete_ones, delete, outdated, publish
 from accel_train.checkpoint.manifest import FileRecord, Manifest
-from accel_train.checkpoint.rotation import outdated
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,9 +51,6 @@ class Job:
     """What is to be done for one checkpoint, on this rank.
 
     Args:
-        target: Where the checkpoint will stand.
-        staging: Where it is written.
-        rank: Index of this process.
         committer: The rank that completes the folder in which this one writes.
         limit: How many numbered checkpoints are kept; all if `None`.
         to_disk: Whether everything is to be on disk before the checkpoint counts.
@@ -77,13 +72,7 @@ class Job:
 
 @dataclass(slots=True)
 class Report:
-    """What a rank has done.
-
-    Args:
-        committer: The rank that completes the folder in which it has written.
-        files: What it has written.
-        error: Why it has failed.
-    """
+    """What a rank has done."""
 
     committer: int
     files: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
@@ -120,28 +109,15 @@ def write_parts(job: Job, parts: Sequence[Part]) -> Report:
 
 
 def staged_parts(parts: Sequence[Part], staging: HostStaging) -> list[Part]:
-    """Copy the states of this rank's files to host memory.
-
-    Returns:
-        Parts that write the copies.
-    """
+    """Copy the states of this rank's files to host memory."""
     staging.reset()
     copies = [staging.copy(part.read()) for part in parts]
     staging.synchronize()
-    return [replace(part, read=partial(_itself, state)) for part, state in zip(parts, copies, strict=True)]
-
-
-def _itself(state: Any) -> Any:
-    return state
+    return [replace(part, read=lambda state=state: state) for part, state in zip(parts, copies, strict=True)]
 
 
 def complete(job: Job, report: Report, agreement: Agreement) -> None:
     """Make the checkpoint stand if all ranks have written their files, on all ranks.
-
-    Args:
-        job: This checkpoint.
-        report: What this rank has written.
-        agreement: Of the ranks.
 
     Raises:
         CheckpointWriteError: A rank has failed. There is nothing left of the checkpoint; older ones stand.

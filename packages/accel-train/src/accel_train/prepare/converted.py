@@ -19,12 +19,7 @@ if TYPE_CHECKING:
 
 @final
 class Converter:
-    """Converter that applies a precision recipe to prepared objects.
-
-    Args:
-        recipe: The recipe of the run.
-        runtime: Device and topology.
-    """
+    """Converter that applies a precision recipe to prepared objects."""
 
     def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
         self.recipe = recipe
@@ -32,11 +27,7 @@ class Converter:
         self._replaced: Any = WeakIdKeyDictionary()
 
     def convert(self, bundle: Bundle, mesh: DeviceMesh | None) -> Bundle:
-        """Convert the models of a bundle, and point its optimizers at their parameters.
-
-        Raises:
-            SettingsError: The recipe's map lacks parameters of an optimizer.
-        """
+        """Convert the models of a bundle, and point its optimizers at their parameters."""
         if self.recipe.initialize is not None:
             bundle = self.recipe.initialize(bundle)
         if bundle.models:

@@ -35,13 +35,7 @@ _OTHERS = "others"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placements:
-    """Which objects may be moved to the device; one entry per object of a kind.
-
-    Args:
-        models: For every model.
-        optimizers: For every optimizer's state.
-        dataloaders: For every loader's batches.
-    """
+    """Which objects may be moved to the device; one entry per object of a kind."""
 
     models: tuple[bool, ...] = ()
     optimizers: tuple[bool, ...] = ()
@@ -74,9 +68,6 @@ def sort_arguments(
         default: The default.
         prepared: Objects that are prepared already; passed through.
 
-    Raises:
-        ValueError: `device_placement` has another length than `arguments`.
-
     Example:
         >>> bundle, placements = sort_arguments(
         ...     [nn.Linear(1, 1), "other"], device_placement=None, default=True
@@ -105,16 +96,7 @@ def sort_arguments(
 
 
 def sort_one(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, Placements]:
-    """Sort one argument whose kind is known.
-
-    Args:
-        kind: The field of `Bundle` that it belongs to.
-        argument: The model, optimizer, scheduler or loader. Any object may be a scheduler.
-        move: Whether it may be moved to the device.
-
-    Raises:
-        TypeError: The argument is of another kind.
-    """
+    """Sort one argument whose kind is known."""
     types = dict(_KINDS)[kind]
     if kind != "schedulers" and not isinstance(argument, types):
         names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in types)

@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
+
+from accel_ops.compile import compile_regions
+from accel_ops.modules import extract_model_from_parallel, has_compiled_regions, is_compiled_module
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.strategy import Feature
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.labels import DynamoBackend
 from accel_train.bound import bind_step
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.prepare.compiled import compile_model
 from accel_train.prepare.order import STAGE_NAMES
 from accel_train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    import torch
     from torch import nn
 
     from accel_plugins.bundle import Bundle
+    from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
     from accel_train.parts import Parts
     from accel_train.prepare.sort import Placements
     from accel_train.scheduler import StepPer
@@ -32,15 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The arguments of the stages of one call of `prepare`, besides the bundle.
-
-    Args:
-        parts: The parts of the `Accelerator`.
-        placements: The objects that may be moved to the device.
-        evaluation: Whether the models are only evaluated.
-        slice_fn: How a dispatching loader cuts a batch for the processes; its own way if `None`.
-        step_per: The clock of the schedulers; that of the `Accelerator` if `None`.
-    """
+    """The arguments of the stages of one call of `prepare`, besides the bundle."""
 
     parts: Parts
     placements: Placements
@@ -69,11 +65,7 @@ def has_device_map(model: nn.Module) -> bool:
 
 
 def _check_quantised(model: nn.Module, device: torch.device) -> None:
-    """Refuse to train a quantised model of which some parts are not where it runs.
-
-    Raises:
-        SettingsError: Parts of it are on the disk, or on the CPU of a run on an accelerator.
-    """
+    """Refuse to train a quantised model of which some parts are not where it runs."""
     for part in model.modules():
         bits = [n for n in (8, 4) if getattr(part, f"is_loaded_in_{n}bit", False)]
         devices = {str(device) for device in getattr(part, "hf_device_map", {}).values()}
@@ -112,10 +104,6 @@ def _recipe(bundle: Bundle, request: Request) -> Bundle:
     if request.parts.converter is not None:
         return request.parts.converter.convert(bundle, request.parts.strategy.mesh)
     return bundle
-
-
-def _precision(bundle: Bundle, request: Request) -> Bundle:
-    return request.parts.precision.convert(bundle)
 
 
 def _wrap(bundle: Bundle, request: Request) -> Bundle:
@@ -215,7 +203,7 @@ def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
 STAGES: Mapping[str, Callable[[Bundle, Request], Bundle]] = {
     "check": _check,
     "recipe": _recipe,
-    "precision": _precision,
+    "precision": lambda bundle, request: request.parts.precision.convert(bundle),
     "wrap": _wrap,
     "compile": _compile,
     "optimizers": _optimizers,
@@ -223,3 +211,23 @@ STAGES: Mapping[str, Callable[[Bundle, Request], Bundle]] = {
     "schedulers": _schedulers,
 }
 """What each of `STAGE_NAMES` does."""
+
+
+def compile_model(model: nn.Module, plugin: TorchDynamoPlugin, *, in_place: bool = False) -> nn.Module:
+    """Compile a model with the plugin's options; leave a compiled one as it is.
+
+    Regions are compiled in place, inside the model's wrappers; otherwise the result wraps all.
+    """
+    if plugin.backend == DynamoBackend.NO or is_compiled_module(model):
+        return model
+    if plugin.use_regional_compilation:
+        inner = extract_model_from_parallel(model)
+        if not has_compiled_regions(inner):
+            compile_regions(inner, **plugin.to_kwargs())
+        return model
+    if in_place:
+        inner = extract_model_from_parallel(model)
+        if not has_compiled_regions(inner):
+            inner.compile(**plugin.to_kwargs())
+        return model
+    return cast("nn.Module", torch.compile(model, **plugin.to_kwargs()))
