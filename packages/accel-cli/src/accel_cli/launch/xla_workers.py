@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         load: Imports a module.
 
     Raises:
-        MissingDependencyError: torch_xla is not installed.
+        MissingDependencyError: torch_xla is not installed, or does not belong to that of torch.
         SettingsError: The script does not have the function.
     """
     processes, function, *rest = arguments
@@ -35,9 +36,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     try:
         xla = load("torch_xla")
     except ImportError:
-        raise MissingDependencyError(
-            "training on a TPU needs torch_xla: install the version that belongs to that of torch."
-        ) from None
+        raise _missing() from None
     sys.argv[:] = rest
     module = load(rest[0]) if is_module else _import(Path(rest[0]))
     if not hasattr(module, function):
@@ -50,6 +49,20 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
         start(0)
     else:
         xla.launch(start)
+
+
+def _missing() -> MissingDependencyError:
+    """Return the error for a torch_xla that is absent, or was built for another torch."""
+    try:
+        found = version("torch"), version("torch_xla")
+        import_module("accel_state.devices.xla").check_versions(*found)
+    except MissingDependencyError as mismatch:
+        return mismatch
+    except PackageNotFoundError:
+        pass
+    return MissingDependencyError(
+        "training on a TPU needs torch_xla: install the version that belongs to that of torch."
+    )
 
 
 class _Start:

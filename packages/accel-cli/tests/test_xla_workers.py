@@ -1,0 +1,26 @@
+"""A torch_xla that was built for another torch: such a wheel cannot be imported."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+import pytest
+
+from accel_cli.launch import xla_workers
+from accel_state.errors import MissingDependencyError
+
+
+@pytest.fixture
+def other_torch_xla(tmp_path, monkeypatch):
+    (tmp_path / "torch_xla").mkdir()
+    (tmp_path / "torch_xla/__init__.py").write_text("raise ImportError('_XLAC.so: undefined symbol')\n")
+    (tmp_path / "torch_xla-2.1.0.dist-info").mkdir()
+    (tmp_path / "torch_xla-2.1.0.dist-info/METADATA").write_text("Name: torch_xla\nVersion: 2.1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("other_torch_xla")
+def test_both_versions_are_named_with_the_right_pair():
+    with pytest.raises(MissingDependencyError, match=r"'torch==2\.1\.\*' 'torch_xla==2\.1\.\*'") as refused:
+        xla_workers.main(["each", "main", "train.py"])
+    assert f"torch {version('torch')} and torch_xla 2.1.0 are installed" in str(refused.value)
