@@ -277,6 +277,18 @@ def test_a_pod_runs_the_command_on_every_machine():
     ]  # fmt: skip
 
 
+def test_every_machine_of_a_pod_shards_as_the_file_says():
+    made = plan(file={**POD, "tpu_env": [], "fsdp_config": {"xla": True, "xla_fsdp_v2": True}})
+    _, line = run_pod.arguments(made)[-2].removeprefix("--command=").split("; ")
+    words = shlex.split(line)
+    start = words.index("accel")
+    variables = dict(word.split("=", 1) for word in words[1:start])
+    remote = plan(*words[start + 2 : -3], environ=variables)
+    assert remote.runner == "xla_spmd"
+    assert remote.merged.settings.fsdp == made.merged.settings.fsdp
+    assert remote.merged.settings.precision.mixed_precision == "bf16"
+
+
 def test_a_pod_takes_some_machines_root_and_a_file_of_commands():
     file = {**POD, "tpu_vm": ["vm-1", "vm-2"], "tpu_use_sudo": True}
     words = run_pod.arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
