@@ -70,14 +70,19 @@ sys.modules[__name__].__class__ = _CallableModule
 """
 
 MAIN = """
-if __name__ == "__main__":
-    from accel_cli.main import main
 
-    sys.exit(main([{command}*sys.argv[1:]]))
+def main() -> int:
+    \"\"\"Run `accel {command}` with the arguments of the process, as the script of this name does.\"\"\"
+    return import_module("accel_cli.main").main(["{command}", *sys.argv[1:]])
+"""
+
+RUN = """
+if __name__ == "__main__":
+    sys.exit(main())
 """
 
 COMMANDS = {
-    "accel.commands.accelerate_cli": "",
+    "accel.commands.accelerate_cli": None,
     "accel.commands.config": "config",
     "accel.commands.env": "env",
     "accel.commands.estimate": "estimate-memory",
@@ -87,7 +92,7 @@ COMMANDS = {
     "accel.commands.to_fsdp2": "to-fsdp2",
     "accel.commands.tpu": "tpu-config",
 }
-"""The modules that `python -m` runs, and what follows `accel` then."""
+"""The modules that `python -m` runs, and what follows `accel` then; None for all of `main`."""
 
 Api = dict[str, dict[str, str]]
 Parameters = tuple[str, ...]
@@ -219,8 +224,9 @@ def programs(api: Api) -> dict[Path, str]:
                 f'"""`python -m {module}` is `accel {command}`. Written by tools/gen_exports.py."""',
                 "",
                 "import sys",
-                main_text(module).removesuffix("\n"),
                 "",
+                f"from {module} import main",
+                RUN,
             )
         )
         for module, command in COMMANDS.items()
@@ -232,12 +238,13 @@ def table_text(module: str, api: Api) -> str:
     """The text of a module whose names are those of its stub."""
     parent, _, own = module.rpartition(".")
     is_callable = own in api.get(parent, {})
-    is_program = module in COMMANDS and not is_package(module, api)
+    is_program = module in COMMANDS
     about = ABOUT.get(module, "Names under the path by which users of Accelerate import them.")
     lines = [
         f'"""{about} Written by tools/gen_exports.py."""',
         "",
         *(["import sys"] if is_callable or is_program else []),
+        *(["from importlib import import_module"] if COMMANDS.get(module) else []),
         *(["from typing import Any"] if is_callable else []),
         *([""] if is_callable or is_program else []),
         f"from accel_state._lazy import {'Table, ' if is_callable else ''}attach",
@@ -245,7 +252,7 @@ def table_text(module: str, api: Api) -> str:
         *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
         "attach(__name__)",
         *(["", CALLABLE_MODULE.format(name=own).removesuffix("\n")] if is_callable else []),
-        *([main_text(module).removesuffix("\n")] if is_program else []),
+        *(program_lines(module, api) if is_program else []),
     ]
     return "\n".join(lines) + "\n"
 
@@ -267,12 +274,18 @@ def stub_text(module: str, api: Api) -> str:
         start.append("# pyright: reportPrivateUsage=false")
     if module == "accel":
         start.append("__version__: str")
+    if COMMANDS.get(module):
+        lines = (*lines, "def main() -> int: ...")
     return "\n".join([*start, *lines]).replace(AS, " as ") + "\n"
 
 
-def main_text(module: str) -> str:
-    """What a module does when `python -m` runs it."""
-    return MAIN.format(command=f'"{COMMANDS[module]}", ' if COMMANDS[module] else "")
+def program_lines(module: str, api: Api) -> list[str]:
+    """What a module of a command has beside its names: its `main`, and what `python -m` does."""
+    command = COMMANDS[module]
+    if command is None:
+        return [RUN.removesuffix("\n").replace("    sys", "    from accel_cli.main import main\n\n    sys")]
+    own = MAIN.format(command=command).removesuffix("\n")
+    return [own] if is_package(module, api) else [own, "", RUN.removesuffix("\n")]
 
 
 def packed(before: str, items: list[str], after: str) -> str:

@@ -226,6 +226,17 @@ def test_a_package_of_commands_runs_as_a_module() -> None:
     assert "accel config" in done.stdout
 
 
+@pytest.mark.parametrize("command", ["config", "estimate", "launch", "merge"])
+def test_scripts_that_the_reference_installs_find_their_function(command: str) -> None:
+    script = (
+        f"{INSTALL}import sys; sys.argv = ['script', '--help']\n"
+        f"from accelerate.commands.{command} import main\nsys.exit(main())"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"accel {command}" in done.stdout
+
+
 def test_without_a_script_the_usage_is_reported() -> None:
     done = subprocess.run([sys.executable, "-m", "accel_compat"], capture_output=True, text=True, check=False)
     assert done.returncode == 1

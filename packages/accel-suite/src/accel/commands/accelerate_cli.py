@@ -9,4 +9,4 @@ attach(__name__)
 if __name__ == "__main__":
     from accel_cli.main import main
 
-    sys.exit(main([*sys.argv[1:]]))
+    sys.exit(main())

@@ -2,3 +2,4 @@
 from accel_cli.command_functions import (
     estimate_command as estimate_command, estimate_command_parser as estimate_command_parser,
 )
+def main() -> int: ...

@@ -4,3 +4,4 @@ from accel_cli.launch.parser import (
     _validate_launch_command as _validate_launch_command, launch_command as launch_command,
     launch_command_parser as launch_command_parser,
 )
+def main() -> int: ...

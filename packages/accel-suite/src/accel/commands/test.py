@@ -1,12 +1,17 @@
 """Names under the path by which users of Accelerate import them. Written by tools/gen_exports.py."""
 
 import sys
+from importlib import import_module
 
 from accel_state._lazy import attach
 
 attach(__name__)
 
-if __name__ == "__main__":
-    from accel_cli.main import main
 
-    sys.exit(main(["test", *sys.argv[1:]]))
+def main() -> int:
+    """Run `accel test` with the arguments of the process, as the script of this name does."""
+    return import_module("accel_cli.main").main(["test", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

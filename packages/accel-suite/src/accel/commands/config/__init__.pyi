@@ -10,3 +10,4 @@ from accel_cli.config_records import (
     default_json_config_file as default_json_config_file,
     default_yaml_config_file as default_yaml_config_file, load_config_from_file as load_config_from_file,
 )
+def main() -> int: ...

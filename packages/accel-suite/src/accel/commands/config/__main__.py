@@ -2,7 +2,7 @@
 
 import sys
 
-if __name__ == "__main__":
-    from accel_cli.main import main
+from accel.commands.config import main
 
-    sys.exit(main(["config", *sys.argv[1:]]))
+if __name__ == "__main__":
+    sys.exit(main())
