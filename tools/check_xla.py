@@ -3,9 +3,10 @@
 torch_xla belongs to one version of torch, which is not the one that everything else is locked to. The
 environment, build/xla, is made as the lock says; a moment if it is there already. Where that fails (there are
 wheels for Linux on x86-64 only), the tests are skipped, with what the installer said. Devices are those of
-PJRT's CPU client: one in the first process of tests, four in the second, which is sharded (SPMD).
+PJRT's CPU client: one in the first process of tests, four in the second, which is sharded (SPMD). On a
+machine with a TPU, `--tpu` installs its driver, too, and runs the tests that need several processes.
 
-    uv run tools/check_xla.py [--all]
+    uv run tools/check_xla.py [--all | --tpu]
 """
 
 from __future__ import annotations
@@ -15,14 +16,23 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from handle_signals import handle_signals
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 ROOT = Path(__file__).resolve().parents[1]
 ENVIRONMENT = ROOT / "build" / "xla"
+PYTHON = str(ENVIRONMENT / "bin" / "python")
 TESTS = "tests-integration/xla"
-DEVICES = {"test_one_device.py": "1", "test_launch.py": "1", "test_sharded.py": "4"}
-"""Each file of tests, and the number of devices of its process."""
+FILES = {
+    "1": ("test_one_device.py", "test_collectives.py", "test_processes.py", "test_launch.py"),
+    "4": ("test_sharded.py",),
+}
+"""The files of tests, by the number of devices of their process."""
+TPU_FILES = ("test_processes.py",)
 SYNC = ("sync", "--frozen", "--quiet", "--no-default-groups", "--group", "xla")
 INSTALL_SECONDS = 300
 _HIDDEN = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_USE_SPMD")
@@ -38,10 +48,18 @@ def main() -> int:
     environ = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
     environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     why = failure_of([uv, *SYNC], {**environ, "UV_PROJECT_ENVIRONMENT": str(ENVIRONMENT)})
+    if why is None and "--tpu" in sys.argv:
+        why = failure_of([uv, "pip", "install", "--python", PYTHON, "torch_xla[tpu]"], environ)
     if why is not None:
         print(f"No test of XLA devices ran: torch_xla cannot be installed here.\n{why}\n1 skipped in 0.00s")
-        return 0
-    return max(run_tests(environ, *item) for item in DEVICES.items())
+        return int("--tpu" in sys.argv)
+    if "--tpu" in sys.argv:
+        return run_tests({**environ, "PJRT_DEVICE": "TPU"}, TPU_FILES, "tpu")
+    chosen = "tpu or not tpu" if "--all" in sys.argv else "not thorough"
+    return max(
+        run_tests({**environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": devices}, files, chosen)
+        for devices, files in FILES.items()
+    )
 
 
 def failure_of(command: list[str], environ: dict[str, str]) -> str | None:
@@ -63,13 +81,11 @@ def failure_of(command: list[str], environ: dict[str, str]) -> str | None:
     return done.stderr.strip() if done.returncode else None
 
 
-def run_tests(environ: dict[str, str], file: str, devices: str) -> int:
-    """Run a file of tests with a number of devices; return pytest's exit code."""
-    python = str(ENVIRONMENT / "bin" / "python")
-    line = [python, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", f"{TESTS}/{file}"]
-    line += [] if "--all" in sys.argv else ["-m", "not thorough"]
-    client = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": devices}
-    return subprocess.run(line, cwd=ROOT, env={**environ, **client}, check=False).returncode
+def run_tests(environ: dict[str, str], files: Sequence[str], marks: str) -> int:
+    """Run the tests of some files that have certain marks; return pytest's exit code."""
+    line = [PYTHON, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", marks]
+    line += [f"{TESTS}/{file}" for file in files]
+    return subprocess.run(line, cwd=ROOT, env=environ, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -423,16 +423,3 @@ def test_versions_that_do_not_belong_together_are_named_with_the_right_pair():
 def test_processes_that_torch_xla_has_not_started_are_refused():
     with pytest.raises(SettingsError, match=r"torchrun started 4 processes.*accel launch --tpu"):
         xla.topology(Topology(rank=1, world_size=4, launcher="torchrun"))
-
-
-@pytest.mark.tpu
-def test_several_processes_average_their_gradients():
-    torch_xla.launch(_several_ranks)
-
-
-def _several_ranks(index: int) -> None:
-    accelerator = Accelerator()
-    assert accelerator.num_processes > 1
-    losses = train(accelerator, *prepared(accelerator, rows=64, batch_size=16 // accelerator.num_processes))
-    together = accelerator.gather(torch.tensor(losses, device=accelerator.device)[None]).mean(0)
-    torch.testing.assert_close(together.cpu(), torch.tensor(plain_losses(rows=64, batch_size=16)), **NEAR)

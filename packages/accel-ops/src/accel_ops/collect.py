@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from accel_ops import checked, exchange
+from accel_ops import checked, exchange, recorded
 from accel_ops.packing import (
     Flat,
     below_autograd,
@@ -83,6 +83,8 @@ def gather(tensor: T, *, same_shapes: bool = False) -> T:
             collectives, "gather", tensor, detail=f"same_shapes={same_shapes}", rows_differ=not same_shapes
         )
     flat = flatten(tensor, "gather")
+    if recorded.is_recorded(runtime.device):
+        return recorded.gather(collectives, flat, runtime.device, same_shapes=same_shapes)
     collect = exchange.gather_even if same_shapes else exchange.gather
     return collect(collectives, flat, runtime.device)
 
@@ -141,6 +143,9 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
     if runtime.debug:
         checked.check(collectives, "broadcast", tensor, detail=f"from_process={from_process}")
     flat = flatten(tensor, "broadcast")
+    if recorded.is_recorded(runtime.device):
+        recorded.broadcast(collectives, flat, from_process, runtime.device)
+        return tensor
     _broadcast_packed(collectives, flat, from_process, runtime.device)
     for index in flat.plan.large:
         _broadcast_alone(collectives, flat.leaves[index], from_process, runtime.device)
@@ -264,6 +269,10 @@ def _broadcast_alone(collectives: Collectives, leaf: Tensor, source: int, device
 
 def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device) -> Any:
     """Reduce leaves over the ranks: in one message if they are small, else one per dtype and large leaf."""
+    name = "mean" if scaling.divisor is not None else scaling.op
+    call = f"reduce({name!r}, scale={float(scaling.scale)!r})"
+    if recorded.is_recorded(device):
+        return recorded.reduce(collectives, flat, scaling, device, call)
     buckets, large = flat.plan.packed, flat.plan.large
     size = HEADER_BYTES + size_of(buckets)
     at_once = (
@@ -277,8 +286,6 @@ def _reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torc
     else:
         buffer = make_buffer(buckets, device, start=HEADER_BYTES)
     buffer.fill(flat.leaves)
-    name = "mean" if scaling.divisor is not None else scaling.op
-    call = f"reduce({name!r}, scale={float(scaling.scale)!r})"
     rows = check_same_call(collectives, device, call, flat.plan, buffer.content if at_once else None)
     groups = [list(group) for _, group in groupby(buckets, attrgetter("dtype"))]
     parts = [slice(HEADER_BYTES + group[0].start, HEADER_BYTES + group[-1].stop) for group in groups]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from accel_ops import checked
-from accel_ops.collect import gather
+from accel_ops import checked, exchange
+from accel_ops.packing import flatten
 from accel_ops.plan import digest
+from accel_ops.recorded import HOST, is_recorded
 from accel_ops.same_call import mismatch
 from accel_ops.tree import recursively_apply, stray_leaf, walk
 from accel_state.errors import DistributedOperationException
@@ -108,10 +109,12 @@ def _largest(runtime: Runtime, leaves: Sequence[tuple[str, torch.Tensor]], dim: 
     """Return the largest size of every leaf over all ranks; -1 where a leaf lacks the dimension."""
     order = sorted(range(len(leaves)), key=lambda index: leaves[index][0])
     facts = [(path, leaf.dim()) for path, leaf in (leaves[index] for index in order)]
-    mine = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=runtime.device)
+    device = HOST if is_recorded(runtime.device) else runtime.device
+    mine = torch.tensor([[_size(leaves[index][1], dim) for index in order]], device=device)
     try:
-        # The name is a hash of the structure: `gather` refuses to join structures that differ.
-        sizes = gather({str(digest(repr(facts))): mine})
+        # The name is a hash of the structure: a gather refuses to join structures that differ.
+        named = flatten({str(digest(repr(facts))): mine}, "pad_across_processes")
+        sizes = exchange.gather(runtime.collectives, named, device)
     except DistributedOperationException:
         mine_shown = {path: (leaf.dim(), f"{leaf.dim()} dimensions") for path, leaf in leaves}
         raise mismatch("pad_across_processes", runtime.collectives, mine_shown) from None

@@ -199,9 +199,11 @@ def _join(runtime: Runtime, variables: Mapping[str, str], options: Mapping[str, 
         group_end.joined()
     elif timeout is not None:
         set_group_timeout(timeout)
-    joined = replace(
-        runtime, collectives=TorchCollectives(runtime.device), backend=_backend_of(runtime.device)
-    )
+    own, device = runtime.kind.own_runtime, runtime.device
+    if own is None:
+        joined = replace(runtime, collectives=TorchCollectives(device), backend=_backend_of(device))
+    else:
+        joined = replace(runtime, collectives=own.collectives(device), backend=runtime.kind.backend)
     _monitor(joined, timeout or group_timeout(runtime.device))
     return joined
 
@@ -228,8 +230,8 @@ def _group_options(
     chosen["backend"] = _check_backend(kind, options.get("backend"))
     if "store" not in chosen and "init_method" not in chosen and (life := _life(variables)):
         chosen["store"] = _restart_store(life, variables, topology, chosen.get("timeout"))
-    if kind.own_runtime is not None:
-        return {"init_method": kind.own_runtime.INIT_METHOD, **chosen}
+    if kind.own_runtime is not None and not {"store", "init_method"} & chosen.keys():
+        return {**kind.own_runtime.group_options(group_end.groups_joined()), **chosen}
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
         endpoint = rendezvous(variables, topology)
         chosen["init_method"] = f"tcp://{endpoint.address}:{endpoint.port}"
@@ -274,7 +276,7 @@ def _restart_store(
 
 def _check_backend(kind: DeviceKind, asked: str | None) -> str:
     """Return the backend argument of `init_process_group`."""
-    if asked is None:
+    if asked is None or (asked == kind.backend and kind.runtime is not None):
         if kind.group_backend is None:
             raise SettingsError(
                 f"There is no backend with which several processes could work on {kind.name!r} devices. "

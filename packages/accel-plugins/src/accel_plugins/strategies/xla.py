@@ -9,11 +9,13 @@ from weakref import WeakSet
 
 import torch
 
+from accel_ops import broadcast
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Feature, Strategy
 from accel_plugins.xla.library import xla_module
-from accel_plugins.xla.support import refuse_unsupported
+from accel_plugins.xla.support import SPMD_PLUGIN, refuse_unsupported
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
@@ -42,7 +44,7 @@ class XlaWrapper:
         models = move_to_xla(bundle, self.device)
         if self.average is not None and not evaluation:
             for model in models:
-                xla_module("core.xla_model").broadcast_master_param(model)
+                broadcast([*model.parameters(), *model.buffers()])
                 self.average.add(model)
         return replace(bundle, models=models)
 
@@ -61,6 +63,12 @@ def build(
     """
     refuse_unsupported(settings, runtime, precision, handlers)
     topology, own = runtime.topology, runtime.kind.own_runtime
+    if topology.world_size > 1 and not own.is_replicated():
+        raise UnsupportedError(
+            f"PJRT runs {topology.world_size} processes, each of which drives all devices of its host: let "
+            f"the compiler shard over them, with {SPMD_PLUGIN}, or start one for every device, with "
+            "`accel launch --tpu`."
+        )
     own.start(spmd=False)
     average = GradientAverage(topology.world_size) if topology.world_size > 1 else None
     stepper = TorchStepper(precision=precision)

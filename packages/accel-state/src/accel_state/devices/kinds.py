@@ -32,8 +32,8 @@ class DeviceKind:
         plugin: The package that teaches torch the device type, if torch does not know it by itself.
         probe: Whether a device of this family can be used by this process.
         runtime: The module that stands for `torch.<type>`, for devices that torch does not know. It also says
-            which ranks there are (`topology`), how they meet (`INIT_METHOD`), and executes what was recorded
-            (`flush`), since such devices record operations.
+            which ranks there are (`topology`), how they meet (`group_options`), makes their `collectives`,
+            and executes what was recorded (`flush`), since such devices record operations.
     """
 
     name: str
@@ -61,7 +61,12 @@ class DeviceKind:
 
     @property
     def group_backend(self) -> str | None:
-        """What `init_process_group` is asked for: tensors of the device, and those of the CPU beside them."""
+        """What `init_process_group` is asked for: tensors of the device, and those of the CPU beside them.
+
+        Devices with a `runtime` have collectives of their own: their group is that of the hosts alone.
+        """
+        if self.runtime is not None:
+            return "gloo"
         if self.backend is None or self.type == "cpu":
             return self.backend
         return f"cpu:gloo,{self.type}:{self.backend}"

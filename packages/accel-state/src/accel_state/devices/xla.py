@@ -10,7 +10,11 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
 
+from accel_state.backends.recorded import RecordedCollectives
+from accel_state.backends.torch_dist import TorchCollectives
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.topology import Topology
 
@@ -19,8 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-INIT_METHOD = "xla://"
-"""With it `init_process_group` takes ranks and address from PJRT."""
+    from accel_state.backends.base import Collectives, ReduceOp
 
 _SEED_BYTES = 8
 
@@ -92,6 +95,75 @@ def topology(launched: Topology) -> Topology:
     return found
 
 
+def group_options(earlier: int) -> dict[str, Any]:
+    """Return store, rank and world size of a process group of the host, as PJRT knows them.
+
+    Args:
+        earlier: How many groups this process has joined before: their keys stay in the store.
+    """
+    library()
+    import_module("torch_xla.distributed.xla_backend")  # registers "xla://"
+    if not is_replicated() and import_module("torch_xla.runtime").process_count() > 1:
+        start(spmd=True)  # then PJRT counts processes, not devices
+    store, rank, world_size = next(rendezvous("xla://"))
+    life = dist.PrefixStore(f"accel/{earlier}", store)  # pyright: ignore[reportPrivateImportUsage]
+    return {"store": life, "rank": rank, "world_size": world_size}
+
+
+def collectives(device: torch.device) -> Collectives:
+    """Return the collectives of the ranks, on top of the process group of their hosts.
+
+    Args:
+        device: The device of this process.
+    """
+    if is_replicated():
+        return RecordedCollectives(device, sys.modules[__name__])
+    return TorchCollectives(torch.device("cpu"))
+
+
+def all_gather(tensor: Tensor) -> Tensor:
+    """Return the tensors of all ranks, one after the other.
+
+    Args:
+        tensor: Of one dimension, so that there is no layout to agree on.
+    """
+    return import_module("torch_xla.core.xla_model").all_gather(tensor, pin_layout=False)
+
+
+def all_reduce(tensor: Tensor, op: ReduceOp) -> Tensor:
+    """Return the tensors of all ranks combined.
+
+    Args:
+        tensor: A tensor of numbers.
+        op: The reduction.
+    """
+    return import_module("torch_xla.core.xla_model").all_reduce("mul" if op == "prod" else op, tensor)
+
+
+def broadcast(tensor: Tensor, *, is_source: bool) -> Tensor:
+    """Return the tensor of the source: a sum to which all others add zeros.
+
+    Which rank is the source is data, so that all record the same program. (torch_xla's `collective_broadcast`
+    multiplies by zero, which leaves NaN of what is infinite elsewhere.)
+
+    Args:
+        tensor: A tensor of numbers.
+        is_source: Whether it is this rank's.
+    """
+    (flag,) = send([torch.tensor(is_source)], tensor.device)
+    return all_reduce(torch.where(flag, tensor, torch.zeros_like(tensor)), "sum")
+
+
+def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Begin to copy tensors of the CPU to a device, all at once.
+
+    Args:
+        tensors: Of the CPU.
+        device: The device.
+    """
+    return import_module("torch_xla.core.xla_model").send_cpu_data_to_device([*tensors], device)
+
+
 def run_on_each_device(
     function: Callable[..., Any], args: Sequence[Any], count: int | None
 ) -> dict[int, Any]:
@@ -129,6 +201,17 @@ def _run_inherited() -> Any:
             "num_processes out, or pass 1 for one process that drives all devices."
         )
     return function(*args)
+
+
+def is_replicated() -> bool:
+    """Return whether there is a rank for every device, rather than a process for all devices of a host."""
+    return library()._XLAC._xla_get_replication_devices_count() > 0
+
+
+def is_global() -> bool:
+    """Return whether tensors of the device are those of several hosts, over which the compiler shards."""
+    runtime = import_module("torch_xla.runtime")
+    return runtime.is_spmd() and runtime.process_count() > 1
 
 
 def flush() -> None:
