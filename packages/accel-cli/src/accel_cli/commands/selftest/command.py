@@ -113,11 +113,9 @@ def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
 def read_reports(folder: Path) -> list[Report]:
     """Read the reports of the processes, by rank."""
     found: list[dict[str, Any]] = [read_json(path) for path in folder.glob("rank*.json")]
-    reports = [
-        Report(**{**one, "outcomes": tuple(Outcome(**outcome) for outcome in one["outcomes"])})
-        for one in found
-    ]
-    return sorted(reports, key=lambda report: report.rank)
+    for one in found:
+        one["outcomes"] = tuple(Outcome(**outcome) for outcome in one["outcomes"])
+    return sorted((Report(**one) for one in found), key=lambda report: report.rank)
 
 
 def _print_report(
