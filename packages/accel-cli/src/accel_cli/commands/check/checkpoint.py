@@ -21,6 +21,8 @@ from accel_train.checkpoint.sharded import form_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from accel_train.checkpoint.run import Run
+
 FORMS: Mapping[StateForm, str] = {
     StateForm.FULL: "whole",
     StateForm.SHARDED: "sharded",
@@ -49,12 +51,15 @@ class Sharded:
         return self.saved
 
 
-def files_of(run: Any, *, safe: bool) -> Iterator[tuple[str, int, int]]:
+def files_of(run: Run, *, safe: bool) -> Iterator[tuple[str, int, int]]:
     """Yield the files that a rank would write, with their bytes and those of all ranks' shards.
 
     What is small counts nothing.
     """
-    prepared, sharded = run.prepared, run.shards if isinstance(run.shards, Sharded) else None
+    prepared, sharded = (
+        run.prepared,
+        run.strategy.shards if isinstance(run.strategy.shards, Sharded) else None,
+    )
     if sharded is not None and sharded.stage is not None:
         yield from _of_deepspeed(run, sharded.stage, sharded.width)
     else:
@@ -67,7 +72,7 @@ def files_of(run: Any, *, safe: bool) -> Iterator[tuple[str, int, int]]:
     yield layout.rng_name(run.rank), 0, 0
 
 
-def _full(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+def _full(run: Run, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
     del estimated
     if run.commits:
         for index, model in enumerate(run.prepared.models):
@@ -78,7 +83,7 @@ def _full(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int
             yield layout.optimizer_name(index), nbytes, nbytes
 
 
-def _sharded(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+def _sharded(run: Run, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
     """Yield this rank's files in the two kinds of sharded folders."""
     del safe
     for name, nbytes, state in _folders(run):
@@ -90,25 +95,27 @@ def _sharded(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, 
             yield f"{name}/{INDEX_NAME}", 0, 0
 
 
-def _folders(run: Any) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
-    prepared = run.prepared
+def _folders(run: Run) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
+    prepared, shards = run.prepared, run.strategy.shards
+    if shards is None:
+        return
     for index, model in enumerate(prepared.models):
         yield (
             layout.sharded_model_name(index),
             full_nbytes(model.state_dict()),
-            lambda model=model: {"model": run.shards.model_tensors(model)},
+            lambda model=model: {"model": shards.model_tensors(model)},
         )
     for index, optimizer in enumerate(prepared.optimizers):
         yield (
             layout.sharded_optimizer_name(index),
             _state_nbytes(optimizer),
             lambda optimizer=optimizer: {
-                "optimizer": run.shards.optimizer_tensors(optimizer.optimizer, prepared.models)
+                "optimizer": shards.optimizer_tensors(optimizer.optimizer, prepared.models)
             },
         )
 
 
-def _local(run: Any, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+def _local(run: Run, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
     """Yield the files of FSDP's local state dicts (`accel_plugins.dcp.local`)."""
     del safe, estimated
     ranks, prepared = run.runtime.topology.world_size, run.prepared
@@ -127,7 +134,7 @@ _WRITERS: Mapping[StateForm, Callable[[Any, bool, bool], Iterator[tuple[str, int
 }
 
 
-def _of_deepspeed(run: Any, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
+def _of_deepspeed(run: Run, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
     """Yield the files of DeepSpeed's engines (`accel_plugins.deepspeed.folder`)."""
     rank, ranks = run.rank, run.runtime.topology.world_size
     for index, model in enumerate(run.prepared.models):
