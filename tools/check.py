@@ -100,7 +100,11 @@ STEPS = (  # those that take long first, so that two end at about the same time
     Step(
         name="unit",
         about="each package's own tests and docstring examples",
-        command=(*PYTEST, "-n", "2", "--doctest-modules", "packages", "--ignore-glob=*/examples"),
+        command=(
+            *(*PYTEST, *NOT_THOROUGH, "-n", "2", "--doctest-modules"),
+            *("packages", "--ignore-glob=*/examples"),
+        ),
+        thorough=ALL_TESTS,
     ),
     Step(
         name="clients",

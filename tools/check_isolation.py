@@ -40,6 +40,7 @@ filterwarnings =
 markers =
     gpu: needs an accelerator
     slow: compiles or starts many processes
+    thorough: too slow for every commit
 """
 # Imports every module but `__main__`s, which run when imported. One whose own first lines import a library of
 # an extra is left out: nothing imports it where that is not installed.

@@ -403,8 +403,9 @@ def test_a_job_of_sagemaker_is_started_with_what_was_planned():
 CHECK = """\
 import json, sys
 from sagemaker.huggingface import HuggingFace
-made = HuggingFace(**json.loads(sys.argv[1]))
-print(json.dumps([made.instance_count, made.hyperparameters()["lr"], made.training_image_uri()]))
+for arguments in json.loads(sys.argv[1]):
+    made = HuggingFace(**arguments)
+    print(json.dumps([made.instance_count, made.hyperparameters()["lr"], made.training_image_uri()]))
 """
 
 
@@ -415,20 +416,21 @@ SUGGESTED = {
 
 
 @pytest.mark.skipif(find_spec("sagemaker") is None, reason="the SageMaker SDK is not installed")
-@pytest.mark.parametrize(
-    ("kind", "software"),
-    [("NO", {}), ("DATA_PARALLEL", {}), ("MODEL_PARALLEL", {}), ("NO", SUGGESTED)],
-)
-def test_the_sdk_of_sagemaker_accepts_the_arguments(kind, software, script):
+def test_the_sdk_of_sagemaker_accepts_the_arguments(script):
     role = {"iam_role_name": "arn:aws:iam::123456789012:role/trainer"}
-    file = {**CLOUD, **software, "distributed_type": kind, **role}
-    told = json.dumps(run_sagemaker.estimator_arguments(plan(file=file, script=script)))
+    cases = [("NO", {}), ("DATA_PARALLEL", {}), ("MODEL_PARALLEL", {}), ("NO", SUGGESTED)]
+    files = [{**CLOUD, **software, "distributed_type": kind, **role} for kind, software in cases]
+    told = json.dumps([run_sagemaker.estimator_arguments(plan(file=file, script=script)) for file in files])
     environ = {"AWS_DEFAULT_REGION": "us-east-1", "HOME": str(Path(script).parent)}
     done = subprocess.run([sys.executable, "-c", CHECK, told], env=environ, capture_output=True, check=True)
-    count, rate, image = json.loads(done.stdout.splitlines()[-1])  # the SDK logs before it
-    assert (count, rate) == (2, "1")
-    expected = "2.8.0-transformers4.56.2-gpu-py312" if software else "1.10.2-transformers4.17.0"
-    assert f"pytorch-training:{expected}" in image
+    found = [
+        json.loads(line) for line in done.stdout.splitlines() if line.startswith(b"[2, ")
+    ]  # it logs, too
+    assert len(found) == len(cases)
+    for (count, rate, image), (_, software) in zip(found, cases, strict=True):
+        assert (count, rate) == (2, "1")
+        expected = "2.8.0-transformers4.56.2-gpu-py312" if software else "1.10.2-transformers4.17.0"
+        assert f"pytorch-training:{expected}" in image
 
 
 @pytest.mark.parametrize("words", [["word"], ["--flag"], ["--flag", "--other", "1"]])

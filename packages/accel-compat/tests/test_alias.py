@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -41,8 +42,8 @@ assert ours.__spec__.name == ours.__name__ == "accel.utils.operations"
     run(INSTALL + program)
 
 
-def test_objects_keep_one_identity_and_pickles_go_both_ways() -> None:
-    program = """
+PROGRAMS = {
+    "objects keep one identity and pickles go both ways": """
 import pickle
 import accel, accelerate
 from accelerate.state import PartialState
@@ -52,8 +53,65 @@ assert PartialState is accel.PartialState
 assert pickle.loads(pickle.dumps(DistributedType.NO)) is accel.DistributedType.NO
 assert pickle.loads(b"caccelerate.utils.dataclasses\\nDistributedType\\n.") is accel.DistributedType
 assert isinstance(accel.Accelerator(cpu=True), accelerate.Accelerator)
+""",
+    "asking whether a name is there is no error": """
+import accelerate.state, accelerate.utils
+for module in (accelerate, accelerate.state, accelerate.utils):
+    assert not hasattr(module, "Nothing")
+    assert getattr(module, "Nothing", None) is None
+try:
+    from accelerate.utils import Nothing
+except ImportError:
+    Nothing = None
+from accelerate.utils import imports, operations
+from accelerate.utils.tqdm import tqdm
+from accelerate.commands.config import config_args
+assert config_args.__name__ == "accel.commands.config.config_args"
+""",
+    "what is assigned in the alias is assigned in accel": """
+import accel, accelerate
+accelerate.notebook_launcher = len
+assert accel.notebook_launcher is len
+""",
+    "what is assigned in a submodule is what accel calls": """
+import accelerate.big_modeling, accel.utils, accel_bigmodel.dispatch
+from torch import nn
+before = accelerate.big_modeling.check_device_map
+accelerate.big_modeling.check_device_map = lambda *_, **__: print("mine")
+accelerate.big_modeling.dispatch_model(nn.Linear(1, 1), {"": "cpu"}, force_hooks=True)
+accelerate.big_modeling.check_device_map = before
+accelerate.big_modeling.dispatch_model(nn.Linear(1, 1), {"": "cpu"}, force_hooks=True)
+assert accel_bigmodel.dispatch.check_device_map is accel.utils.check_device_map is before
+import accel.utils.tqdm
+accel.utils.tqdm.tqdm = print
+accel.utils.tqdm("called")
+""",
+}
+"""What runs with torch, in one interpreter, one after the other."""
+PRINTED = {"what is assigned in a submodule is what accel calls": "mine\ncalled\n"}
+IN_ONE = """
+import contextlib, io, json, sys, traceback
+told = {}
+for name, program in json.loads(sys.argv[1]).items():
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        try:
+            exec(program, {"__name__": "__main__"})
+        except Exception:
+            traceback.print_exc(file=output)
+    told[name] = output.getvalue()
+print(json.dumps(told))
 """
-    run(INSTALL + program)
+
+
+@pytest.fixture(scope="module")
+def told() -> dict[str, str]:
+    """What each program printed, a traceback included."""
+    return json.loads(run(INSTALL + IN_ONE, json.dumps(PROGRAMS)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_finds_both_names_the_same(name: str, told: dict[str, str]) -> None:
+    assert told[name] == PRINTED.get(name, "")
 
 
 def test_versions_are_those_of_the_interface() -> None:
@@ -113,24 +171,6 @@ def test_names_that_accel_lacks_are_errors_that_say_so(statement: str, error: st
     assert words in done.stderr
 
 
-def test_asking_whether_a_name_is_there_is_no_error() -> None:
-    program = """
-import accelerate.state, accelerate.utils
-for module in (accelerate, accelerate.state, accelerate.utils):
-    assert not hasattr(module, "Nothing")
-    assert getattr(module, "Nothing", None) is None
-try:
-    from accelerate.utils import Nothing
-except ImportError:
-    Nothing = None
-from accelerate.utils import imports, operations
-from accelerate.utils.tqdm import tqdm
-from accelerate.commands.config import config_args
-assert config_args.__name__ == "accel.commands.config.config_args"
-"""
-    run(INSTALL + program)
-
-
 def test_installing_after_the_reference_was_imported_is_an_error() -> None:
     program = """
 import sys, types
@@ -142,32 +182,6 @@ except ImportError as error:
     print(error)
 """
     assert "came too late" in run(program)
-
-
-def test_what_is_assigned_in_the_alias_is_assigned_in_accel() -> None:
-    program = """
-import accel, accelerate
-accelerate.notebook_launcher = len
-assert accel.notebook_launcher is len
-"""
-    run(INSTALL + program)
-
-
-def test_what_is_assigned_in_a_submodule_is_what_accel_calls() -> None:
-    program = """
-import accelerate.big_modeling, accel.utils, accel_bigmodel.dispatch
-from torch import nn
-before = accelerate.big_modeling.check_device_map
-accelerate.big_modeling.check_device_map = lambda *_, **__: print("mine")
-accelerate.big_modeling.dispatch_model(nn.Linear(1, 1), {"": "cpu"}, force_hooks=True)
-accelerate.big_modeling.check_device_map = before
-accelerate.big_modeling.dispatch_model(nn.Linear(1, 1), {"": "cpu"}, force_hooks=True)
-assert accel_bigmodel.dispatch.check_device_map is accel.utils.check_device_map is before
-import accel.utils.tqdm
-accel.utils.tqdm.tqdm = print
-accel.utils.tqdm("called")
-"""
-    assert run(INSTALL + program) == "mine\ncalled"
 
 
 def test_children_that_start_anew_inherit_the_alias(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 # How long a machine takes says nothing about what is tested.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("patient")
+if settings.get_current_profile_name() == "default":  # else another conftest has chosen one
+    settings.load_profile("patient")
 
 
 @pytest.fixture

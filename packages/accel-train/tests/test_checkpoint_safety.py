@@ -57,7 +57,7 @@ class Run:
     def values(self):
         moments = [self.optimizer.state[p]["momentum_buffer"] for p in self.model.parameters()]
         tensors = [*self.model.parameters(), *moments]
-        return {float(value) for tensor in tensors for value in tensor.detach().flatten()} | {
+        return {value for tensor in tensors for value in tensor.detach().unique().tolist()} | {
             self.object.value
         }
 
@@ -190,7 +190,7 @@ def test_nothing_changes_if_a_folder_without_a_manifest_lacks_a_file(tmp_path, a
     assert run.values() == {9.0}
 
 
-MANY = 32_000
+MANY = 3_000
 
 
 def test_thousands_of_names_make_no_endless_message(tmp_path):
@@ -332,7 +332,8 @@ SAVE = """
 """
 
 
-def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_path):
+@pytest.mark.parametrize("loads", [10, pytest.param(30, marks=pytest.mark.thorough)])
+def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_path, loads):
     path, run = tmp_path / "c", Run()
     run.accelerator.save_state(path)
     process = other_process(SAVE, path, Path(__file__).parent)
@@ -341,7 +342,7 @@ def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_
     reader.start()
     states, refusals = [], []
     try:
-        while len({*states}) < 30:
+        while len({*states}) < loads:
             assert process.poll() is None, "a reader has made a save fail"
             try:
                 run.accelerator.load_state(path)
@@ -357,7 +358,7 @@ def test_loads_while_another_process_saves_into_the_folder_are_of_one_state(tmp_
         process.stdin.close()
         process.stdout.close()
     assert states == sorted(states)
-    assert len(saved) > 30
+    assert len(saved) > loads
     assert [one for one in refusals if "is replaced by another process again and again" not in one] == []
 
 

@@ -115,7 +115,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", LOADERS)
 def test_what_is_left_of_a_pass_and_the_passes_after_it_come_as_without_the_break(name: str) -> None:
     make, options = LOADERS[name]
-    for taken in (1, 4):
+    for taken in (4,) if "workers" in name else (1, 4):  # to fork workers takes 0.1 s each
         torch.manual_seed(1)
         loader = prepare_data_loader(make(), **options)
         list(loader)  # not the first epoch
@@ -179,7 +179,7 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(
     assert sorted(seen) == list(range(19))
 
 
-@pytest.mark.parametrize("world", [(1, 3, 2), (3, 1, 2), (2, 3, 1)])
+@pytest.mark.parametrize("world", [(1, 2, 1), (2, 1, 2)])
 def test_an_epoch_of_a_stream_with_workers_is_seen_once_by_changing_numbers_of_ranks(
     world: tuple[int, int, int],
 ) -> None:
