@@ -69,7 +69,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kills", [20, pytest.param(100, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("kills", [8, pytest.param(100, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     memory: Path, world_size: int, kills: int

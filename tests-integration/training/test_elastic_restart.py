@@ -54,17 +54,19 @@ if accelerator.is_main_process:
 """
 
 
-@pytest.fixture
-def resumed(tmp_path):
-    """How training ends whose worker is killed twice."""
+@pytest.fixture(params=[1, pytest.param(2, marks=pytest.mark.thorough)])
+def resumed(request, tmp_path):
+    """How often a worker of a training is killed, and how that ends."""
     folder, script = tmp_path / "resumed", tmp_path / "train.py"
     folder.mkdir()
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "accel_cli", "launch", "--cpu", "--num_processes", "2"]
     command += ["--main_process_port", "0", "--max_restarts", "3", "--monitor_interval", "0.1"]
-    done = subprocess.run([*command, script, folder, "2"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*command, script, folder, str(request.param)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
-    return torch.load(folder / "end", weights_only=True)
+    return request.param, torch.load(folder / "end", weights_only=True)
 
 
 @distributed(world_size=2)
@@ -76,7 +78,10 @@ def test_training_whose_worker_is_killed_ends_like_undisturbed_training(resumed,
     torch.distributed.barrier()
     undisturbed = torch.load(folder / "end", weights_only=True)
     assert (undisturbed["lives"], undisturbed["steps"]) == (0, 39)
-    assert resumed["lives"] == 2
-    assert resumed["steps"] == 39 - 2 * 8, "each life has lost the steps after its last checkpoint, no others"
+    kills, resumed = resumed
+    assert resumed["lives"] == kills
+    assert resumed["steps"] == 39 - kills * 8, (
+        "each life loses the steps after its last checkpoint, no others"
+    )
     for found, wanted in zip(resumed["weights"], undisturbed["weights"], strict=True):
         assert torch.equal(found, wanted)

@@ -106,7 +106,13 @@ def test_every_sample_comes_exactly_once_on_two_ranks(kind, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [kind for kind in LOADERS if "workers" not in kind])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("map-style", "iterable"),
+        *(pytest.param(kind, marks=pytest.mark.thorough) for kind in ("shuffled", "batch sampler")),
+    ],
+)
 @distributed(world_size=4)
 def test_every_sample_comes_exactly_once_on_four_ranks(kind, way):
     for size in sizes(way, 4, 4):

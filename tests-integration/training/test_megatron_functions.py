@@ -290,7 +290,7 @@ def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
     accelerator.free_memory()
 
 
-@pytest.mark.parametrize("context", ["1", "2"])
+@pytest.mark.parametrize("context", [pytest.param("1", marks=pytest.mark.thorough), "2"])
 def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(context, tmp_path):
     config = make_gpt2().config
     config.architectures = ["GPT2LMHeadModel"]
