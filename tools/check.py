@@ -47,6 +47,9 @@ NOT_THOROUGH = ("-m", "not thorough")
 ALL_TESTS = ("-m", "thorough or not thorough")
 PYTEST_LINE = re.compile(r"^=* ?((?:\d+ \w+(?:, )?)+) in [\d.]+s.*$")
 WORDS = ("failed", "error", "passed", "skipped", "deselected", "xfailed")
+AT_ONCE = 3
+"""How many steps run at a time: tests wait for processes, for limits of time and for installations, and while
+one step waits, others compute."""
 MAX_RERUNS = 10
 """If more tests fail than this, something is broken, and none is run again."""
 FLAKY_REPORT = ROOT / "build" / "flaky.txt"
@@ -87,7 +90,7 @@ class Result:
     flaky: tuple[str, ...] = ()
 
 
-STEPS = (  # those that take long first, so that two end at about the same time
+STEPS = (  # those that take long first, so that the last ones end at about the same time
     Step(
         name="integration",
         about="SPMD tests on pooled ranks, and real launches",
@@ -112,9 +115,22 @@ STEPS = (  # those that take long first, so that two end at about the same time
         command=(*PYTEST, *NOT_THOROUGH, "--durations=5", CLIENTS),
         thorough=ALL_TESTS,
     ),
+    Step(
+        name="examples",
+        about="every example of the README files and the documentation",
+        command=(*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
+    ),
+    Step(name="xla", about="training on XLA devices, as on the CPU", command=(PYTHON, "tools/check_xla.py")),
+    Step(
+        name="isolation",
+        about="each wheel installs alone, imports, and runs the examples of its README",
+        command=(PYTHON, "tools/check_isolation.py"),
+        thorough=("--tests",),
+    ),
+    Step(name="site", about="the site builds, and can be read", command=(PYTHON, "tools/check_docs.py")),
+    Step(name="types", about="pyright, strict", command=(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
     Step(name="format", about="ruff format", command=(PYTHON, "-m", "ruff", "format", "--check", ".")),
     Step(name="lint", about="ruff check", command=(PYTHON, "-m", "ruff", "check", ".")),
-    Step(name="types", about="pyright, strict", command=(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
     Step(
         name="layers",
         about="imports point down, the cold modules stay cold, no cycles",
@@ -145,23 +161,10 @@ STEPS = (  # those that take long first, so that two end at about the same time
         about="what the documentation names is there, with its parameters; nothing covered is lost",
         command=(PYTHON, "tools/check_surface.py"),
     ),
-    Step(name="site", about="the site builds, and can be read", command=(PYTHON, "tools/check_docs.py")),
     Step(
         name="fuzz",
         about="mutated files of every kind give their true content or a sentence, never anything else",
         command=(PYTHON, "tools/fuzz.py", "--seconds", "20"),
-    ),
-    Step(name="xla", about="training on XLA devices, as on the CPU", command=(PYTHON, "tools/check_xla.py")),
-    Step(
-        name="examples",
-        about="every example of the README files and the documentation",
-        command=(*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
-    ),
-    Step(
-        name="isolation",
-        about="each wheel installs alone, imports, and runs the examples of its README",
-        command=(PYTHON, "tools/check_isolation.py"),
-        thorough=("--tests",),
     ),
     Step(
         name="behaviour",
@@ -208,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
         chosen = [replace(step, command=(*step.command, *step.thorough)) for step in chosen]
     if arguments.since:
         chosen = narrowed(chosen, affected_by(changed_since(arguments.since)))
-    results = [*run_in_pairs(chosen)] if len(chosen) > 1 else [run(step) for step in chosen]
+    results = [*run_at_once(chosen)] if len(chosen) > 1 else [run(step) for step in chosen]
     print_summary(results, time.monotonic() - started)
     failed = any(result.status for result in results)
     partial = arguments.only or arguments.since
@@ -242,8 +245,8 @@ def narrowed(steps: list[Step], affected: Affected) -> list[Step]:
     return found
 
 
-def run_in_pairs(steps: list[Step]) -> Iterator[Result]:
-    """Run two steps at a time: while one waits, the other computes. Print the output of each at its end."""
+def run_at_once(steps: list[Step]) -> Iterator[Result]:
+    """Run several steps at a time: while one waits, others compute. Print the output of each at its end."""
 
     def run_quietly(step: Step) -> Result:
         lines: list[str] = []
@@ -251,7 +254,7 @@ def run_in_pairs(steps: list[Step]) -> Iterator[Result]:
         print("".join(lines), end="", flush=True)
         return result
 
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from pool.map(run_quietly, steps)
 
 
