@@ -146,7 +146,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     if not at_once:
         guess.learn_from(prefixes)
     if any(prefix[0] != header.structure for prefix in prefixes):
-        raise mismatch("gather", collectives, _essentials(flat.plan))
+        raise mismatch("gather", collectives, essentials(flat.plan))
     need = max(prefix[3] for prefix in prefixes)
     sizes = tuple(prefix[1] for prefix in prefixes)
     if draft is not None and draft.cutter.sizes == sizes:
@@ -193,7 +193,7 @@ def gather_even(collectives: Collectives, flat: Flat, device: torch.device) -> A
     return draft.finish(everything)
 
 
-def _essentials(flat_plan: Plan) -> dict[str, tuple[Hashable, str]]:
+def essentials(flat_plan: Plan) -> dict[str, tuple[Hashable, str]]:
     """Return what `gather` compares, for `mismatch`: everything but the sizes of dimension 0."""
     return {
         leaf.path: ((leaf.dtype, len(leaf.shape), leaf.shape[1:]), describe(leaf.dtype, leaf.shape))

@@ -16,7 +16,6 @@ from torch.nn.functional import pad
 
 from accel_ops import exchange, plan
 from accel_ops.packing import flatten
-from accel_ops.plan import describe
 from accel_ops.reduction import reduce_in_place
 from accel_ops.same_call import check_same_call, mismatch
 from accel_state.backends.single import SingleCollectives
@@ -142,11 +141,7 @@ def _rows(collectives: Collectives, flat: Flat) -> list[list[int]]:
     try:
         table = exchange.gather(collectives, flatten({name: mine}, "gather"), HOST)[name]
     except DistributedOperationException:
-        facts = {
-            leaf.path: ((leaf.dtype, len(leaf.shape), leaf.shape[1:]), describe(leaf.dtype, leaf.shape))
-            for leaf in described
-        }
-        raise mismatch("gather", collectives, facts) from None
+        raise mismatch("gather", collectives, exchange.essentials(flat.plan)) from None
     columns: list[list[int]] = table.T.tolist()
     return [columns[order.index(index)] for index in range(len(order))]
 
