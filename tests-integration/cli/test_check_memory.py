@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from accel_ops.dtensors import local_part
 from accel_plugins.megatron.sizes import stage_elements
 from harness import distributed
 
+FORK_CHECKS = Path(__file__).resolve().parents[1] / "harness/fork_checks.py"
 WIDTH, LAYERS = 256, 4
 NET = """\
 import sys
@@ -75,29 +78,129 @@ FSDP = (
 ELEMENTS = LAYERS * (2 * 4 * WIDTH * WIDTH + 5 * WIDTH)
 
 
-@pytest.fixture
-def check(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.chdir(tmp_path)
+PRETRAINED = """\
+import torch
+from accel import Accelerator
+from accel.utils import DeepSpeedPlugin
+from transformers import AutoModelForCausalLM
 
-    def run(world, ranks, arguments, condition="False", length=64):
-        text = NET.format(width=WIDTH, layers=LAYERS, arguments=arguments, condition=condition, length=length)
-        (tmp_path / "train.py").write_text(text)
-        line = ["check", "--world", str(world), "--ranks", ranks, "--json", "train.py"]
-        done = subprocess.run(
-            [sys.executable, "-m", "accel_cli", *line], capture_output=True, text=True, check=False
-        )
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
+model = AutoModelForCausalLM.from_pretrained("model")
+model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+ids = torch.randint(0, 100, (2, 16), device=accelerator.device)
+accelerator.backward(model(input_ids=ids, labels=ids).loss)
+optimizer.step()
+state = accelerator.get_state_dict(model)
+accelerator.unwrap_model(model).save_pretrained(
+    "final", is_main_process=accelerator.is_main_process, state_dict=state, save_function=accelerator.save
+)
+"""
 
-    return run
+
+MEGATRON = """\
+import torch
+from torch.utils.data import DataLoader
+from transformers import GPT2Config, GPT2LMHeadModel
+from accel import Accelerator
+from accel.utils import MegatronLMPlugin
+
+sizes = {{"tp_degree": 2, "pp_degree": {stages}, "num_micro_batches": 2}}
+plugin = MegatronLMPlugin(**sizes, use_distributed_optimizer=True)
+accelerator = Accelerator(megatron_lm_plugin=plugin, mixed_precision="bf16")
+model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
+optimizer = torch.optim.AdamW(model.parameters())
+rows = [{{"input_ids": row, "labels": row}} for row in torch.randint(0, 128, (64, 16))]
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
+for batch in loader:
+    accelerator.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 
-def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(check):
-    arguments = (
-        FSDP.format("") + ", parallelism_config=ParallelismConfig(dp_replicate_size=4, dp_shard_size=8)"
+def make_llama():
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
     )
-    found = check(32, "0,9", arguments)
+    return LlamaForCausalLM(config)
+
+
+def script(arguments, condition="False", length=64):
+    return NET.format(width=WIDTH, layers=LAYERS, arguments=arguments, condition=condition, length=length)
+
+
+def deepspeed(config):
+    return script(f"deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config})")
+
+
+def sharded(sizes, more="", **parts):
+    return script(f"{FSDP.format(more)}, parallelism_config=ParallelismConfig({sizes})", **parts)
+
+
+OFFLOADED = {"stage": 2, "reduce_bucket_size": 1_000_000, "offload_optimizer": {"device": "cpu"}}
+CASES = {
+    "copies of shards": (32, "0,9", sharded("dp_replicate_size=4, dp_shard_size=8")),
+    "shards of tensor-parallel layers": (
+        8,
+        "0,7",
+        sharded(
+            "dp_shard_size=4, tp_size=2",
+            ', state_dict_type="FULL_STATE_DICT"',
+            condition="accelerator.is_main_process",
+        ),
+    ),
+    "whole sequences": (2, "1", sharded("dp_shard_size=2", length=2048)),
+    "parts of sequences": (8, "1", sharded("dp_shard_size=2, cp_size=4", length=2048)),
+    "tensor-parallel layers": (2, "1", script("parallelism_config=ParallelismConfig(tp_size=2)")),
+    "ZeRO-2": (8, "0,3", script("deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), mixed_precision='bf16'")),
+    "a configuration of DeepSpeed": (
+        8,
+        "3",
+        deepspeed({"zero_optimization": OFFLOADED, "bf16": {"enabled": True}, "train_batch_size": "auto"}),
+    ),
+    "a configuration of DeepSpeed that is contradicted": (
+        8,
+        "3",
+        deepspeed({"zero_optimization": {"stage": 2}, "train_batch_size": 7}),
+    ),
+    "a model of transformers": (8, "0", PRETRAINED),
+    "Megatron": (8, "3", MEGATRON.format(stages=2)),
+    "Megatron with too many stages": (8, "3", MEGATRON.format(stages=8)),
+}
+"""Size of the job, ranks, and the script."""
+
+
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory):
+    """What `accel check` finds in each case, and the folders that it leaves; forked from one process."""
+    base, jobs = tmp_path_factory.mktemp("checks"), {}
+    for name, (world, ranks, text) in CASES.items():
+        folder = base / name
+        folder.mkdir()
+        (folder / "train.py").write_text(text)
+        words = ["--world", str(world), "--ranks", ranks, "--json", "train.py"]
+        jobs[name] = {"folder": str(folder), "words": words}
+    make_llama().save_pretrained(base / "a model of transformers" / "model")
+    (base / "jobs").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [sys.executable, FORK_CHECKS, base / "jobs"],
+        env={**os.environ, "HF_HOME": str(base / "hf")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = {}
+    for name in CASES:
+        said = (base / name / "out").read_text()
+        assert said, (base / name / "err").read_text()
+        left = {path.name for path in (base / name).iterdir() if path.is_dir()} - {"model", "__pycache__"}
+        found[name] = {**json.loads(said), "left": left}
+    return found
+
+
+def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(checks):
+    found = checks["copies of shards"]
     assert found["problems"] == []
     for one in found["ranks"].values():
         assert one["strategy"] == "fsdp2: dp_replicate 4 x dp_shard 8"
@@ -114,10 +217,8 @@ def test_copies_of_shards_hold_what_arithmetic_says_and_one_copy_is_saved(check)
     assert plan["total"] == pytest.approx(12 * ELEMENTS, rel=1e-3)
 
 
-def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_is_named(check):
-    arguments = FSDP.format(', state_dict_type="FULL_STATE_DICT"')
-    arguments += ", parallelism_config=ParallelismConfig(dp_shard_size=4, tp_size=2)"
-    found = check(8, "0,7", arguments, condition="accelerator.is_main_process")
+def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_would_miss_is_named(checks):
+    found = checks["shards of tensor-parallel layers"]
     one = found["ranks"]["7"]
     assert one["strategy"] == "fsdp2: dp_shard 4 x tp 2"
     whole = LAYERS * WIDTH  # the bias that is added after the parts are summed up
@@ -132,14 +233,9 @@ def test_tensor_parallel_layers_are_sharded_and_a_forward_pass_that_one_rank_wou
     assert "rank 7 calls save_state" in problem
 
 
-def test_parts_of_sequences_need_parts_of_the_activations(check):
-    sizes = "parallelism_config=ParallelismConfig(dp_shard_size=2{})"
-    working = [
-        check(2 * ranks, "1", f"{FSDP.format('')}, {sizes.format(more)}", length=2048)["ranks"]["1"]["parts"][
-            "working"
-        ]
-        for ranks, more in ((1, ""), (4, ", cp_size=4"))
-    ]
+def test_parts_of_sequences_need_parts_of_the_activations(checks):
+    names = ("whole sequences", "parts of sequences")
+    working = [checks[name]["ranks"]["1"]["parts"]["working"] for name in names]
     assert working[1] < working[0] / 2
 
 
@@ -167,9 +263,9 @@ class Net(nn.Module):
 
 
 @pytest.fixture
-def counted(check):
+def counted(checks):
     """What `accel check` says of a rank."""
-    return check(2, "1", "parallelism_config=ParallelismConfig(tp_size=2)")["ranks"]["1"]["memory"]
+    return checks["tensor-parallel layers"]["ranks"]["1"]["memory"]
 
 
 @distributed(world_size=2)
@@ -195,8 +291,8 @@ def test_what_is_counted_for_tensor_parallel_layers_is_within_a_tenth_of_what_is
     assert abs(counted - peak) <= peak / 10, (counted, peak, grown)
 
 
-def test_the_files_of_an_engine_are_those_that_it_writes(check):
-    found = check(8, "0,3", "deepspeed_plugin=DeepSpeedPlugin(zero_stage=2), mixed_precision='bf16'")
+def test_the_files_of_an_engine_are_those_that_it_writes(checks):
+    found = checks["ZeRO-2"]
     folder = "out/pytorch_model"
     first, other = (one["files"] for one in found["ranks"].values())
     part = f"{folder}/bf16_zero_pp_rank_3_mp_rank_00_optim_states.pt"
@@ -207,11 +303,9 @@ def test_the_files_of_an_engine_are_those_that_it_writes(check):
     assert (plan["form"], plan["total"]) == ("by rank", 14 * ELEMENTS)
 
 
-def test_what_a_configuration_of_deepspeed_says_is_counted(check):
+def test_what_a_configuration_of_deepspeed_says_is_counted(checks):
     """Buckets, what is filled in by the hidden size, an optimizer that the configuration describes."""
-    zero = {"stage": 2, "reduce_bucket_size": 1_000_000, "offload_optimizer": {"device": "cpu"}}
-    config = {"zero_optimization": zero, "bf16": {"enabled": True}, "train_batch_size": "auto"}
-    one = check(8, "3", f"deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config})")["ranks"]["3"]
+    one = checks["a configuration of DeepSpeed"]["ranks"]["3"]
     largest, shard = 4 * WIDTH * WIDTH, ELEMENTS / 8
     assert one["strategy"] == "ZeRO-2, offloaded"
     assert one["parts"]["parameters"] == 2 * ELEMENTS
@@ -219,82 +313,24 @@ def test_what_a_configuration_of_deepspeed_says_is_counted(check):
     assert one["host memory"] == 18 * shard + 2 * largest
 
 
-PRETRAINED = """\
-import torch
-from accel import Accelerator
-from accel.utils import DeepSpeedPlugin
-from transformers import AutoModelForCausalLM
-
-accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(zero_stage=3))
-model = AutoModelForCausalLM.from_pretrained("model")
-model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-ids = torch.randint(0, 100, (2, 16), device=accelerator.device)
-accelerator.backward(model(input_ids=ids, labels=ids).loss)
-optimizer.step()
-state = accelerator.get_state_dict(model)
-accelerator.unwrap_model(model).save_pretrained(
-    "final", is_main_process=accelerator.is_main_process, state_dict=state, save_function=accelerator.save
-)
-"""
-
-
-def test_a_model_of_a_library_is_loaded_from_a_folder_and_saved(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.chdir(tmp_path)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=100
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained("model")
-    (tmp_path / "train.py").write_text(PRETRAINED)
-    line = [sys.executable, "-m", "accel_cli", "check", "--world", "8", "--ranks", "0", "--json", "train.py"]
-    found = json.loads(subprocess.run(line, capture_output=True, text=True, check=False).stdout)
+def test_a_model_of_a_library_is_loaded_from_a_folder_and_saved(checks):
+    found = checks["a model of transformers"]
     assert found["problems"] == []
     one = found["ranks"]["0"]
     assert one["strategy"] == "ZeRO-3"
-    assert one["files"] == {"final/model*.safetensors": sum(value.nbytes for value in model.parameters())}
-    assert not (tmp_path / "final").exists()
+    assert one["files"] == {
+        "final/model*.safetensors": sum(value.nbytes for value in make_llama().parameters())
+    }
+    assert not found["left"]
 
 
-def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(check):
-    config = {"zero_optimization": {"stage": 2}, "train_batch_size": 7}
-    (problem,) = check(8, "3", f"deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={config})")["problems"]
+def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(checks):
+    (problem,) = checks["a configuration of DeepSpeed that is contradicted"]["problems"]
     assert "train_batch_size is 7 in the configuration, but 16" in problem
 
 
-MEGATRON = """\
-import torch
-from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel
-from accel import Accelerator
-from accel.utils import MegatronLMPlugin
-
-sizes = {{"tp_degree": 2, "pp_degree": {stages}, "num_micro_batches": 2}}
-plugin = MegatronLMPlugin(**sizes, use_distributed_optimizer=True)
-accelerator = Accelerator(megatron_lm_plugin=plugin, mixed_precision="bf16")
-model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
-optimizer = torch.optim.AdamW(model.parameters())
-rows = [{{"input_ids": row, "labels": row}} for row in torch.randint(0, 128, (64, 16))]
-model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=2))
-for batch in loader:
-    accelerator.backward(model(**batch).loss)
-    optimizer.step()
-    optimizer.zero_grad()
-"""
-
-
-def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.chdir(tmp_path)
-    line = [sys.executable, "-m", "accel_cli", "check", "--world", "8", "--ranks", "3", "--json", "train.py"]
-
-    def run(stages):
-        (tmp_path / "train.py").write_text(MEGATRON.format(stages=stages))
-        done = subprocess.run(line, capture_output=True, text=True, check=False)
-        assert done.stdout, done.stderr
-        return json.loads(done.stdout)
-
-    found = run(2)
+def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(checks):
+    found = checks["Megatron"]
     assert found["problems"] == []
     one = found["ranks"]["3"]
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
@@ -303,5 +339,5 @@ def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(tmp_path,
     assert one["strategy"].startswith("Megatron, distributed optimizer")
     held = {name: one["parts"][name] for name in ("gradients", "optimizer")}
     assert held == {"gradients": 4 * own, "optimizer": 12 * -(-own // 2)}
-    refused = run(8)["problems"]
+    refused = checks["Megatron with too many stages"]["problems"]
     assert any("make groups of 16 ranks, into which 8 cannot be divided" in one for one in refused)
