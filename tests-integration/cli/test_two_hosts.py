@@ -57,7 +57,10 @@ def hosts():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "processes"), [("c10d", 4), ("static", 2)])
+@pytest.mark.parametrize(
+    ("backend", "processes"),
+    [("c10d", 2), pytest.param("c10d", 4, marks=pytest.mark.thorough), ("static", 2)],
+)
 def test_two_hosts_train_together(hosts, tmp_path, backend, processes):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
