@@ -164,7 +164,8 @@ STEPS = (  # those that take long first, so that the last ones end at about the 
     Step(
         name="fuzz",
         about="mutated files of every kind give their true content or a sentence, never anything else",
-        command=(PYTHON, "tools/fuzz.py", "--seconds", "20"),
+        command=(PYTHON, "tools/fuzz.py", "--seconds", "10"),
+        thorough=("--seconds", "60"),
     ),
     Step(
         name="behaviour",
