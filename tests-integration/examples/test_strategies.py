@@ -96,10 +96,10 @@ def test_a_configuration_of_an_engine_trains_the_model(config: str) -> None:
             assert loss_of(said) < 3.6
 
 
-@pytest.mark.parametrize(
-    "config", [pytest.param(name, marks=[pytest.mark.thorough] * (name != "zero2")) for name in ENGINES]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("config", ENGINES)
 def test_a_file_is_all_that_the_launcher_needs(config: str, tmp_path: Path) -> None:
+    """Of an engine; with every commit, the README's command starts the same script with the file of FSDP2."""
     command = [
         sys.executable,
         "-m",
