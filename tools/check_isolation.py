@@ -3,7 +3,7 @@
 Our own wheels are passed as files, so that no package of the same name can come from a registry; everything
 else has the versions of uv.lock. Every module is imported, and the Python examples of the package's README
 run, so that a package that imports a sibling that it does not declare fails here. With `--tests` its own
-tests run, too.
+tests and the examples of its guide run, too.
 
     uv run tools/check_isolation.py [--tests] [PACKAGE ...]
 """
@@ -87,10 +87,10 @@ class Package:
         """Its unit tests."""
         return PACKAGES / self.name / "tests"
 
-    def examples(self, language: str) -> list[str]:
-        """Return the examples of its README, and those of its guide."""
+    def examples(self, language: str, *, with_guide: bool) -> list[str]:
+        """Return the examples of its README and, if asked for, those of its guide."""
         pages = [PACKAGES / self.name / "README.md"]
-        if self.name in GUIDES:
+        if with_guide and self.name in GUIDES:
             pages.append(PACKAGES / "accel-suite" / "docs" / "guides" / f"{GUIDES[self.name]}.md")
         found = [match for page in pages for match in EXAMPLE.findall(page.read_text())]
         return [code for written_in, code in found if written_in == language]
@@ -223,11 +223,16 @@ class Workshop:
     def examples(self, package: Package) -> list[str]:
         """Return the Python examples that need no member but those that the package declares."""
         known = {self.packages[name].module for name in self.needed(package)}
-        return [code for code in package.examples("python") if {*OURS.findall(code)} <= known]
+        found = package.examples("python", with_guide=self.tests)
+        return [code for code in found if {*OURS.findall(code)} <= known]
 
     def commands(self, package: Package) -> list[list[str]]:
         """Return the lines of its shell examples."""
-        return [line.split() for block in package.examples("bash") for line in block.splitlines()]
+        return [
+            line.split()
+            for block in package.examples("bash", with_guide=False)
+            for line in block.splitlines()
+        ]
 
     def needed(self, package: Package) -> list[str]:
         """A package and, transitively, the members that it declares."""

@@ -37,10 +37,13 @@ def blocks(language: str) -> list[pytest.param]:
 
 
 def commands() -> list[pytest.param]:
+    """The lines of the shell examples, each once, under the first page that has it."""
+    pages: dict[str, Path] = {}
+    for block in blocks("bash"):
+        for command in block.values[2].splitlines():
+            pages.setdefault(command, block.values[0])
     return [
-        pytest.param(command, id=f"{block.values[0].relative_to(ROOT)}: {command}")
-        for block in blocks("bash")
-        for command in block.values[2].splitlines()
+        pytest.param(command, id=f"{page.relative_to(ROOT)}: {command}") for command, page in pages.items()
     ]
 
 
