@@ -130,7 +130,10 @@ def test_what_rank_0_finds_out_is_heard_by_all_who_wait(monkeypatch) -> None:
     posted.set("2", RankStatus(rank=2, heartbeat=1, location="b.py:7", source="g()").to_text())
 
     def body(rank):
-        monitor = HangMonitor(store, rank=rank, world_size=3, limit=100.0) if rank == 0 else None
+        monitor = None
+        if rank == 0:  # which looks for the others at once: rank 1 is there, rank 2 never comes
+            monitor = HangMonitor(store, rank=rank, world_size=3, limit=100.0)
+            store.wait(["accel/checkpoint/test/1/1"])
         return None if rank == 2 else agreement(store, rank, 3, monitor).exchange("save", "x")
 
     first, second, _ = on_all(3, body)
