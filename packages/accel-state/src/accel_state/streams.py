@@ -155,15 +155,16 @@ _ASYNCHRONOUS = ("cuda", "xpu")
 
 _CPU = torch.device("cpu")
 
-_overrides: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
+replaced_streams: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
+"""Streams that tests put in place of a device type's own; empty otherwise."""
 
 
 def device_streams(device: torch.device) -> DeviceStreams | None:
     """Return the streams of a device, or None if it has none and every copy is done when it returns."""
-    if device == _CPU and not _overrides:
+    if device == _CPU and not replaced_streams:
         return None  # called for every logged value, and reading `device.type` takes as long as all of this
     kind = device.type
-    override = _overrides.get(kind)
+    override = replaced_streams.get(kind)
     if override is not None:
         return override(device)
     return TorchStreams(device) if kind in _ASYNCHRONOUS else None
@@ -183,12 +184,12 @@ def override_streams(
     device_type: str, make: Callable[[torch.device], DeviceStreams | None]
 ) -> Generator[None]:
     """Replace the streams of a device type within a block. For tests."""
-    before = _overrides.get(device_type)
-    _overrides[device_type] = make
+    before = replaced_streams.get(device_type)
+    replaced_streams[device_type] = make
     try:
         yield
     finally:
         if before is None:
-            del _overrides[device_type]
+            del replaced_streams[device_type]
         else:
-            _overrides[device_type] = before
+            replaced_streams[device_type] = before

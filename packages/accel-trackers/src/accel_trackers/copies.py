@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
+from torch import Tensor
 
-from accel_state.streams import device_streams
+from accel_state.streams import device_streams, replaced_streams
 from accel_trackers.values import ARRAYS, PLAIN, check_scalar, read_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from accel_state.streams import DeviceStreams, Event
 
 _ALIGNMENT = 16
 
 
-Waiting: TypeAlias = "dict[torch.device, list[torch.Tensor]]"
+Waiting: TypeAlias = "dict[torch.device, list[Tensor]]"
 """Tensors that are read later, by their device."""
 
 
@@ -33,15 +35,15 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
         >>> capture({"loss": torch.tensor(0.5), "lr": {"head": np.float32(2)}}, waiting), waiting
         ({'loss': 0.5, 'lr': {'head': 2.0}}, {})
     """
-    captured = dict(values)
+    captured = {**values}
     has_other_names = False
     for name, value in values.items():
         if type(value) in PLAIN and type(name) is str:  # most of them
             continue
         if type(name) is not str:
             has_other_names = True
-        if isinstance(value, torch.Tensor):
-            is_read = device_streams(value.device) is None
+        if isinstance(value, Tensor):
+            is_read = (value.is_cpu and not replaced_streams) or device_streams(value.device) is None
             captured[name] = read_number(name, value) if is_read else _reserve(str(name), value, waiting)
         elif isinstance(value, ARRAYS):
             captured[name] = read_number(name, value)
@@ -50,7 +52,7 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
     return {str(name): value for name, value in captured.items()} if has_other_names else captured
 
 
-def _reserve(name: str, tensor: torch.Tensor, waiting: Waiting) -> _Index:
+def _reserve(name: str, tensor: Tensor, waiting: Waiting) -> _Index:
     check_scalar(name, tensor)
     tensors = waiting.setdefault(tensor.device, [])
     tensors.append(tensor.detach())
@@ -91,11 +93,11 @@ class _Index:
 class HostCopies:
     """Single elements of tensors of one device, copied to one pinned buffer."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         streams = device_streams(tensors[0].device)
         if streams is None:
             raise AssertionError(tensors[0].device)
-        self._tensors: list[torch.Tensor] | None = tensors  # alive until they are copied
+        self._tensors: list[Tensor] | None = tensors  # alive until they are copied
         buffer = streams.pinned(_ALIGNMENT * len(tensors))
         self._copies = [_copy(streams, buffer, index, one) for index, one in enumerate(tensors)]
         self._event: Event = streams.new_event()
@@ -112,7 +114,7 @@ class HostCopies:
         return [copy.item() for copy in self._copies]
 
 
-def _copy(streams: DeviceStreams, buffer: torch.Tensor, index: int, tensor: torch.Tensor) -> torch.Tensor:
+def _copy(streams: DeviceStreams, buffer: Tensor, index: int, tensor: Tensor) -> Tensor:
     first = index * _ALIGNMENT
     target = buffer[first : first + tensor.element_size()].view(tensor.dtype)
     streams.copy_(target, tensor.reshape(1))

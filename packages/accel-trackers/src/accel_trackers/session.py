@@ -92,7 +92,8 @@ class TrackerSession:
         self._failures: dict[str, int] = {}
         self._failure: BaseException | None = None
         self._active: list[GeneralTracker] = []
-        self._logs: list[tuple[GeneralTracker, Callable[..., object]]] = []  # of `_active`, while they run
+        # Of `_active`, while they run: tracker, its attributes, what logs to it, whether it is the last.
+        self._logs: list[tuple[GeneralTracker, dict[str, Any], Callable[..., object], bool]] = []
         self._flushes_due = 0
         self._ended = threading.Event()
         self._writing = TerminationHook(self.write)
@@ -156,11 +157,9 @@ class TrackerSession:
             TrackerError: The trackers were not started, or are finished.
             UnsupportedError: A value cannot be logged.
         """
-        if not self._logs:
+        if not self._logs or (type(values) is not dict and not isinstance(values, Mapping)):
             self._check_log(values)
             return
-        if type(values) is not dict and not isinstance(values, Mapping):
-            self._check_log(values)
         tensors: Waiting = {}
         captured = capture(values, tensors)
         self._lock.acquire()
@@ -293,7 +292,10 @@ class TrackerSession:
     def _find_active(self) -> None:
         """Find the trackers that log on this rank, and their methods that do, without asking for it again."""
         self._active = [tracker for tracker in self.trackers if not isinstance(tracker, InertTracker)]
-        self._logs = [(tracker, tracker.log_captured()) for tracker in self._active]
+        self._logs = [
+            (tracker, vars(tracker), tracker.log_captured(), tracker is self._active[-1])
+            for tracker in self._active
+        ]
 
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""
@@ -321,10 +323,9 @@ class TrackerSession:
     ) -> None:
         """Let every tracker log values, each a dictionary of its own."""
         self._flushes_due = _FLUSHES
-        logs = self._logs
-        for tracker, log in logs:
-            own = values if len(logs) == 1 else dict(values)
-            if "log" in vars(tracker):  # assigned since, as tests do
+        for tracker, attributes, log, is_last in self._logs:
+            own = values if is_last else dict(values)
+            if "log" in attributes:  # assigned since, as tests do
                 log = tracker.log  # noqa: PLW2901
             try:
                 if options:
