@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from accel_plugins import registry
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
@@ -31,7 +32,7 @@ from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType, RNGType
 from accel_state.settings.environ import from_environ
 from accel_train import Accelerator
-from accel_train.arguments import sort_handlers
+from accel_train.arguments import Arguments, accumulation_plugin, sort_handlers
 
 
 def test_alone_it_is_the_main_the_local_main_and_the_last_process():
@@ -145,6 +146,29 @@ def test_accumulation_comes_from_the_argument_then_the_plugin_then_the_environme
     ):
         accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
         assert accelerator.gradient_accumulation_steps == steps
+
+
+@pytest.mark.parametrize(
+    ("said", "environment"), [({}, None), ({"gradient_accumulation_steps": 2}, None), ({}, "5")]
+)
+def test_accumulation_of_a_deepspeed_configuration_wins_with_a_warning(said, environment, caplog):
+    variables = {} if environment is None else {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": environment}
+    configuration = {"gradient_accumulation_steps": 37, "zero_optimization": {"stage": 2}}
+    plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
+    found = accumulation_plugin(Arguments(**said), from_environ(variables), plugins)
+    assert found.num_steps == 37
+    steps = said.get("gradient_accumulation_steps", int(environment or 1))
+    (message,) = caplog.messages
+    assert f"gradient_accumulation_steps={steps}, and the DeepSpeed configuration 37, which is" in message
+
+
+@pytest.mark.parametrize("configured", [5, "auto"])
+def test_accumulation_that_a_deepspeed_configuration_does_not_contradict_is_no_warning(configured, caplog):
+    settings = from_environ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "5"})
+    configuration = {"gradient_accumulation_steps": configured, "zero_optimization": {"stage": 2}}
+    plugins = {"deepspeed_plugin": DeepSpeedPlugin(hf_ds_config=configuration)}
+    assert accumulation_plugin(Arguments(), settings, plugins).num_steps == 5
+    assert not caplog.messages
 
 
 def test_accumulation_given_twice_is_refused():

@@ -124,7 +124,7 @@ def selected_strategy(strategy: str | StrategySpec | None, settings: Settings) -
 def accumulation_plugin(
     arguments: Arguments, settings: Settings, plugins: Mapping[str, Any]
 ) -> GradientAccumulationPlugin:
-    """Return how gradients are accumulated."""
+    """Return how gradients are accumulated; `settings` are those of the environment, without the plugins'."""
     steps, plugin = arguments.gradient_accumulation_steps, arguments.gradient_accumulation_plugin
     if plugin is None:
         plugin = GradientAccumulationPlugin(num_steps=None if steps == 1 else steps)
@@ -134,7 +134,7 @@ def accumulation_plugin(
             "give one of the two."
         )
     if plugin.num_steps is None:
-        return replace(plugin, num_steps=settings.training.gradient_accumulation_steps)
+        plugin = replace(plugin, num_steps=settings.training.gradient_accumulation_steps)
     configured = configured_accumulation(plugins.get("deepspeed_plugin"))
     if configured is not None and configured != plugin.num_steps:
         logger.warning_once(

@@ -151,8 +151,8 @@ def build_parts(arguments: Arguments) -> Parts:
     project, trackers = _project_and_trackers(arguments)
     compiler = dynamo_plugin(arguments)
     plugins = find_plugins(arguments.plugins, known_plugins(), settings, selected and selected.sections)
-    settings = described(settings, plugins)
     accumulation = accumulation_plugin(arguments, settings, plugins)
+    settings = described(settings, plugins)
     with unchanged_by_failure():
         state = _state(arguments, settings, variables, handlers, compiler, plugins)
         runtime = PartialState().runtime
