@@ -198,6 +198,40 @@ print(subprocess.run([sys.executable, "-c", child], check=True, capture_output=T
     assert run(program) == "True True"
 
 
+def test_ranks_that_a_notebook_starts_inherit_the_alias() -> None:
+    program = """
+from accel import notebook_launcher
+
+def train():
+    import accelerate, accelerate.utils, accel
+    assert accelerate.Accelerator is accel.Accelerator
+    assert accelerate.utils is accel.utils
+    return accelerate.Accelerator(cpu=True).num_processes, accelerate.__version__
+
+print(notebook_launcher(train, num_processes=2, use_port=0))
+"""
+    rank = (2, REFERENCE_VERSION)
+    assert run(INSTALL + program) == str({0: rank, 1: rank})
+
+
+def test_ranks_that_are_spawned_inherit_the_alias(tmp_path: Path) -> None:
+    (tmp_path / "work.py").write_text(
+        "import accelerate, accel\n"
+        "def train(rank, folder):\n"
+        "    assert accelerate.Accelerator is accel.Accelerator\n"
+        "    open(f'{folder}/{rank}', 'w').close()\n"
+    )
+    program = """
+import sys
+sys.path.insert(0, sys.argv[1])
+if __name__ == "__main__":
+    import torch.multiprocessing, work
+    torch.multiprocessing.start_processes(work.train, (sys.argv[1],), nprocs=2, start_method="spawn")
+"""
+    run(INSTALL + program, str(tmp_path))
+    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+
+
 def test_a_script_and_a_module_run_with_their_arguments(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
