@@ -15,6 +15,7 @@ from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecip
 from accel_plugins.recipe import build_recipe
 from accel_state.available import is_installed
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
+from accel_state.logging import get_logger
 from accel_state.runtime import Runtime
 from accel_state.settings.model import Settings
 
@@ -92,6 +93,21 @@ def test_what_cannot_run_here_names_what_can():
     if not is_installed("torchao"):
         with pytest.raises(MissingDependencyError, match=r"pip install 'accel-plugins\[torchao\]'"):
             build(Settings(), Runtime(), {})
+
+
+def test_the_backend_that_nobody_named_is_said_once(caplog, monkeypatch):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr("accel_plugins.fp8.build.logger", get_logger("tests.fp8", log_level="WARNING"))
+
+    def said():
+        return [one.getMessage() for one in caplog.records if one.name == "tests.fp8"]
+
+    assert build(Settings(), Runtime(), {AORecipeKwargs: AORecipeKwargs()}).backend == "AO"
+    assert said() == []
+    for _ in range(2):
+        assert build(Settings(), Runtime(), {}).backend == "AO"
+    (message,) = said()
+    assert message.startswith("mixed_precision='fp8' uses torchao; fp8_backend or a kwargs handler chooses")
 
 
 def test_options_that_a_recipe_does_not_take_are_refused_unless_they_are_at_their_default():

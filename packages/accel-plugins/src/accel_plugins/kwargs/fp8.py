@@ -171,8 +171,8 @@ class MSAMPRecipeKwargs(KwargsHandler):
     """Train in FP8 with MS-AMP, which is no longer developed.
 
     Args:
-        opt_level: `"O1"` (weights and gradients in 8 bits) or `"O2"` (optimizer states, too);
-            `ACCELERATE_FP8_OPT_LEVEL`, else `"O2"`.
+        opt_level: `"O1"` (products, and gradients of weights, in 8 bits; weights in 16) or `"O2"` (optimizer
+            state in 8 and 16 bits, too); `ACCELERATE_FP8_OPT_LEVEL`, else `"O2"`.
 
     Raises:
         SettingsError: There is no such level.
