@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -213,11 +215,46 @@ def test_a_second_accelerator_shares_the_groups_of_a_live_one():
         third.free_memory()
 
 
+def is_started():
+    return core("parallel_state").model_parallel_is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "precision"),
+    [
+        ({"tp_degree": 2}, "no"),
+        ({"use_distributed_optimizer": True}, "bf16"),
+    ],
+    ids=str,
+)
+@distributed(world_size=2)
+def test_what_was_prepared_is_released_and_the_accelerator_prepares_again(options, precision):
+    tokens = make_rows()[0]["words"].expand(2, -1)
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(**options)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, mixed_precision=precision)
+        for _ in range(2):
+            model = make_llama()
+            model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            assert is_started()
+            for _ in range(2):
+                accelerator.backward(model(input_ids=tokens).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            kept = [weakref.ref(one) for one in (model, optimizer, *model.parameters())]
+            accelerator.free_memory()
+            del model, optimizer
+            gc.collect()
+            assert [one() for one in kept if one() is not None] == []
+            assert not is_started()
+
+
 @distributed(world_size=4)
 def test_context_parallel_ranks_have_two_chunks_of_sequences_and_gather_them():
     with cuda_answered_by_cpu():
         plugin = MegatronLMPlugin(context_parallel_size=4)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = accelerator.prepare(make_llama())
         rank = accelerator.process_index
         chunks = torch.arange(2 * 8 * 3).view(2, 8, 3)  # eight chunks of three tokens
         tokens = chunks.flatten(1)
@@ -234,7 +271,6 @@ def test_context_parallel_ranks_have_two_chunks_of_sequences_and_gather_them():
         torch.testing.assert_close(whole, tokens.t().float())
         (whole * (rank + 1)).sum().backward()  # what every rank computes of it counts
         torch.testing.assert_close(mine.grad, torch.full_like(mine, 1 + 2 + 3 + 4))
-        model = accelerator.prepare(make_llama())
         model.eval()
         with pytest.raises(
             SettingsError, match=r"of 12 tokens.*twice context_parallel_size=4.*multiple of 8"
@@ -323,7 +359,7 @@ def test_what_the_plugin_says_and_the_objects_contradict_is_refused():
             model = make()
             with pytest.raises(SettingsError, match=message):
                 accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
-            accelerator.free_memory()
+            assert not is_started()
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
         model = make_gpt2()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -332,3 +368,41 @@ def test_what_the_plugin_says_and_the_objects_contradict_is_refused():
         with pytest.raises(SettingsError, match="MegatronLMDummyScheduler without its optimizer"):
             accelerator.prepare(schedule)
     accelerator.free_memory()
+
+
+def make_llama_of(**options):
+    sizes = {"hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
+    return lambda: LlamaForCausalLM(LlamaConfig(**sizes | options, vocab_size=TOKENS))
+
+
+@distributed(world_size=2)
+def test_sizes_and_models_that_do_not_fit_are_refused_before_groups_are_made():
+    tensor, pipeline = {"tp_degree": 2}, {"pp_degree": 2, "num_micro_batches": 2}
+    with cuda_answered_by_cpu():
+        for make, options, message in (
+            (make_llama_of(num_attention_heads=3), tensor, r"3 attention heads cannot .* tp_degree=2"),
+            (make_llama_of(num_key_value_heads=3), tensor, r"3 key-value heads neither divide tp_degree=2"),
+            (make_llama_of(intermediate_size=47), tensor, r"47 features of the intermediate layer cannot"),
+            (make_llama_of(num_hidden_layers=3), pipeline, r"3 layers cannot .* pp_degree=2"),
+            (make_unknown, tensor, r"'unknown_to_megatron' cannot be trained .*Add one, a ModelFamily"),
+        ):
+            accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(**options))
+            model = make()
+            with pytest.raises(SettingsError, match=message) as caught:
+                accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            assert "\n" not in str(caught.value)
+            assert not is_started()
+            assert model.lm_head.weight.device.type == "cpu", "the model is as it was"
+        plugin = MegatronLMPlugin(**tensor, custom_model_provider_function=provider)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make_gpt2()
+        groups = [{"params": [one]} for one in model.parameters()]
+        with pytest.raises(SettingsError, match=r"parameter groups.*use no_wd_decay_cond"):
+            accelerator.prepare(model, torch.optim.AdamW(groups))
+        model.config.model_type = "not_described"
+        with pytest.raises(SettingsError, match=r"not described to Megatron.*add_model_config_to_megatron"):
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert not is_started()
+        with pytest.raises(SettingsError, match=r"tp_degree=3.*groups of 3 ranks, into which 2 cannot"):
+            Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
+        assert not is_started()

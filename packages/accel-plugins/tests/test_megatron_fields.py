@@ -98,7 +98,7 @@ RECEIVED = {
     "gradient_clipping": (0.5, {}),
     "sequence_parallelism": (True, {"tp_degree": 2}),
     "use_distributed_optimizer": (True, {}),
-    "num_layers_per_virtual_pipeline_stage": (1, {"pp_degree": 2}),
+    "num_layers_per_virtual_pipeline_stage": (1, {"pp_degree": 2, "num_micro_batches": 2}),
     "num_micro_batches": (2, {}),
     "train_iters": (300, {}),
     "train_samples": (9000, {}),

@@ -130,6 +130,9 @@ def test_what_no_part_reads_is_refused_with_what_to_use_instead(field, value, in
         MegatronLMPlugin(**{field: value})
 
 
+VIRTUAL = {"pp_degree": 2, "num_micro_batches": 4, "num_layers_per_virtual_pipeline_stage": 1}
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -145,6 +148,8 @@ def test_what_no_part_reads_is_refused_with_what_to_use_instead(field, value, in
         ({"train_iters": 3, "train_samples": 3}, "exclude each other"),
         ({"lr_warmup_iters": 3, "lr_warmup_fraction": 0.1}, "exclude each other"),
         ({"train_samples": 3, "lr_decay_iters": 3}, "exclude each other"),
+        ({**VIRTUAL, "decoder_last_pipeline_num_layers": 1}, "exclude each other"),
+        ({**VIRTUAL, "num_micro_batches": 3}, "that pp_degree=2 divides, not 3: give a multiple of 2"),
         ({"start_weight_decay": 0.1}, "give both, or neither"),
         ({"start_weight_decay": 0.1, "end_weight_decay": 0.2}, "use 'linear' or 'cosine'"),
         (
@@ -156,6 +161,12 @@ def test_what_no_part_reads_is_refused_with_what_to_use_instead(field, value, in
 def test_what_excludes_each_other_or_has_no_effect_is_refused(options, message):
     with pytest.raises(SettingsError, match=message):
         MegatronLMPlugin(**options)
+
+
+def test_a_group_of_the_interleaved_schedule_may_be_larger_than_the_stages():
+    group = {"microbatch_group_size_per_vp_stage": 3}
+    plugin = MegatronLMPlugin(**VIRTUAL | {"num_micro_batches": 5, "other_megatron_args": group})
+    assert plugin.num_micro_batches == 5
 
 
 def test_recompute_of_activations_is_the_selective_kind_and_full_has_its_defaults():
@@ -293,7 +304,7 @@ SIZES = Sizes(name="Tiny", heads=4, kv_heads=2, layers=6, hidden=32, ffn=64, voc
         ({"tp_degree": 3}, "Tiny.*4 attention heads cannot be divided by tp_degree=3"),
         ({"tp_degree": 3}, "2 key-value heads"),
         ({"pp_degree": 4}, "6 layers cannot be divided by pp_degree=4"),
-        ({"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 2}, "3 layers of a stage"),
+        ({**VIRTUAL, "num_layers_per_virtual_pipeline_stage": 2}, "3 layers of a stage"),
         ({"pp_degree": 3, "decoder_last_pipeline_num_layers": 1}, "2 other stages"),
     ],
 )
@@ -308,7 +319,7 @@ def test_sizes_that_do_not_divide_are_refused(options, message):
         {},
         {"tp_degree": 4},
         {"pp_degree": 3},
-        {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 3},
+        {**VIRTUAL, "num_layers_per_virtual_pipeline_stage": 3},
         {"pp_degree": 3, "decoder_last_pipeline_num_layers": 2},
     ],
 )

@@ -131,3 +131,13 @@ def check_context(size: int, kind: str, name: str) -> None:
             f"MegatronLMPlugin(context_parallel_size={size}): megatron-core divides sequences of decoders, "
             f"not those of {name!r}, whose positions it numbers from 0 in every part: leave it out."
         )
+
+
+def check_recompute(plugin: MegatronLMPlugin, kind: str) -> None:
+    """Refuse to recompute several layers of a T5 at once."""
+    number = plugin.recompute_num_layers or 1
+    if kind == "t5" and plugin.recompute_method == "uniform" and number > 1:
+        raise UnsupportedError(
+            f"MegatronLMPlugin(recompute_num_layers={number}): a T5 recomputes layer by layer; leave it out, "
+            "or use recompute_method='block'."
+        )

@@ -1,4 +1,4 @@
-"""Megatron's process groups: made when an `Accelerator` is, given up with its strategy."""
+"""Megatron's process groups: made when a model is prepared, given up with it."""
 
 from __future__ import annotations
 
@@ -99,42 +99,46 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
     return Groups(tensor=tensor, pipeline=pipeline, data=data, context=context, rank=rank)
 
 
-def start(plugin: MegatronLMPlugin, runtime: Runtime) -> Lease:
-    """Make the process groups, and seed the random states of tensor parallelism.
-
-    Groups of the same sizes that another strategy has are shared: megatron-core has one set per process.
+def check_shared(groups: Groups) -> None:
+    """Refuse groups beside those of other sizes that are in use: megatron-core has one set per process.
 
     Raises:
         SettingsError: Another strategy has groups of other sizes.
     """
-    found = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
-    lease = Lease(found)
-    if not _is_shared(found):
-        _make(found, runtime)
-    _leases.add(lease)
-    return lease
-
-
-def _is_shared(found: Groups) -> bool:
-    """Return whether groups of these sizes are there."""
     if _leases and not core("parallel_state").model_parallel_is_initialized():
         _leases.clear()  # of a process group that was destroyed
     if _leases:
         gc.collect()  # which may find strategies that nobody has
-    other = next((one.groups for one in _leases if one.groups != found), None)
+    other = next((one.groups for one in _leases if one.groups != groups), None)
     if other is not None:
         raise SettingsError(
             f"Another Accelerator trains by Megatron with groups of {_sizes(other)}, here they are of "
-            f"{_sizes(found)}, but megatron-core has one set per process: call free_memory() on it first."
+            f"{_sizes(groups)}, but megatron-core has one set per process: call free_memory() on it first."
         )
-    return bool(_leases)
 
 
 def _sizes(groups: Groups) -> str:
     return ", ".join(f"{name} {size}" for name, size in groups.axes.items())
 
 
-def _make(found: Groups, runtime: Runtime) -> None:
+def start(groups: Groups) -> Lease:
+    """Make the process groups, and seed the random states of tensor parallelism. A collective of all ranks.
+
+    Groups of the same sizes that another strategy has are shared.
+
+    Raises:
+        SettingsError: Another strategy has groups of other sizes.
+    """
+    check_shared(groups)
+    lease = Lease(groups)
+    if not _leases:
+        _make(groups)
+    _leases.add(lease)
+    return lease
+
+
+def join_default_group(runtime: Runtime) -> None:
+    """Initialise the default process group of a job of one process, which has none."""
     if not dist.is_initialized():
         dist.init_process_group(
             runtime.kind.backend or "gloo",
@@ -143,13 +147,16 @@ def _make(found: Groups, runtime: Runtime) -> None:
             world_size=1,
         )
         group_end.joined()
+
+
+def _make(groups: Groups) -> None:
     _stop()
     state = core("parallel_state")
     before = set(c10d._world.pg_map)  # pyright: ignore[reportPrivateUsage] - no public list
     state.initialize_model_parallel(
-        tensor_model_parallel_size=found.tensor,
-        pipeline_model_parallel_size=found.pipeline,
-        context_parallel_size=found.context,
+        tensor_model_parallel_size=groups.tensor,
+        pipeline_model_parallel_size=groups.pipeline,
+        context_parallel_size=groups.context,
         create_gloo_process_groups=False,
     )
     _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]

@@ -33,7 +33,7 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     if not groups.model_parallel_is_initialized():
         raise SettingsError(
             "avg_losses_across_data_parallel_group() was called before Megatron's process groups were made: "
-            "create an Accelerator(megatron_lm_plugin=…) first."
+            "prepare a model with an Accelerator(megatron_lm_plugin=…) first."
         )
     averages = torch.cat([one.detach().reshape(1) for one in losses])
     group = groups.get_data_parallel_group()

@@ -188,8 +188,12 @@ _ALTERNATIVES = (
     ("train_iters", "lr_warmup_samples"),
     ("train_samples", "lr_decay_iters"),
     ("train_samples", "lr_warmup_iters"),
+    ("num_layers_per_virtual_pipeline_stage", "decoder_last_pipeline_num_layers"),
 )
 """Pairs that say one thing twice, or count in different units."""
+
+_GROUP_OF_SCHEDULE = "microbatch_group_size_per_vp_stage"
+"""megatron-core's field for micro-batches that a virtual stage computes in a row: `pp_degree` by default."""
 
 
 def check_combinations(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:
@@ -199,7 +203,7 @@ def check_combinations(fields: Mapping[str, Any], sources: Mapping[str, str]) ->
         for one, other in _ALTERNATIVES
         if fields[one] is not None and fields[other] is not None
     ]
-    problems += _without_effect(fields, sources)
+    problems += [*_without_effect(fields, sources), *_uneven_schedule(fields, sources)]
     if problems:
         raise SettingsError("; ".join(problems) + ".")
 
@@ -247,3 +251,14 @@ def _without_effect(fields: Mapping[str, Any], sources: Mapping[str, str]) -> li
     elif start is not None and start > end:
         found.append(f"start_weight_decay={start!r} is above end_weight_decay={end!r}: it can only grow")
     return found
+
+
+def _uneven_schedule(fields: Mapping[str, Any], sources: Mapping[str, str]) -> list[str]:
+    """Refuse the interleaved schedule of micro-batches that the stages do not divide."""
+    number, stages = fields["num_micro_batches"], fields["pp_degree"]
+    has_own_group = _GROUP_OF_SCHEDULE in (fields["other_megatron_args"] or {})
+    if fields["num_layers_per_virtual_pipeline_stage"] is None or has_own_group or number % stages == 0:
+        return []
+    virtual = sources["num_layers_per_virtual_pipeline_stage"]
+    wanted = f"num_micro_batches that pp_degree={stages} divides, not {number}: give a multiple of {stages}"
+    return [f"{virtual} needs {wanted}"]

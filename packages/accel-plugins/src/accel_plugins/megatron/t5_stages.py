@@ -13,7 +13,6 @@ from torch.utils.checkpoint import checkpoint
 from accel_plugins.megatron.attention import BiasedAttention
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.stages import TorchNorm, mask_padding, padded_vocabulary
-from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable
@@ -47,11 +46,6 @@ def build_t5(
     del vp_stage
     granularity, method = config.recompute_granularity, config.recompute_method
     number = config.recompute_num_layers
-    if method == "uniform" and number > 1:
-        raise UnsupportedError(
-            f"recompute_num_layers={number}: a T5 recomputes layer by layer; leave it out, or use "
-            "recompute_method='block'."
-        )
     # megatron-core's own recompute loses the gradient of relative positions.
     config.recompute_granularity = config.recompute_method = config.recompute_num_layers = None
     specs = core("models.T5.t5_spec")

@@ -10,12 +10,18 @@ import torch
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
-from accel_plugins.megatron.check import check_context, check_model, check_positions, check_schedule
+from accel_plugins.megatron.check import (
+    check_context,
+    check_model,
+    check_positions,
+    check_recompute,
+    check_schedule,
+)
 from accel_plugins.megatron.configs import ddp_config, transformer_config
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, train_step_of
 from accel_plugins.megatron.families import find_family
-from accel_plugins.megatron.groups import start
+from accel_plugins.megatron.groups import check_shared, groups_of, join_default_group, start
 from accel_plugins.megatron.library import core, load_library, without_core_warnings
 from accel_plugins.megatron.loaders import micro_batch_sizes, with_all_micro_batches, with_real_loaders
 from accel_plugins.megatron.megatron_args import optimizer_args
@@ -59,6 +65,7 @@ class Trained:
 
     Args:
         is_ready: Whether gradients are unscaled, and finite.
+        lease: The process groups, from the first model that is prepared until it is released.
     """
 
     engine: MegatronEngine | None = None
@@ -103,6 +110,7 @@ class MegatronWrapper:
             if self.plugin.custom_model_provider_function is None:
                 family = find_family(model)
                 check_context(self.groups.context, family.kind, family.name)
+                check_recompute(self.plugin, family.kind)
                 family.check(model.config)
                 check_covered(model, family.weights(model.config))
                 positions = family.model_arguments(model).get("position_embedding_type")
@@ -115,6 +123,12 @@ class MegatronWrapper:
                 f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
             )
         optimizer_args(optimizer)
+        if self.plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
+            raise SettingsError(
+                f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
+                "custom_model_provider_function Megatron does not know which parameters are in which; use "
+                "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
+            )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Build the stages of a model, and its optimizer, from those of transformers and PyTorch."""
@@ -157,6 +171,8 @@ class MegatronWrapper:
         virtual = virtual_stages(plugin, fields["num_layers"])
         groups = self.groups
         config = transformer_config(plugin, fields, self.precision, virtual)
+        if self.trained.lease is None:  # not before: what the sizes do not fit has been refused
+            self.trained.lease = start(groups)
         stages = build_stages(family, plugin, config, model, groups)
         placed = [] if family is None else find_rows(stages, family.weights(model.config))
         load(placed, model.state_dict(), groups)
@@ -166,7 +182,7 @@ class MegatronWrapper:
         names: list[list[str]] = []
         if optimizer is not None:
             names = names_of(model, optimizer)
-            own = group_of(placed, model, optimizer) if family is not None else _one_group(stages, optimizer)
+            own = group_of(placed, model, optimizer) if family is not None else _one_group(stages)
             stages = [self._trained(config, index, stage) for index, stage in enumerate(stages)]
             made = make_optimizer(plugin, optimizer, stages, own, self.precision)
         else:
@@ -202,13 +218,7 @@ class MegatronWrapper:
         )
 
 
-def _one_group(stages: Sequence[nn.Module], optimizer: Optimizer) -> dict[nn.Parameter, int]:
-    if len(optimizer.param_groups) > 1:
-        raise SettingsError(
-            f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
-            "custom_model_provider_function Megatron does not know which parameters are in which; use "
-            "no_wd_decay_cond and scale_lr_cond of MegatronLMPlugin."
-        )
+def _one_group(stages: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
     return {parameter: 0 for stage in stages for parameter in stage.parameters()}
 
 
@@ -353,10 +363,10 @@ def build(
     load_library("the strategy 'megatron'")
     plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
     plugin.set_mixed_precision(precision.name)
-    with without_core_warnings():
-        lease = start(plugin, runtime)
-    groups = lease.groups
-    trained = Trained(lease=lease)
+    groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
+    check_shared(groups)
+    join_default_group(runtime)
+    trained = Trained()
     stepper = MegatronStepper(trained=trained, clipping=plugin.gradient_clipping or 0.0)
     unwrap_once.register(MegatronEngine, lambda engine: engine.source)
     return Strategy(
