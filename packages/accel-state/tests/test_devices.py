@@ -41,6 +41,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     def make(count: int, current: int | None = None) -> FakeNamespace:
         namespace = FakeNamespace(count, current)
         monkeypatch.setattr(torch, "cuda", namespace)
+        monkeypatch.setattr(detect, "has_cuda", lambda: True)  # it remembers its answer, and would for others
         return namespace
 
     return make
@@ -155,6 +156,7 @@ def test_asking_for_a_device_does_not_initialise_it(gpus):
 
 def test_a_device_can_be_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(torch, "xpu", FakeNamespace(4))
+    monkeypatch.setattr(detect, "has_device", lambda *_: True)
     kind, device = select.choose_device("xpu:3", cpu=False, local_rank=1, local_world_size=2)
     assert (kind.name, device) == ("xpu", torch.device("xpu", 3))
     assert select.choose_device("xpu", cpu=False, local_rank=1, local_world_size=2)[1] == torch.device(

@@ -31,6 +31,7 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
 
     Example:
         >>> import numpy as np
+        >>> import torch
         >>> waiting = {}
         >>> capture({"loss": torch.tensor(0.5), "lr": {"head": np.float32(2)}}, waiting), waiting
         ({'loss': 0.5, 'lr': {'head': 2.0}}, {})
