@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +133,20 @@ def test_a_loader_within_itself_tells_of_the_batch_at_hand() -> None:
     assert not GradientState().in_dataloader
 
 
+WITH_WORKERS = {(0, 1, 2), (13, 1, 2), (1, 2, 2), (13, 2, 2)}
+ITERABLE_WITH_WORKERS = {(Numbers, 1, 3), (Numbers, 2, 1), (Numbers, 2, 3), (Sized, 1, 1), (Sized, 2, 3)}
+
+
+def few_with_workers(chosen, *values):
+    """All combinations; those with workers, 0.1 s to fork each, are thorough unless chosen."""
+    return [
+        pytest.param(*one, marks=[pytest.mark.thorough] * (one[-1] > 0 and one not in chosen))
+        for one in itertools.product(*values)
+    ]
+
+
 @pytest.mark.parametrize(
-    ("size", "world", "workers"),
-    [
-        *((size, world, 0) for size in (0, 1, 7, 12, 13) for world in (1, 2, 3)),
-        *[(0, 1, 2), (13, 1, 2), (1, 2, 2), (13, 2, 2)],  # to fork the workers takes 0.1 s each
-    ],
+    ("size", "world", "workers"), few_with_workers(WITH_WORKERS, (0, 1, 7, 12, 13), (1, 2, 3), (0, 2))
 )
 def test_map_style_samples_come_once_without_the_padding(size: int, world: int, workers: int) -> None:
     loaders = ranks(DataLoader(list(range(size)), batch_size=2, num_workers=workers), world)
@@ -147,10 +156,7 @@ def test_map_style_samples_come_once_without_the_padding(size: int, world: int, 
 
 @pytest.mark.parametrize(
     ("kind", "world", "workers"),
-    [
-        *((kind, world, 0) for kind in (Numbers, Sized) for world in (1, 2, 3)),
-        *[(Numbers, 1, 3), (Numbers, 2, 1), (Numbers, 2, 3), (Sized, 1, 1), (Sized, 2, 3)],
-    ],
+    few_with_workers(ITERABLE_WITH_WORKERS, (Numbers, Sized), (1, 2, 3), (0, 1, 3)),
 )
 def test_iterable_samples_come_once_without_the_padding(
     kind: type[Numbers], world: int, workers: int
@@ -160,7 +166,7 @@ def test_iterable_samples_come_once_without_the_padding(
     assert len({len(list(loader)) for loader in loaders}) == 1
 
 
-@pytest.mark.parametrize(("size", "workers"), [(1, 0), (7, 0), (12, 0), (13, 0), (13, 2)])
+@pytest.mark.parametrize(("size", "workers"), few_with_workers({(13, 2)}, (1, 7, 12, 13), (0, 2)))
 def test_with_static_shapes_all_batches_of_one_rank_are_full(size: int, workers: int) -> None:
     batches = BatchSampler(range(size), batch_size=4, drop_last=False)
     shard = BatchSamplerShard(batches, static_shapes=True)

@@ -112,27 +112,35 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     return torch.load(file, weights_only=True)
 
 
-@pytest.mark.parametrize("name", LOADERS)
-def test_what_is_left_of_a_pass_and_the_passes_after_it_come_as_without_the_break(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "taken"),
+    [
+        pytest.param(name, taken, marks=[pytest.mark.thorough] * (taken == 1 and "workers" in name))
+        for name in LOADERS
+        for taken in (1, 4)
+    ],
+)
+def test_what_is_left_of_a_pass_and_the_passes_after_it_come_as_without_the_break(
+    name: str, taken: int
+) -> None:
     make, options = LOADERS[name]
-    for taken in (4,) if "workers" in name else (1, 4):  # to fork workers takes 0.1 s each
-        torch.manual_seed(1)
-        loader = prepare_data_loader(make(), **options)
-        list(loader)  # not the first epoch
-        batches = iter(loader)
-        seen = [flat(batch) for batch in islice(batches, taken)]
-        state = through_a_file({"loader": loader.state_dict(), "rng": torch.get_rng_state()})
-        rest = [flat(batch) for batch in batches]
-        following = [flat(batch) for batch in loader]
+    torch.manual_seed(1)
+    loader = prepare_data_loader(make(), **options)
+    list(loader)  # not the first epoch
+    batches = iter(loader)
+    seen = [flat(batch) for batch in islice(batches, taken)]
+    state = through_a_file({"loader": loader.state_dict(), "rng": torch.get_rng_state()})
+    rest = [flat(batch) for batch in batches]
+    following = [flat(batch) for batch in loader]
 
-        torch.manual_seed(2)
-        again = prepare_data_loader(make(), **options)
-        torch.set_rng_state(state["rng"])
-        again.load_state_dict(state["loader"])
-        assert again.iteration == 1
-        assert [flat(batch) for batch in again] == rest
-        assert [flat(batch) for batch in again] == following
-        assert rest == [] or seen[0] != rest[0]
+    torch.manual_seed(2)
+    again = prepare_data_loader(make(), **options)
+    torch.set_rng_state(state["rng"])
+    again.load_state_dict(state["loader"])
+    assert again.iteration == 1
+    assert [flat(batch) for batch in again] == rest
+    assert [flat(batch) for batch in again] == following
+    assert rest == [] or seen[0] != rest[0]
 
 
 @given(
@@ -179,7 +187,13 @@ def test_an_epoch_goes_on_with_another_number_of_ranks(
     assert sorted(seen) == list(range(19))
 
 
-@pytest.mark.parametrize("world", [(1, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(
+    "world",
+    [
+        *[(1, 2, 1), (2, 1, 2)],
+        *(pytest.param(one, marks=pytest.mark.thorough) for one in [(1, 3, 2), (3, 1, 2), (2, 3, 1)]),
+    ],
+)
 def test_an_epoch_of_a_stream_with_workers_is_seen_once_by_changing_numbers_of_ranks(
     world: tuple[int, int, int],
 ) -> None:

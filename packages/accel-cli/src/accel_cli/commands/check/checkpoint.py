@@ -56,10 +56,8 @@ def files_of(run: Run, *, safe: bool) -> Iterator[tuple[str, int, int]]:
 
     What is small counts nothing.
     """
-    prepared, sharded = (
-        run.prepared,
-        run.strategy.shards if isinstance(run.strategy.shards, Sharded) else None,
-    )
+    prepared, shards = run.prepared, run.strategy.shards
+    sharded = shards if isinstance(shards, Sharded) else None
     if sharded is not None and sharded.stage is not None:
         yield from _of_deepspeed(run, sharded.stage, sharded.width)
     else:
