@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_xla.core.xla_model
+import torch_xla.debug.metrics as metrics
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,6 +28,12 @@ THOROUGH = {
 }
 CHECKS = [pytest.param(name, marks=[pytest.mark.thorough] * (name in THOROUGH)) for name in STRATEGY_CHECKS]
 GUIDE = Path(__file__).resolve().parents[2] / "packages/accel-suite/docs/guides/tpu.md"
+
+
+def counted(*names: str) -> tuple[int, ...]:
+    """How often each metric of torch_xla was recorded; an execution is recorded when it ends."""
+    torch_xla.core.xla_model.wait_device_ops()
+    return tuple((metrics.metric_data(name) or [0])[0] for name in names)
 
 
 def run_guide(*, sharded: bool) -> list[dict]:

@@ -13,8 +13,6 @@ from pathlib import Path
 import torch
 import torch_xla
 import torch_xla.backends
-import torch_xla.core.xla_model
-import torch_xla.debug.metrics as metrics
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
@@ -33,7 +31,7 @@ from accel.utils import (
     synchronize_rng_states,
 )
 from accel_state.errors import DistributedOperationException
-from xla.problems import Problem, Tied, loss_of, plain_training, train
+from xla.problems import Problem, Tied, counted, loss_of, plain_training, train
 
 NEAR = {"rtol": 0, "atol": 1e-5}
 PROGRAMS = {}
@@ -137,9 +135,7 @@ def one_execution_per_step(folder: Path) -> Accelerator:
     model, optimizer, loader = accelerator.prepare(problem.model, problem.optimizer, problem.loader)
     seen = []
     for (tokens,) in loader:
-        torch_xla.core.xla_model.wait_device_ops()
-        names = ("CompileTime", "ExecuteTime")
-        seen.append([(metrics.metric_data(name) or [0])[0] for name in names])
+        seen.append(counted("CompileTime", "ExecuteTime"))
         accelerator.backward(loss_of(model, tokens))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

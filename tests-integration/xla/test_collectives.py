@@ -7,8 +7,6 @@ import copy
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model
-import torch_xla.debug.metrics as metrics
 
 from accel import PartialState
 from accel.utils import (
@@ -26,6 +24,7 @@ from accel_state.devices import xla
 from accel_state.errors import DistributedOperationException
 from accel_state.ports import free_port
 from accel_state.testing import ThreadRanks
+from xla.problems import counted
 
 XLA = torch.device("xla", 0)
 CPU = torch.device("cpu")
@@ -178,9 +177,7 @@ def test_messages_wait_for_nothing_and_need_no_program_of_their_own(joined):
     collectives = RecordedCollectives(XLA, xla)
 
     def counts():
-        torch_xla.core.xla_model.wait_device_ops()
-        names = ("ExecuteTime", "TransferFromDeviceTime")
-        return [(metrics.metric_data(name) or [0])[0] for name in names]
+        return counted("ExecuteTime", "TransferFromDeviceTime")
 
     tensor = torch.arange(4.0, device=XLA)
     torch_xla.sync(wait=True)
@@ -191,7 +188,7 @@ def test_messages_wait_for_nothing_and_need_no_program_of_their_own(joined):
     collectives.broadcast(out, 0)
     assert counts() == before
     torch_xla.sync(wait=True)
-    assert counts() == [before[0] + 1, before[1]]
+    assert counts() == (before[0] + 1, before[1])
     assert out.tolist() == [0, 2, 4, 6]
 
 

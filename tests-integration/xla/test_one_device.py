@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 import torch_xla
-import torch_xla.core.xla_model
 import torch_xla.debug.metrics as metrics
 from safetensors.torch import load_file
 from torch import nn
@@ -49,6 +48,7 @@ from xla.problems import (
     Tied,
     assert_as_plain,
     check_conformance,
+    counted,
     loss_of,
     plain_losses,
     run_guide,
@@ -61,8 +61,7 @@ XLA = torch.device("xla", 0)
 
 def counts() -> tuple[int, int]:
     """Compilations and executions so far."""
-    torch_xla.core.xla_model.wait_device_ops()  # an execution is counted when it ends
-    return tuple((metrics.metric_data(name) or [0])[0] for name in ("CompileTime", "ExecuteTime"))
+    return counted("CompileTime", "ExecuteTime")
 
 
 def fallbacks() -> int:
@@ -156,7 +155,7 @@ def test_a_step_waits_for_the_device_only_if_the_loop_does(looks):
     model, optimizer, loader = prepared(accelerator, rows=64)
     seen, losses = [], []
     for (tokens,) in loader:
-        seen.append((*counts(), (metrics.metric_data("TransferFromDeviceTime") or [0])[0], fallbacks()))
+        seen.append((*counted("CompileTime", "ExecuteTime", "TransferFromDeviceTime"), fallbacks()))
         loss = loss_of(model, tokens)
         accelerator.backward(loss)
         if looks:

@@ -33,6 +33,7 @@ from xla.problems import (
     Tied,
     assert_as_plain,
     check_conformance,
+    counted,
     plain_losses,
     run_guide,
     train,
@@ -131,13 +132,9 @@ def test_nothing_is_compiled_after_the_second_step_and_a_step_is_one_execution()
     accelerator = sharded()
     model, optimizer, loader = prepared(accelerator, rows=62)  # the last batch is completed
     seen = []
-
-    def count():
-        names = ("CompileTime", "ExecuteReplicatedTime")
-        seen.append([(metrics.metric_data(name) or [0])[0] for name in names])
-
+    names = ("CompileTime", "ExecuteReplicatedTime")
     metrics.clear_all()
-    train(accelerator, model, optimizer, loader, epochs=1, each=count)
+    train(accelerator, model, optimizer, loader, epochs=1, each=lambda: seen.append(counted(*names)))
     assert len(seen) == 8
     assert {compiled for compiled, _ in seen[1:]} == {seen[1][0]}, seen
     assert {after[1] - before[1] for before, after in pairwise(seen[1:])} == {1}, seen
