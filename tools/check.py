@@ -1,7 +1,6 @@
 """Every check there is, in one command: `uv run tools/check.py`.
 
-Each step runs even when an earlier one failed; the table at the end says which did, and the exit status is
-non-zero if any did.
+Every step runs; the table at the end says which failed, and the exit status is non-zero if any did.
 
     uv run tools/check.py --list
     uv run tools/check.py --only types --only unit
@@ -16,6 +15,7 @@ FLAKY and in build/flaky.txt. When every step has passed on a clean tree, the co
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 PYTEST = (PYTHON, "-m", "pytest", "-q", "--color=no")
+SHOW = functools.partial(print, end="", flush=True)
+ONCE_MORE = (*PYTEST, "-p", "no:cacheprovider")
+XLA = (PYTHON, "tools/check_xla.py")
 EXAMPLES = "tests-integration/docs"
 CLIENTS = "tests-integration/clients"
 NOT_THOROUGH = ("-m", "not thorough")
@@ -65,6 +68,8 @@ class Step:
         command: Runs it.
         thorough: Further arguments under `--all`.
         slow: Whether it runs under `--all`, or when it is named, alone.
+        once_more: Runs the test whose id is appended. The step's command then takes pytest's option
+            `-o cache_dir=FOLDER`, and leaves there which tests failed.
     """
 
     name: str
@@ -72,11 +77,7 @@ class Step:
     command: tuple[str, ...]
     thorough: tuple[str, ...] = ()
     slow: bool = False
-
-    @property
-    def is_pytest(self) -> bool:
-        """Whether the command runs pytest."""
-        return self.command[: len(PYTEST)] == PYTEST
+    once_more: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,6 +100,7 @@ STEPS = (  # those that take long first, so that the last ones end at about the 
             *("tests-integration", f"--ignore={EXAMPLES}", f"--ignore={CLIENTS}"),
         ),
         thorough=ALL_TESTS,
+        once_more=ONCE_MORE,
     ),
     Step(
         name="unit",
@@ -108,19 +110,28 @@ STEPS = (  # those that take long first, so that the last ones end at about the 
             *("packages", "--ignore-glob=*/examples"),
         ),
         thorough=ALL_TESTS,
+        once_more=(*ONCE_MORE, "--doctest-modules"),
     ),
     Step(
         name="clients",
         about="transformers, peft, trl, diffusers and others on accel find what they find on Accelerate",
         command=(*PYTEST, *NOT_THOROUGH, "--durations=5", CLIENTS),
         thorough=ALL_TESTS,
+        once_more=ONCE_MORE,
     ),
     Step(
         name="examples",
         about="every example of the README files and the documentation",
         command=(*PYTEST, "-n", "2", "--durations=5", EXAMPLES),
+        once_more=ONCE_MORE,
     ),
-    Step(name="xla", about="training on XLA devices, as on the CPU", command=(PYTHON, "tools/check_xla.py")),
+    Step(
+        name="xla",
+        about="training on XLA devices, as on the CPU",
+        command=XLA,
+        thorough=("--all",),
+        once_more=XLA,
+    ),
     Step(
         name="isolation",
         about="each wheel installs alone, imports, and runs the examples of its README",
@@ -252,27 +263,22 @@ def run_at_once(steps: list[Step]) -> Iterator[Result]:
     def run_quietly(step: Step) -> Result:
         lines: list[str] = []
         result = run(step, lines.append)
-        print("".join(lines), end="", flush=True)
+        SHOW("".join(lines))
         return result
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield from pool.map(run_quietly, steps)
 
 
-def show(text: str) -> None:
-    """Print what a step prints."""
-    print(text, end="", flush=True)
-
-
-def run(step: Step, show: Show = show) -> Result:
+def run(step: Step, show: Show = SHOW) -> Result:
     """Run one step, passing its output to `show`; run the tests that fail once more, each by itself."""
     show(f"\n##### {step.name}: {step.about}\n")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="check") as folder:
         cache = Path(folder)
-        command = (*step.command, "-o", f"cache_dir={cache}") if step.is_pytest else step.command
+        command = (*step.command, "-o", f"cache_dir={cache}") if step.once_more else step.command
         status, tests = passed_through(command, show)
-        suspects = failed_tests(cache) if status == 1 and step.is_pytest else ()
+        suspects = failed_tests(cache) if status == 1 and step.once_more else ()
     flaky: tuple[str, ...] = ()
     if 0 < len(suspects) <= MAX_RERUNS:
         flaky = tuple(test for test in suspects if passes_alone(step, test, show))
@@ -312,8 +318,7 @@ def failed_tests(cache: Path) -> tuple[str, ...]:
 def passes_alone(step: Step, test: str, show: Show) -> bool:
     """Run one test of a step in a process of its own."""
     show(f"\n##### {step.name}, once more: {test}\n")
-    options = ("--doctest-modules",) if "--doctest-modules" in step.command else ()
-    status, _ = passed_through((*PYTEST, "-p", "no:cacheprovider", *options, test), show)
+    status, _ = passed_through((*step.once_more, test), show)
     return status == 0
 
 
@@ -386,8 +391,7 @@ def print_summary(results: list[Result], seconds: float) -> None:
         f"{len(results) - len(failed)} of {len(results)} steps passed"
         + (f"; failed: {', '.join(failed)}" if failed else "")
     )
-    if failed and not total["failed"] + total["error"]:
-        total["error"] = len(failed)
+    total["error"] += len(failed) if not total["failed"] + total["error"] else 0
     done = ", ".join(f"{total[word]} {word}" for word in WORDS if total[word]) or "no tests ran"
     print(f"===== {done} in {seconds:.2f}s =====", flush=True)
 
