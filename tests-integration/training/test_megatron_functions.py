@@ -223,6 +223,7 @@ def is_started():
     ("options", "precision"),
     [
         ({"tp_degree": 2}, "no"),
+        ({"use_distributed_optimizer": True}, "no"),
         ({"use_distributed_optimizer": True}, "bf16"),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.megatron.configs import optimizer_config
@@ -12,7 +13,7 @@ from accel_state.errors import SettingsError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
@@ -84,9 +85,27 @@ def make_optimizer(
         config_overrides=overrides,
         use_gloo_process_groups=False,
     )
+    _detach_shards(made)
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [parameter for parameter, own in groups.items() if own == index]
     return made
+
+
+def _detach_shards(optimizer: Any) -> None:
+    """Detach the distributed optimizer's float32 shards from the parameters whose memory they share.
+
+    A shard is a view with a graph: its nodes have hooks that refer to the model, where Python's garbage
+    collector does not see them, so that a model would never be freed.
+    """
+    for one in optimizer.chained_optimizers:
+        if not isinstance(one, core("optimizer").DistributedOptimizer) or one.is_stub_optimizer:
+            continue
+        detached: dict[int, Tensor] = {}
+        for shard in chain.from_iterable(one.shard_fp32_groups):
+            detached[id(shard)] = shard.detach()
+            vars(detached[id(shard)]).update(vars(shard))
+        for tensors in (*one.shard_fp32_groups, *(group["params"] for group in one.optimizer.param_groups)):
+            tensors[:] = [detached.get(id(tensor), tensor) for tensor in tensors]
 
 
 def parameter_factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Parameter) -> tuple[float, float]:
