@@ -123,6 +123,7 @@ assert accel.__version__ == importlib.metadata.version("accel-suite")
 assert "huggingface" in importlib.metadata.metadata("accelerate")["Home-page"]
 assert importlib.util.find_spec("accelerate") is not None
 assert [found.version for found in importlib.metadata.distributions() if found.name == "accelerate"][:1]
+assert "accelerate" in importlib.metadata.packages_distributions()["accelerate"]
 """
     assert run(INSTALL + program) == f"{REFERENCE_VERSION} {REFERENCE_VERSION}"
 
@@ -138,6 +139,27 @@ def test_the_version_is_that_of_the_reference_with_which_the_project_compares() 
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     program = "import sys, accelerate, accelerate.utils; print(sorted({'torch', 'numpy'} & set(sys.modules)))"
     assert run(INSTALL + program) == "[]"
+
+
+def test_the_alias_costs_no_more_than_accel() -> None:
+    program = """
+import sys
+before = set(sys.modules)
+import accel
+of_accel = set(sys.modules) - before
+import accel_compat
+accel_compat.install()
+import accelerate
+print(*sorted(set(sys.modules) - before - of_accel))
+"""
+    more = set(run(program).split())
+    assert {name for name in more if name.partition(".")[0] not in {"accelerate", "accel_compat"}} <= {
+        "accel_state.environ",
+        "accel_state.errors",
+        "importlib._abc",
+        "importlib.machinery",
+        "importlib.util",
+    }
 
 
 @pytest.mark.parametrize(
@@ -230,6 +252,33 @@ if __name__ == "__main__":
 """
     run(INSTALL + program, str(tmp_path))
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize("start", ["fork", "spawn"])
+def test_processes_that_read_data_inherit_the_alias(start: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch\n"
+        "class Names(torch.utils.data.Dataset):\n"
+        "    def __len__(self):\n"
+        "        return 2\n"
+        "    def __getitem__(self, index):\n"
+        "        import accelerate.utils.random, accel\n"
+        "        assert accelerate.Accelerator is accel.Accelerator\n"
+        "        return f'{accelerate.utils.random.__name__} {accelerate.__version__}'\n"
+        "if __name__ == '__main__':\n"
+        "    loader = torch.utils.data.DataLoader(\n"
+        "        Names(), num_workers=2, batch_size=None, multiprocessing_context=sys.argv[1])\n"
+        "    print(*loader, sep='\\n')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "accel_compat", str(script), start],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"accel.utils.random {REFERENCE_VERSION}"] * 2
 
 
 def test_a_script_and_a_module_run_with_their_arguments(tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import unittest
 import pytest
 
 from accel_state import environ
+from accel_state.environ_file import convert_dict_to_env_variables
+from accel_state.environ_purge import purge_accelerate_environment
 from accel_state.errors import SettingsError
 
-
-def accelerate_variables():
-    return {name for name in environ.read() if name.startswith("ACCELERATE_")}
+accelerate_variables = environ.accelerate_variables
 
 
 @pytest.mark.parametrize("text", ["y", "YES", "t", "True", "on", "1", " true "])
@@ -63,7 +63,7 @@ def test_a_cleared_environment_is_put_back_after_an_error():
 
 
 def test_a_purged_function_keeps_what_was_there_and_what_is_not_ours():
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     def configure():
         environ.publish({"ACCELERATE_OLD": "new", "ACCELERATE_ADDED": "1", "OTHER_ADDED": "1"})
         return 5
@@ -75,7 +75,7 @@ def test_a_purged_function_keeps_what_was_there_and_what_is_not_ours():
 
 
 def test_a_purged_function_that_raises_leaves_nothing_behind():
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     def configure():
         environ.publish({"ACCELERATE_ADDED": "1"})
         raise KeyError
@@ -86,7 +86,7 @@ def test_a_purged_function_that_raises_leaves_nothing_behind():
 
 
 def test_a_purged_coroutine_is_purged_when_it_ends_not_when_it_is_made():
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     async def configure():
         environ.publish({"ACCELERATE_ADDED": "1"})
         await asyncio.sleep(0)
@@ -97,7 +97,7 @@ def test_a_purged_coroutine_is_purged_when_it_ends_not_when_it_is_made():
 
 
 def test_every_kind_of_method_is_purged_also_in_subclasses():
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     class Base:
         value = 3
 
@@ -135,7 +135,7 @@ def run(case):
 def test_a_class_with_a_subclass_hook_of_its_own_keeps_it():
     names = []
 
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     class Base:
         def __init_subclass__(cls, **kwargs):
             names.append(cls.__name__)
@@ -152,7 +152,7 @@ def test_a_class_with_a_subclass_hook_of_its_own_keeps_it():
 def test_what_set_up_sets_lasts_until_tear_down():
     seen = []
 
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     class Case(unittest.TestCase):
         @classmethod
         def setUpClass(cls):
@@ -188,7 +188,7 @@ def test_a_set_up_without_a_tear_down_leaves_nothing_behind_and_keeps_the_inheri
         def tearDown(self):
             torn_down.append("parent")
 
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     class Case(Parent):
         def setUp(self):
             environ.publish({"ACCELERATE_SETUP": "1"})
@@ -205,7 +205,7 @@ def test_a_set_up_without_a_tear_down_leaves_nothing_behind_and_keeps_the_inheri
 
 
 def test_asynchronous_set_up_is_kept_until_its_tear_down():
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     class Case(unittest.IsolatedAsyncioTestCase):
         async def asyncSetUp(self):
             environ.publish({"ACCELERATE_SETUP": "1"})
@@ -221,7 +221,7 @@ def test_asynchronous_set_up_is_kept_until_its_tear_down():
 
 
 def test_a_set_up_that_fails_leaves_nothing_behind():
-    @environ.purge_accelerate_environment
+    @purge_accelerate_environment
     class Case:
         def setup_method(self):
             environ.publish({"ACCELERATE_SETUP": "1"})
@@ -232,7 +232,7 @@ def test_a_set_up_that_fails_leaves_nothing_behind():
     assert accelerate_variables() == set()
 
 
-@environ.purge_accelerate_environment
+@purge_accelerate_environment
 class TestUnderPytest:
     """Run by pytest itself, which passes an argument to the set-up methods that declare one."""
 
@@ -247,9 +247,7 @@ class TestUnderPytest:
 
 
 def test_lines_that_an_environment_file_cannot_hold_are_left_out_with_a_warning(caplog):
-    lines = environ.convert_dict_to_env_variables(
-        {"GOOD": 1, "BAD": "a;b", "WORSE": "a\nb", "A=B": "x", "EMPTY": ""}
-    )
+    lines = convert_dict_to_env_variables({"GOOD": 1, "BAD": "a;b", "WORSE": "a\nb", "A=B": "x", "EMPTY": ""})
     assert lines == ["GOOD=1\n"]
     assert [name in caplog.text for name in ("BAD", "WORSE", "A=B", "EMPTY")] == [True] * 4
 

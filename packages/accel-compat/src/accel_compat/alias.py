@@ -1,26 +1,27 @@
-"""The alias: a finder that answers imports of `accelerate`, and the metadata that its dependants read."""
+"""The alias: a finder that answers imports of `accelerate` and questions for its metadata.
+
+Every Python process that a program starts imports this module, so it imports next to nothing itself.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from email.message import EmailMessage
 from importlib import import_module
-from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import Distribution, DistributionFinder, version
 from importlib.util import find_spec
-from pathlib import Path
 from types import CodeType, ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import accel
+import accel_compat
 from accel_compat.absent import instead_of
 from accel_state.environ import publish, read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
-    from os import PathLike
+    from collections.abc import Iterator, Sequence
+    from importlib.abc import Loader
+    from importlib.metadata import Distribution, DistributionFinder
 
 REFERENCE = "accelerate"
 """The import and distribution name that is answered."""
@@ -28,10 +29,7 @@ REFERENCE = "accelerate"
 REFERENCE_VERSION = "1.15.0"
 """The version of Accelerate whose interface accel has, and which `accelerate.__version__` says."""
 
-HOME_PAGE = "https://github.com/huggingface/accelerate"
-"""What dependants, such as sentence-transformers, look for in the metadata to tell the distribution."""
-
-_STARTUP = Path(__file__).with_name("startup")
+_STARTUP = f"{__file__.rpartition(os.sep)[0]}{os.sep}startup"
 
 
 def install() -> None:
@@ -54,8 +52,8 @@ def install() -> None:
     sys.meta_path.insert(0, AliasFinder())
     # Python imports `sitecustomize` from there when it starts, in children that are no forks of this process.
     paths = read().get("PYTHONPATH", "").split(os.pathsep)
-    if str(_STARTUP) not in paths:
-        publish({"PYTHONPATH": os.pathsep.join([str(_STARTUP), *filter(None, paths)])})
+    if _STARTUP not in paths:
+        publish({"PYTHONPATH": os.pathsep.join([_STARTUP, *filter(None, paths)])})
 
 
 def is_installed() -> bool:
@@ -63,12 +61,7 @@ def is_installed() -> bool:
     return any(isinstance(finder, AliasFinder) for finder in sys.meta_path)
 
 
-def version_of_accel() -> str:
-    """The version of accel, which is that of all its packages."""
-    return version("accel-compat")
-
-
-class AliasFinder(DistributionFinder):
+class AliasFinder:
     """Answer imports of `accelerate` and of its submodules, and questions for its metadata."""
 
     def find_spec(
@@ -81,7 +74,7 @@ class AliasFinder(DistributionFinder):
         """
         del path, target
         if fullname == REFERENCE:
-            return ModuleSpec(fullname, TopLevelLoader(), is_package=True)
+            return ModuleSpec(fullname, cast("Loader", TopLevelLoader()), is_package=True)
         top, _, rest = fullname.partition(".")
         if top not in {REFERENCE, "accel"} or not rest:
             return None
@@ -93,7 +86,8 @@ class AliasFinder(DistributionFinder):
         if found is None:
             raise _absent(fullname)
         is_package = found.submodule_search_locations is not None
-        return ModuleSpec(fullname, SubmoduleLoader(found), origin=found.origin, is_package=is_package)
+        loader = cast("Loader", SubmoduleLoader(found))
+        return ModuleSpec(fullname, loader, origin=found.origin, is_package=is_package)
 
     def _refuse_absent(self, fullname: str) -> None:
         """Say what to do about `from accelerate.utils import name`, which asks for a submodule in the end.
@@ -109,7 +103,7 @@ class AliasFinder(DistributionFinder):
     def find_distributions(self, context: DistributionFinder.Context | None = None) -> Iterator[Distribution]:
         """Yield the distribution `accelerate` if it is asked for, by its name or with all others."""
         if context is None or context.name is None or context.name.lower() == REFERENCE:
-            yield AliasDistribution()
+            yield accel_compat.AliasDistribution()
 
 
 def _absent(name: str) -> ModuleNotFoundError:
@@ -122,7 +116,7 @@ def _absent(name: str) -> ModuleNotFoundError:
     )
 
 
-class TopLevelLoader(Loader):
+class TopLevelLoader:
     """Make the module `accelerate`: accel's names, but the version of the reference."""
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -159,7 +153,7 @@ class TopLevel(ModuleType):
         return sorted({*super().__dir__(), *dir(accel)})
 
 
-class SubmoduleLoader(Loader):
+class SubmoduleLoader:
     """Let a submodule of `accelerate` be accel's, the same object under two names.
 
     Args:
@@ -193,34 +187,3 @@ class SubmoduleLoader(Loader):
         """Read a file beside accel's module, as its table of names does."""
         loader: Any = self._ours.loader
         return loader.get_data(path)
-
-
-class AliasDistribution(Distribution):
-    """The metadata of a distribution called `accelerate`."""
-
-    @property
-    def metadata(self) -> Any:
-        """Name, version and home page, as dependants check them."""
-        message = EmailMessage()
-        for key, value in {
-            "Metadata-Version": "2.1",
-            "Name": REFERENCE,
-            "Version": REFERENCE_VERSION,
-            "Summary": "accel, under the name of the library whose interface it has",
-            "Home-page": HOME_PAGE,
-        }.items():
-            message[key] = value
-        return message
-
-    def read_text(self, filename: str) -> str | None:
-        """Return the text of METADATA; there are no other files."""
-        return str(self.metadata) if filename == "METADATA" else None
-
-    def locate_file(self, path: str | PathLike[str]) -> Any:
-        """Locate a file of the distribution, which is accel's."""
-        return Path(__file__).parents[1] / path
-
-    @property
-    def files(self) -> Iterable[Any] | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """None: the distribution has no files of its own."""
-        return None

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
 import os
 import sys
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
-    from contextlib import AbstractContextManager
-
-_Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
+    from collections.abc import Generator, Iterable, Mapping
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
-_FORBIDDEN = frozenset(";\n\r\0<> ")
-
-logger = logging.getLogger(__name__)
 
 
 def read() -> dict[str, str]:
@@ -157,61 +148,6 @@ def clear_environment() -> Generator[None]:
         os.environ.update(before)
 
 
-def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
-    """Decorate a function or a class so that `ACCELERATE_*` variables which it sets do not outlive a call.
-
-    Of a class, every method is treated so, also those that subclasses define; between the methods of
-    one class what `setUp`, `setup_method` and their likes set is kept, until the matching teardown.
-    Variables that existed before keep their value; other variables are left alone.
-
-    Example:
-        >>> @purge_accelerate_environment
-        ... def configure():
-        ...     publish({"ACCELERATE_MIXED_PRECISION": "bf16"})
-        >>> configure()
-        >>> "ACCELERATE_MIXED_PRECISION" in read()
-        False
-    """
-    if not isinstance(func_or_cls, type):
-        return cast("_Decorated", _purging(func_or_cls))
-    _purge_methods(func_or_cls)
-
-    hook = vars(func_or_cls).get("__init_subclass__")
-
-    def purge_subclass(cls: type, **kwargs: Any) -> None:
-        if hook is None:
-            super(func_or_cls, cls).__init_subclass__(**kwargs)
-        else:
-            hook.__func__(cls, **kwargs)
-        _purge_methods(cls)
-
-    setattr(func_or_cls, "__init_subclass__", classmethod(purge_subclass))  # noqa: B010 - no stub knows it
-    return cast("_Decorated", func_or_cls)
-
-
-def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
-    r"""Write variables as lines for an environment file, leaving out what such a file cannot hold.
-
-    Returns:
-        `NAME=value` with a line end, one per variable. A variable whose name or value is empty, or holds
-        white space, a line end, `;`, `<` or `>`, or whose name holds `=`, is left out with a warning.
-
-    Example:
-        >>> convert_dict_to_env_variables({"ACCELERATE_DEBUG_MODE": "1"})
-        ['ACCELERATE_DEBUG_MODE=1\n']
-    """
-    lines: list[str] = []
-    for name, value in current_env.items():
-        text = str(value)
-        if name and text and "=" not in name and not _FORBIDDEN & {*name, *text}:
-            lines.append(f"{name}={text}\n")
-        else:
-            logger.warning(
-                "left out the variable %r=%r: a line of an environment file cannot hold it", name, text
-            )
-    return lines
-
-
 def are_libraries_initialized(*library_names: str) -> list[str]:
     """Return which of these libraries this process has imported.
 
@@ -222,128 +158,20 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
     return [name for name in library_names if name in sys.modules]
 
 
+def accelerate_variables() -> set[str]:
+    """Return the names of this process's variables that begin with `ACCELERATE_`."""
+    return {name for name in os.environ if name.startswith("ACCELERATE_")}
+
+
+def remove(names: Iterable[str]) -> None:
+    """Remove variables of this process, those that are set."""
+    for name in names:
+        os.environ.pop(name, None)
+
+
 def _restore(variables: Mapping[str, str | None]) -> None:
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-
-
-def _variables() -> set[str]:
-    return {name for name in os.environ if name.startswith("ACCELERATE_")}
-
-
-def _restore_only(before: set[str]) -> None:
-    for name in _variables() - before:
-        os.environ.pop(name, None)
-
-
-@contextmanager
-def _purged() -> Generator[None]:
-    before = _variables()
-    try:
-        yield
-    finally:
-        _restore_only(before)
-
-
-def _purging(
-    function: Callable[..., Any], scope: Callable[[], AbstractContextManager[None]] = _purged
-) -> Callable[..., Any]:
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(function)
-        async def awaiting(*args: Any, **kwargs: Any) -> Any:
-            with scope():
-                return await function(*args, **kwargs)
-
-        return awaiting
-
-    @functools.wraps(function)
-    def calling(*args: Any, **kwargs: Any) -> Any:
-        with scope():
-            return function(*args, **kwargs)
-
-    return calling
-
-
-# What test frameworks call before and after the methods of a class.
-_LIFECYCLES = {
-    "setUp": "tearDown",
-    "asyncSetUp": "asyncTearDown",
-    "setUpClass": "tearDownClass",
-    "setup_method": "teardown_method",
-    "setup_class": "teardown_class",
-}
-
-
-def _purge_methods(cls: type) -> None:
-    scopes = _lifecycle_scopes()
-    for setup, teardown in _LIFECYCLES.items():
-        if setup in vars(cls) and teardown not in vars(cls):
-            setattr(cls, teardown, _inherited(cls, teardown, vars(cls)[setup]))
-    for name, member in list(vars(cls).items()):
-        if name.startswith("__") and name.endswith("__"):
-            continue
-        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
-        if not inspect.isfunction(function):
-            continue
-        purging = _purging(function, scopes.get(name, _purged))
-        if name in scopes and not inspect.iscoroutinefunction(function):
-            purging = _optional_argument(purging, function)
-        setattr(cls, name, type(member)(purging) if function is not member else purging)
-
-
-def _lifecycle_scopes() -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
-    """For every set-up and tear-down method the scope that remembers, or drops, what the set-up adds."""
-    before: dict[str, set[str]] = {}
-
-    @contextmanager
-    def opening(setup: str) -> Generator[None]:
-        before[setup] = _variables()
-        try:
-            yield
-        except BaseException:  # also when interrupted: no tear-down follows a set-up that failed
-            _restore_only(before.pop(setup))
-            raise
-
-    @contextmanager
-    def closing(setup: str) -> Generator[None]:
-        saved = before.pop(setup, _variables())
-        try:
-            yield
-        finally:
-            _restore_only(saved)
-
-    return {name: functools.partial(opening, name) for name in _LIFECYCLES} | {
-        teardown: functools.partial(closing, name) for name, teardown in _LIFECYCLES.items()
-    }
-
-
-def _optional_argument(purging: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Accept the argument that pytest passes to those set-up methods that declare one."""
-    wants_argument = len(inspect.signature(function).parameters) > 1
-
-    @functools.wraps(function)
-    def calling(owner: Any, argument: Any = None) -> Any:
-        return purging(owner, argument) if wants_argument else purging(owner)
-
-    return calling
-
-
-def _inherited(cls: type, name: str, like: Any) -> Any:
-    """A tear-down method that does what it did without one: call the parent's, if there is any."""
-
-    def teardown(owner: Any, argument: Any) -> Any:
-        parent = getattr(super(cls, owner), name, None)
-        if parent is None:
-            return None
-        return parent(argument) if len(inspect.signature(parent).parameters) == 1 else parent()
-
-    async def async_teardown(owner: Any) -> None:
-        await getattr(super(cls, owner), name)()
-
-    if inspect.iscoroutinefunction(like):
-        return async_teardown
-    return classmethod(teardown) if isinstance(like, classmethod) else teardown  # pyright: ignore[reportUnknownVariableType]

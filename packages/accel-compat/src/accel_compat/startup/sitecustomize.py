@@ -6,14 +6,13 @@ The folder is on the PYTHONPATH of children alone, and may be seen by interprete
 import sys
 from contextlib import suppress
 from importlib.machinery import PathFinder
-from pathlib import Path
 
 with suppress(ImportError):
     import accel_compat
 
     accel_compat.install()
 
-_others = [path for path in sys.path if Path(path) != Path(__file__).parent]
+_others = [path for path in sys.path if path.rstrip("/") != __file__.rpartition("/")[0]]
 _spec = PathFinder.find_spec("sitecustomize", _others)
 if _spec is not None and _spec.loader is not None:
     _spec.loader.exec_module(sys.modules[__name__])

@@ -1,0 +1,163 @@
+"""Remove the `ACCELERATE_*` variables that a function, or the methods of a class, have set."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from accel_state.environ import accelerate_variables, remove
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Mapping
+    from contextlib import AbstractContextManager
+
+_Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
+
+
+def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
+    """Decorate a function or a class so that `ACCELERATE_*` variables which it sets do not outlive a call.
+
+    Of a class, every method is treated so, also those that subclasses define; between the methods of
+    one class what `setUp`, `setup_method` and their likes set is kept, until the matching teardown.
+    Variables that existed before keep their value; other variables are left alone.
+
+    Example:
+        >>> from accel_state.environ import publish
+        >>> @purge_accelerate_environment
+        ... def configure():
+        ...     publish({"ACCELERATE_MIXED_PRECISION": "bf16"})
+        >>> configure()
+        >>> "ACCELERATE_MIXED_PRECISION" in read()
+        False
+    """
+    if not isinstance(func_or_cls, type):
+        return cast("_Decorated", _purging(func_or_cls))
+    _purge_methods(func_or_cls)
+
+    hook = vars(func_or_cls).get("__init_subclass__")
+
+    def purge_subclass(cls: type, **kwargs: Any) -> None:
+        if hook is None:
+            super(func_or_cls, cls).__init_subclass__(**kwargs)
+        else:
+            hook.__func__(cls, **kwargs)
+        _purge_methods(cls)
+
+    setattr(func_or_cls, "__init_subclass__", classmethod(purge_subclass))  # noqa: B010 - no stub knows it
+    return cast("_Decorated", func_or_cls)
+
+
+def _restore_only(before: set[str]) -> None:
+    remove(accelerate_variables() - before)
+
+
+@contextmanager
+def _purged() -> Generator[None]:
+    before = accelerate_variables()
+    try:
+        yield
+    finally:
+        _restore_only(before)
+
+
+def _purging(
+    function: Callable[..., Any], scope: Callable[[], AbstractContextManager[None]] = _purged
+) -> Callable[..., Any]:
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def awaiting(*args: Any, **kwargs: Any) -> Any:
+            with scope():
+                return await function(*args, **kwargs)
+
+        return awaiting
+
+    @functools.wraps(function)
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        with scope():
+            return function(*args, **kwargs)
+
+    return calling
+
+
+# What test frameworks call before and after the methods of a class.
+_LIFECYCLES = {
+    "setUp": "tearDown",
+    "asyncSetUp": "asyncTearDown",
+    "setUpClass": "tearDownClass",
+    "setup_method": "teardown_method",
+    "setup_class": "teardown_class",
+}
+
+
+def _purge_methods(cls: type) -> None:
+    scopes = _lifecycle_scopes()
+    for setup, teardown in _LIFECYCLES.items():
+        if setup in vars(cls) and teardown not in vars(cls):
+            setattr(cls, teardown, _inherited(cls, teardown, vars(cls)[setup]))
+    for name, member in list(vars(cls).items()):
+        if name.startswith("__") and name.endswith("__"):
+            continue
+        function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+        if not inspect.isfunction(function):
+            continue
+        purging = _purging(function, scopes.get(name, _purged))
+        if name in scopes and not inspect.iscoroutinefunction(function):
+            purging = _optional_argument(purging, function)
+        setattr(cls, name, type(member)(purging) if function is not member else purging)
+
+
+def _lifecycle_scopes() -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+    """For every set-up and tear-down method the scope that remembers, or drops, what the set-up adds."""
+    before: dict[str, set[str]] = {}
+
+    @contextmanager
+    def opening(setup: str) -> Generator[None]:
+        before[setup] = accelerate_variables()
+        try:
+            yield
+        except BaseException:  # also when interrupted: no tear-down follows a set-up that failed
+            _restore_only(before.pop(setup))
+            raise
+
+    @contextmanager
+    def closing(setup: str) -> Generator[None]:
+        saved = before.pop(setup, accelerate_variables())
+        try:
+            yield
+        finally:
+            _restore_only(saved)
+
+    return {name: functools.partial(opening, name) for name in _LIFECYCLES} | {
+        teardown: functools.partial(closing, name) for name, teardown in _LIFECYCLES.items()
+    }
+
+
+def _optional_argument(purging: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    """Accept the argument that pytest passes to those set-up methods that declare one."""
+    wants_argument = len(inspect.signature(function).parameters) > 1
+
+    @functools.wraps(function)
+    def calling(owner: Any, argument: Any = None) -> Any:
+        return purging(owner, argument) if wants_argument else purging(owner)
+
+    return calling
+
+
+def _inherited(cls: type, name: str, like: Any) -> Any:
+    """A tear-down method that does what it did without one: call the parent's, if there is any."""
+
+    def teardown(owner: Any, argument: Any) -> Any:
+        parent = getattr(super(cls, owner), name, None)
+        if parent is None:
+            return None
+        return parent(argument) if len(inspect.signature(parent).parameters) == 1 else parent()
+
+    async def async_teardown(owner: Any) -> None:
+        await getattr(super(cls, owner), name)()
+
+    if inspect.iscoroutinefunction(like):
+        return async_teardown
+    return classmethod(teardown) if isinstance(like, classmethod) else teardown  # pyright: ignore[reportUnknownVariableType]
