@@ -24,7 +24,7 @@ def purge_accelerate_environment(func_or_cls: _Decorated) -> _Decorated:
     Variables that existed before keep their value; other variables are left alone.
 
     Example:
-        >>> from accel_state.environ import publish
+        >>> from accel_state.environ import publish, read
         >>> @purge_accelerate_environment
         ... def configure():
         ...     publish({"ACCELERATE_MIXED_PRECISION": "bf16"})
