@@ -21,6 +21,7 @@ from accel import Accelerator
 from accel.utils import ParallelismConfig
 from accel_ops.dtensors import local_part
 from accel_plugins.megatron.sizes import stage_elements
+from accel_state.available import is_installed
 from harness import distributed
 
 FORK_CHECKS = Path(__file__).resolve().parents[1] / "harness/fork_checks.py"
@@ -31,7 +32,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from accel import Accelerator
-from accel.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+from accel.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, MSAMPRecipeKwargs, ParallelismConfig
 
 class Block(nn.Module):
     def __init__(self):
@@ -164,6 +165,13 @@ CASES = {
         deepspeed({"zero_optimization": {"stage": 2}, "train_batch_size": 7}),
     ),
     "a model of transformers": (8, "0", PRETRAINED),
+    "bfloat16": (8, "3", script(f"{FSDP.format('')}, mixed_precision='bf16'")),
+    "FP8 with torchao": (8, "3", script(f"{FSDP.format('')}, mixed_precision='fp8'")),
+    "FP8 with MS-AMP": (
+        8,
+        "3",
+        script("mixed_precision='fp8', kwargs_handlers=[MSAMPRecipeKwargs()]"),
+    ),
     "Megatron": (8, "3", MEGATRON.format(stages=2)),
     "Megatron with too many stages": (8, "3", MEGATRON.format(stages=8)),
 }
@@ -327,6 +335,23 @@ def test_a_model_of_a_library_is_loaded_from_a_folder_and_saved(checks):
 def test_a_configuration_of_deepspeed_that_contradicts_the_script_is_a_problem(checks):
     (problem,) = checks["a configuration of DeepSpeed that is contradicted"]["problems"]
     assert "train_batch_size is 7 in the configuration, but 16" in problem
+
+
+def test_fp8_with_torchao_stores_what_bfloat16_stores(checks):
+    (one,), (other,) = (checks[name]["ranks"].values() for name in ("FP8 with torchao", "bfloat16"))
+    assert checks["FP8 with torchao"]["problems"] == []
+    assert (one["fp8"], other.get("fp8")) == ("torchao", None)
+    assert one["files"] == other["files"]
+    for kind in ("parameters", "optimizer"):
+        assert one["parts"][kind] == other["parts"][kind]
+    # Casts of the weights need copies for a moment; beside them the activations of 128 rows are small here.
+    assert other["memory"] <= one["memory"] <= 1.25 * other["memory"]
+
+
+@pytest.mark.skipif(is_installed("msamp"), reason="MS-AMP is installed")
+def test_fp8_with_a_library_that_is_absent_is_a_problem_that_names_what_to_use_instead(checks):
+    (problem,) = checks["FP8 with MS-AMP"]["problems"]
+    assert "MS-AMP, which is not installed: it is no longer developed; use the FP8 backend 'AO'" in problem
 
 
 def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(checks):

@@ -121,6 +121,20 @@ def test_computing_activations_again_is_counted(described, capsys):
     assert 0 < numbers[1] < numbers[0]
 
 
+def test_fp8_takes_the_memory_of_bf16(described, capsys):
+    path, _ = described
+    said = {}
+    for precision in ("bf16", "fp8"):
+        line = ["estimate-memory", str(path), "--mixed_precision", precision]
+        for words in (["--batch_size", "8", "--sequence_length", "64"], ["--json"]):
+            assert main([*line, *words]) == 0
+            said[precision, words[0]] = capsys.readouterr().out
+    assert said["fp8", "--json"] == said["bf16", "--json"]
+    shown, plain = said["fp8", "--batch_size"], said["bf16", "--batch_size"]
+    note = "FP8 multiplies matrices in 8 bits and stores what bf16 stores.\n"
+    assert shown == plain.replace("precision bf16", "precision fp8") + note
+
+
 class Block(nn.Module):
     def __init__(self):
         super().__init__()

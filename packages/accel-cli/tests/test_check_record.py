@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.commands.check.command import find_problems, worker_environ_of_check
+from accel_cli.commands.check.command import find_problems, fp8_refusals, worker_environ_of_check
 from accel_cli.commands.check.trace import Event, File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Moment, Sizes
+from accel_cli.launch.machine import Machine
 from accel_cli.main import main
 from accel_state.settings import Layer, SourcedValue, combine
 
@@ -54,8 +55,9 @@ def test_the_ranks_to_try_exist_and_the_ends_are_among_them(world, local):
 
 def test_records_and_orders_survive_being_written():
     record = Record(
-        rank=1, strategy="ddp", precision="bf16", sizes=SIZES, moments=(Moment(activations=3),),
-        events=(GATHER,), files=(File(name="a", nbytes=3, where="train.py:9"),), stopped="no",
+        rank=1, strategy="ddp", precision="bf16", fp8="torchao", sizes=SIZES,
+        moments=(Moment(activations=3),), events=(GATHER,), stopped="no",
+        files=(File(name="a", nbytes=3, where="train.py:9"),),
     )  # fmt: skip
     assert Record.from_text(record.to_text()) == record
     order = Order(
@@ -84,6 +86,38 @@ def test_another_number_of_processes_in_the_config_is_reported():
     assert find_problems([Record(rank=0)], merged, 8, None).problems == (
         "key num_processes of c.yaml is 4, but --world is 8.",
     )
+
+
+@pytest.mark.parametrize(
+    ("backend", "use_cpu", "machine", "parts"),
+    [
+        (
+            "TE",
+            True,
+            {},
+            ["key mixed_precision of c.yaml", "TransformerEngine trains on", "not 'cpu'", "'AO'"],
+        ),
+        ("AO", True, {"fp8_backends": ()}, ["needs torchao", "pip install"]),
+        (None, False, {"gpus": 1, "capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
+        ("TE", False, {"gpus": 1, "fp8_backends": ("AO",)}, ["needs TransformerEngine", "pip install"]),
+        ("TE", False, {"fp8_backends": ()}, []),  # the job runs elsewhere
+        ("TE", False, {"gpus": 1, "capability": lambda: (9, 0)}, []),
+        ("AO", True, {}, []),
+    ],
+)
+def test_fp8_that_the_devices_of_the_job_cannot_compute_is_a_problem(backend, use_cpu, machine, parts):
+    values = {"precision.mixed_precision": "fp8", "fp8.backend": backend, "process.use_cpu": use_cpu}
+    merged = combine(
+        {
+            path: SourcedValue(
+                value=value, layer=Layer.FILE, origin=f"key {path.rpartition('.')[2]} of c.yaml"
+            )
+            for path, value in values.items()
+        }
+    )
+    found = fp8_refusals(merged, Machine(**{"gpus": 0, "cores": 8, **machine}))
+    assert len(found) == bool(parts)
+    assert all(part in problem for problem in found for part in parts), found
 
 
 def test_a_player_is_on_the_cpu_and_knows_its_place():

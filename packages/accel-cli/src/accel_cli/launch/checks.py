@@ -253,17 +253,25 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
     """Check FP8 as the worker does, for the devices of this machine."""
     if facts.settings.precision.mixed_precision != "fp8" or not facts.is_local:
         return
-    origin = facts.origin("precision.mixed_precision")
     if facts.settings.megatron is not None:
+        origin = facts.origin("precision.mixed_precision")
         yield f"{origin} asks for FP8, which is not supported with Megatron: use --use_fsdp, or bf16."
-    machine, fp8 = facts.machine, facts.settings.fp8
-    on_cpu = uses_cpu(facts.merged) or not machine.gpus
+    problem = why_no_fp8(facts.merged, facts.machine)
+    if problem is not None:
+        yield problem
+
+
+def why_no_fp8(merged: Merged, machine: Machine) -> str | None:
+    """Explain why a machine cannot train in FP8 as settings ask for it; `None` if it can, or need not."""
+    if merged.settings.precision.mixed_precision != "fp8":
+        return None
+    fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
-    named = None if fp8 is None else fp8.backend
     try:
-        choose_backend(named, device, installed=machine.fp8_backends)
+        choose_backend(None if fp8 is None else fp8.backend, device, installed=machine.fp8_backends)
     except AccelError as error:
-        yield f"{origin} asks for FP8: {error}"
+        return f"{merged.source_of('precision.mixed_precision').origin} asks for FP8: {error}"
+    return None
 
 
 def _alias_is_absent(facts: Facts) -> Iterator[str]:

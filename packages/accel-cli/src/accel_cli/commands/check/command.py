@@ -13,6 +13,8 @@ from accel_cli.commands.check.trace import File, Order, Record, differences, ran
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
 from accel_cli.config_file import read_config
+from accel_cli.launch.checks import Facts, uses_cpu, why_no_fp8
+from accel_cli.launch.machine import this_machine
 from accel_cli.output import Table, show, working
 from accel_cli.redact import redact
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
@@ -25,9 +27,12 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Mapping, Sequence
 
+    from accel_cli.launch.machine import Machine
     from accel_state.settings import Merged
 
 _LARGE = 1_000_000_000
+
+_FP8 = "FP8 with {}: matrices are multiplied in 8 bits; what is stored takes the memory of bf16."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,8 @@ def run(options: Namespace) -> int:
     with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
         records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
     found = find_problems(records, merged, options.world, memory)
+    refused = fp8_refusals(merged, this_machine(variables))
+    found = replace(found, problems=(*refused, *found.problems))
     if options.html is not None:
         write_html(Path(options.html), found, options.script, memory)
     if options.json:
@@ -112,6 +119,17 @@ def find_problems(records: Sequence[Record], merged: Merged, world: int, memory:
         origin = merged.source_of("launch.num_processes").origin
         problems.append(f"{origin} is {asked}, but --world is {world}.")
     return Findings(records=tuple(records), estimates=estimates, problems=tuple(problems))
+
+
+def fp8_refusals(merged: Merged, machine: Machine) -> tuple[str, ...]:
+    """Explain why `accel launch` would refuse FP8, if the devices of the job are known.
+
+    They are those of this machine, unless it has no GPU and the job is not to run on a CPU.
+    """
+    facts = Facts(merged=merged, machine=machine, environ={})
+    is_known = uses_cpu(merged) or (facts.is_local and machine.gpus > 0)
+    problem = why_no_fp8(merged, machine) if is_known else None
+    return () if problem is None else (problem,)
 
 
 def _memory(text: str) -> int:
@@ -183,7 +201,7 @@ def _print_findings(found: Findings, merged: Merged, options: Namespace, memory:
         files = _files_table(found)
         if files is not None:
             show("", files, *_checkpoints(found))
-        show("")
+        show("", *(_FP8.format(title) for title in sorted({one.fp8 for one in found.records} - {""})))
     for problem in found.problems:
         show(f"problem: {problem}")
     if not options.quiet and not found.problems:
@@ -279,6 +297,7 @@ def _as_json(found: Findings, merged: Merged) -> str:
         "ranks": {
             record.rank: {
                 "stopped": record.stopped,
+                **({"fp8": record.fp8} if record.fp8 else {}),
                 "collectives": [f"{event.kind} at {event.where}" for event in record.events],
                 "files": {file.name: file.nbytes for file in record.files},
                 **_memory_of(found, record),

@@ -27,7 +27,7 @@ from accel_cli.commands.check.strategy import loading
 from accel_cli.commands.check.values import is_without_values, made_up
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, filled
 from accel_ops.weights.sizes import convert_file_size_to_int
-from accel_state.fp8_backends import BY_NAME
+from accel_state.fp8_backends import BY_NAME, Fp8Device
 from accel_train.checkpoint.sharded import form_of
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def install(recorder: CollectiveRecorder, order: Order) -> None:
     _division(recorder)
     _optimizers()
     _communication(recorder, order)
-    _recipes()
+    _recipes(recorder)
     _storage(recorder)
     _data(recorder, order.batches)
 
@@ -211,12 +211,16 @@ def _array(tensor: Any) -> Any:
     return numpy.ones(tuple(tensor.shape), dtype=str(tensor.dtype).removeprefix("torch.").replace("bf", "f"))
 
 
-def _recipes() -> None:
+def _recipes(recorder: CollectiveRecorder) -> None:
     """Count TransformerEngine, which needs GPUs, as bfloat16: it stores what that stores."""
     choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
 
     def chosen(named: str | None, device: Any, **options: Any) -> Any:
-        return BY_NAME[named] if named == "TE" else choose(named, device, **options)
+        if named == "MSAMP":  # refused where it is not installed, and not because the check is on the CPU
+            device = Fp8Device(type="cuda")
+        found = BY_NAME[named] if named == "TE" else choose(named, device, **options)
+        recorder.fp8 = found.title
+        return found
 
     _set("accel_plugins.fp8.build", choose_backend=chosen)
     _set(

@@ -45,6 +45,7 @@ def main(order: Order) -> None:
         axes=chosen.axes,
         offloaded=chosen.offloaded,
         precision=chosen.precision,
+        fp8=recorder.fp8,
         buckets=recorder.buckets,
         on_rank=recorder.on_rank,
         sizes=_sizes(recorder),

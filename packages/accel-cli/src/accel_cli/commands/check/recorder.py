@@ -55,6 +55,7 @@ class CollectiveRecorder:
         meter: Tracks the memory of sharded models and everything else.
         buckets: The buckets that DeepSpeed would allocate.
         on_rank: Elements of parameters that Megatron would keep on the rank.
+        fp8: The title of the library that would multiply matrices in 8 bits.
     """
 
     events: list[Event] = field(default_factory=list[Event])
@@ -66,6 +67,7 @@ class CollectiveRecorder:
     meter: Meter | None = None
     buckets: Buckets = field(default_factory=Buckets)
     on_rank: int = 0
+    fp8: str = ""
     _outside: int = 0
     _silent: int = 0
     _held: int = 0

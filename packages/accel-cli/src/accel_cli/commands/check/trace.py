@@ -92,6 +92,7 @@ class Record:
         strategy: The name of the strategy that would train; empty if no `Accelerator` was made.
         counted_as: Its name among the estimates, if its own code has not run.
         offloaded: Whether parameters, gradients and optimizer states are on the host.
+        fp8: The title of the library that multiplies matrices in 8 bits; empty if none does.
         on_rank: Elements of parameters that Megatron keeps on the rank.
         sizes: The models, in elements; None if none was prepared.
         moments: The moments of its passes that need most memory.
@@ -106,6 +107,7 @@ class Record:
     axes: Mapping[str, int] = field(default_factory=dict[str, int])
     offloaded: bool = False
     precision: str = "no"
+    fp8: str = ""
     buckets: Buckets = field(default_factory=Buckets)
     on_rank: int = 0
     sizes: Sizes | None = None

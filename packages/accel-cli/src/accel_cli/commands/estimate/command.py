@@ -234,6 +234,8 @@ def _notes(options: Namespace) -> list[str]:
     notes = ["The driver, kernels and gaps take more: plan with nine tenths of a device."]
     if options.batch_size is None:
         notes.append("Activations are not counted; --batch_size and --sequence_length count them.")
+    if options.mixed_precision == "fp8":
+        notes.append("FP8 multiplies matrices in 8 bits and stores what bf16 stores.")
     return notes
 
 
