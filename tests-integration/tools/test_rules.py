@@ -243,7 +243,8 @@ def test_every_step_has_its_own_name() -> None:
 def pytest_step(folder: Path, code: str) -> check.Step:
     test = folder / "test_sample.py"
     test.write_text(f"from pathlib import Path\n\nCOUNT = Path({str(folder / 'runs')!r})\n{code}")
-    return check.Step(name="sample", about="a sample", command=(*check.PYTEST, str(test)))
+    command = (*check.PYTEST, str(test))
+    return check.Step(name="sample", about="a sample", command=command, once_more=check.ONCE_MORE)
 
 
 def test_a_test_that_passes_when_it_is_run_again_is_flaky_and_its_step_passes(
