@@ -69,11 +69,7 @@ class _CallableModule(Table):
 sys.modules[__name__].__class__ = _CallableModule
 """
 
-MAIN = """
-
-def main() -> int:
-    \"\"\"Run `accel {command}` with the arguments of the process, as the script of this name does.\"\"\"
-    return import_module("accel_cli.main").main(["{command}", *sys.argv[1:]])
+MAIN = """main = partial(run, "{command}")
 """
 
 RUN = """
@@ -243,10 +239,11 @@ def table_text(module: str, api: Api) -> str:
     lines = [
         f'"""{about} Written by tools/gen_exports.py."""',
         "",
-        *(["import sys"] if is_callable or is_program else []),
-        *(["from importlib import import_module"] if COMMANDS.get(module) else []),
+        *(["import sys"] if is_callable or (is_program and not is_package(module, api)) else []),
+        *(["from functools import partial"] if COMMANDS.get(module) else []),
         *(["from typing import Any"] if is_callable else []),
         *([""] if is_callable or is_program else []),
+        *(["from accel_cli.main import run"] if COMMANDS.get(module) else []),
         f"from accel_state._lazy import {'Table, ' if is_callable else ''}attach",
         "",
         *(['__version__ = "' + version() + '"', ""] if module == "accel" else []),
@@ -285,7 +282,7 @@ def program_lines(module: str, api: Api) -> list[str]:
     if command is None:
         return [RUN.removesuffix("\n").replace("    sys", "    from accel_cli.main import main\n\n    sys")]
     own = MAIN.format(command=command).removesuffix("\n")
-    return [own] if is_package(module, api) else [own, "", RUN.removesuffix("\n")]
+    return [own] if is_package(module, api) else [own, RUN.removesuffix("\n")]
 
 
 def packed(before: str, items: list[str], after: str) -> str:

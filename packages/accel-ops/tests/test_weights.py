@@ -21,10 +21,15 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from accel_ops.weights.clean import clean_state_dict_for_safetensors
-from accel_ops.weights.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel_ops.weights.names import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    SAFE_WEIGHTS_PATTERN_NAME,
+    WEIGHTS_NAME,
+)
 from accel_ops.weights.read import device_of, find_checkpoint_files, load, load_state_dict
 from accel_ops.weights.safetensors_file import SafetensorsFile
-from accel_ops.weights.shards import split_state_dict
+from accel_ops.weights.shards import filled, groups_of, numbered
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int, dtype_byte_size
 from accel_ops.weights.tensors import get_non_persistent_buffers, named_module_tensors
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
@@ -85,10 +90,16 @@ def test_an_element_takes_what_torch_says():
     ]
 
 
+def planned(tensors, limit):
+    shards = [*filled(groups_of(tensors), limit)]
+    names = [[name for group in groups for name in group] for groups, _ in shards]
+    return numbered(names, total_size=sum(size for _, size in shards), pattern=SAFE_WEIGHTS_PATTERN_NAME)
+
+
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=30), st.integers(4, 400))
 def test_shards_keep_order_fill_up_and_hold_everything_once(lengths, limit):
     tensors = {f"t{i}": torch.empty(n) for i, n in enumerate(lengths)}
-    plan = split_state_dict(tensors, max_shard_size=limit)
+    plan = planned(tensors, limit)
     assert [name for names in plan.files.values() for name in names] == list(tensors)
     sizes = [[4 * len(tensors[name]) for name in names] for names in plan.files.values()]
     assert all(sum(shard) <= limit or len(shard) == 1 for shard in sizes)
@@ -101,7 +112,7 @@ def test_shards_keep_order_fill_up_and_hold_everything_once(lengths, limit):
 def test_tensors_of_one_storage_stay_in_one_shard_and_count_once():
     base = torch.zeros(10)
     tensors = {"a": base, "b": torch.zeros(10), "c": base, "d": base[:5]}
-    plan = split_state_dict(tensors, max_shard_size=40)
+    plan = planned(tensors, 40)
     assert plan.files == {
         "model-00001-of-00002.safetensors": ("a", "c", "d"),
         "model-00002-of-00002.safetensors": ("b",),

@@ -49,7 +49,9 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_strategy_of_an_installed_distribution_is_asked_first():
-    specs = registry.available([entry("other", "my_package:OTHER"), entry("mine", "my_package:MINE")])
+    specs = registry.STRATEGIES.available(
+        [entry("other", "my_package:OTHER"), entry("mine", "my_package:MINE")]
+    )
     assert [*specs] == ["mine", "other", *registry.BUILT_IN]
     assert specs["mine"] is MINE
     topology = SimpleNamespace(world_size=2)
@@ -59,17 +61,17 @@ def test_a_strategy_of_an_installed_distribution_is_asked_first():
 
 
 def test_two_distributions_cannot_take_one_name():
-    registry.available([entry("mine", "my_package:MINE"), entry("mine", "my_package:MINE")])
+    registry.STRATEGIES.available([entry("mine", "my_package:MINE"), entry("mine", "my_package:MINE")])
     with pytest.raises(SettingsError, match=r"'ddp' = 'other:SPEC'.*takes a name"):
-        registry.available([entry("ddp", "other:SPEC")])
+        registry.STRATEGIES.available([entry("ddp", "other:SPEC")])
     with pytest.raises(SettingsError, match=r"'mine' = 'other:SPEC'.*takes a name"):
-        registry.available([entry("mine", "my_package:MINE"), entry("mine", "other:SPEC")])
+        registry.STRATEGIES.available([entry("mine", "my_package:MINE"), entry("mine", "other:SPEC")])
 
 
 @pytest.mark.parametrize("value", ["json:dumps", "my_package:OTHER"])
 def test_an_entry_point_that_is_no_strategy_of_its_name_is_refused(value: str):
     with pytest.raises(SettingsError, match=r"'mine' = .* must be a StrategySpec of the name 'mine'"):
-        registry.available([entry("mine", value)])
+        registry.STRATEGIES.available([entry("mine", value)])
 
 
 def test_an_unknown_strategy_is_refused_with_the_nearest_name():
@@ -84,7 +86,7 @@ def test_the_factory_of_an_entry_point_is_there(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tables, "entry_points", lambda group: points)
     assert cast("Any", registry.load("mine")) is json.dumps
     assert cast("Any", registry.load("other")) is json.loads
-    assert registry.find("mine").shards_gradients
+    assert registry.STRATEGIES.find("mine").shards_gradients
 
 
 @pytest.mark.parametrize(("world_size", "name"), [(1, "single"), (2, "ddp"), (8, "ddp")])
@@ -145,7 +147,7 @@ def test_a_feature_that_is_not_offered_is_refused_by_name():
 
 def choose_with(strategy: str | None, world_size: int = 2, **sections: Any) -> str:
     settings = Settings(training=TrainingSettings(strategy=strategy), **sections)
-    specs = registry.available([entry("mine", "my_package:OTHER_MINE")])
+    specs = registry.STRATEGIES.available([entry("mine", "my_package:OTHER_MINE")])
     return choose(settings, cast("Any", SimpleNamespace(world_size=world_size)), CPU, specs)
 
 
@@ -181,7 +183,7 @@ def test_a_strategy_cannot_be_selected_for_more_processes_than_it_trains():
 
 def test_an_entry_point_that_cannot_be_imported_is_named():
     with pytest.raises(SettingsError, match=r"'mine' = 'no_such_package:SPEC'.*cannot be imported"):
-        registry.available([entry("mine", "no_such_package:SPEC")])
+        registry.STRATEGIES.available([entry("mine", "no_such_package:SPEC")])
 
 
 def test_names_are_listed_without_importing_anything():

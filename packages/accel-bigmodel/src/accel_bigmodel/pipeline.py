@@ -79,7 +79,7 @@ def prepare_pippy(
     if stages == 1:
         return model
     size = math.ceil(rows / chunks)
-    args, kwargs = _first_rows((example_args, kwargs), size)
+    args, kwargs = _padded(_rows((example_args, kwargs), slice(0, size)), size)
     structure = _structure_of_output(model, args, kwargs)
     schedule = build_pipeline(model, split_points, args, kwargs, chunks)
 
@@ -191,10 +191,6 @@ def _from_last(output: Any, state: PartialState) -> Any:
 
 def _rows(data: Any, part: slice) -> Any:
     return recursively_apply(lambda tensor: tensor[part] if tensor.ndim else tensor, data)
-
-
-def _first_rows(data: Any, size: int) -> Any:
-    return _padded(_rows(data, slice(0, size)), size)
 
 
 def _padded(data: Any, wanted: int) -> Any:

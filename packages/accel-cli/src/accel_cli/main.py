@@ -140,12 +140,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _run(name: str) -> int:
+def run(name: str) -> int:
+    """Run a subcommand with the arguments of this process."""
     return main([name, *sys.argv[1:]])
 
 
 config, estimate_memory, launch, merge_weights = (
-    partial(_run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
+    partial(run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
 )
 """What the programs `accel-config`, `accel-estimate-memory` and so on run."""
 

@@ -29,7 +29,7 @@ def choose(
         settings: What was asked for; `settings.training.strategy` selects.
         topology: Rank and world size.
         device: Device of this process.
-        specs: The strategies to choose from, in order; as of `accel_plugins.registry.available`.
+        specs: The strategies to choose from, in order; as of `accel_plugins.registry.STRATEGIES.available`.
 
     Returns:
         A key of `specs`; the same on every rank.

@@ -8,8 +8,7 @@ from accel_plugins.strategy import StrategySpec
 from accel_state.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-    from importlib.metadata import EntryPoint
+    from collections.abc import Mapping
 
     import torch
 
@@ -105,30 +104,6 @@ STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy
 """All strategies, those of installed distributions included."""
 
 
-def available(installed: Iterable[EntryPoint] | None = None) -> dict[str, StrategySpec]:
-    """Return all strategies in the order of choice: those of installed distributions, then ours.
-
-    Raises:
-        SettingsError: Two distributions claim one name, or one of ours; or what an entry point names is no
-            `StrategySpec`.
-
-    Example:
-        >>> available([])["ddp"].build
-        'accel_plugins.strategies.ddp:build'
-    """
-    return STRATEGIES.available(installed)
-
-
-def find(name: str, *, source: str | None = None) -> StrategySpec:
-    """Return what is known of a strategy.
-
-    Example:
-        >>> find("fsdp2").shards_gradients
-        True
-    """
-    return STRATEGIES.find(name, source=source)
-
-
 def load(strategy: str | StrategySpec) -> StrategyFactory:
     """Import the factory of a strategy.
 
@@ -139,5 +114,5 @@ def load(strategy: str | StrategySpec) -> StrategyFactory:
         >>> load("single").__name__
         'build'
     """
-    spec = find(strategy) if isinstance(strategy, str) else strategy
+    spec = STRATEGIES.find(strategy) if isinstance(strategy, str) else strategy
     return STRATEGIES.resolve(spec.name, spec.build)

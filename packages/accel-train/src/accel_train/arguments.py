@@ -16,7 +16,7 @@ from accel_plugins.kwargs.profile import ProfileKwargs
 from accel_plugins.kwargs.project import ProjectConfiguration
 from accel_plugins.plugin_specs import ENGINES
 from accel_plugins.recipe import RECIPES
-from accel_plugins.registry import find
+from accel_plugins.registry import STRATEGIES
 from accel_plugins.strategy import StrategySpec
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError
@@ -113,12 +113,12 @@ def selected_strategy(strategy: str | StrategySpec | None, settings: Settings) -
     if strategy is not None:
         if not isinstance(strategy, str):
             raise SettingsError(f"Accelerator(strategy={strategy!r}): expected a name or a StrategySpec.")
-        return find(strategy, source=f"Accelerator(strategy={strategy!r})")
+        return STRATEGIES.find(strategy, source=f"Accelerator(strategy={strategy!r})")
     known: StrategySpec | None = AcceleratorState._shared_state.get("strategy")  # pyright: ignore[reportPrivateUsage] - asks without making one
     name = settings.training.strategy
     if known is not None or name is None:
         return known
-    return find(name, source=f"environment variable ACCELERATE_STRATEGY={name!r}")
+    return STRATEGIES.find(name, source=f"environment variable ACCELERATE_STRATEGY={name!r}")
 
 
 def accumulation_plugin(

@@ -14,7 +14,7 @@ from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.plugin_specs import as_handlers, described, find_plugins
 from accel_plugins.precision import build_precision
 from accel_plugins.recipe import build_recipe
-from accel_plugins.registry import available, load
+from accel_plugins.registry import STRATEGIES, load
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.gradient_state import GradientState
@@ -244,7 +244,7 @@ def _strategy(
     handlers: Mapping[type, Any],
 ) -> tuple[Strategy, PrecisionPolicy]:
     """Choose the strategy, and build it with its precision policy."""
-    specs = available()
+    specs = STRATEGIES.available()
     name = None if selected is None else selected.name
     settings = replace(settings, training=replace(settings.training, strategy=name))
     if selected is not None:

@@ -48,7 +48,7 @@ def get_max_memory(max_memory: Mapping[int | str, float | str] | None = None) ->
         {0: 2147483648, 'cpu': 1000000000}
     """
     if max_memory is None:
-        found: MemoryMap = {index: _free(index) for index in range(_accelerator_count())}
+        found: MemoryMap = {index: _free(index) for index in range(torch.accelerator.device_count())}
         return {**found, "cpu": available_host_memory()}
     sizes = {_device_key(key): convert_file_size_to_int(size) for key, size in max_memory.items()}
     negative = [key for key, size in sizes.items() if size < 0]
@@ -157,10 +157,6 @@ def _device_key(key: int | str) -> int | str:
                 f"max_memory names {key!r}, which is no device: write 0, 'cpu' or 'disk'"
             ) from error
     return key
-
-
-def _accelerator_count() -> int:
-    return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def _free(index: int) -> int:

@@ -33,9 +33,9 @@ def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
                 flat[name] = target
             return
         prefix = f"{name}." if name else ""
-        for leaf in (*parameter_table(module), *buffer_table(module)):
+        for leaf, tensor in (*parameter_table(module).items(), *buffer_table(module).items()):
             device = device_map.get(prefix + leaf, target)
-            if device is not None and _has(module, leaf):
+            if device is not None and tensor is not None:
                 flat[prefix + leaf] = device
         for leaf, child in child_table(module).items():
             if child is not None:
@@ -48,7 +48,3 @@ def flatten_map(model: nn.Module, device_map: Mapping[str, T]) -> dict[str, T]:
 def _parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))]
-
-
-def _has(module: nn.Module, leaf: str) -> bool:
-    return parameter_table(module).get(leaf) is not None or buffer_table(module).get(leaf) is not None

@@ -7,8 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accel_ops.weights.names import SAFE_WEIGHTS_PATTERN_NAME, shard_suffix
-from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_ops.weights.names import shard_suffix
 from accel_ops.weights.tensors import id_tensor_storage
 
 if TYPE_CHECKING:
@@ -43,37 +42,6 @@ class ShardPlan:
         if len(self.files) < 2:
             return None
         return {"metadata": {"total_size": self.total_size}, "weight_map": self.weight_map}
-
-
-def split_state_dict(
-    state_dict: Mapping[str, Tensor],
-    *,
-    max_shard_size: int | str = DEFAULT_SHARD_SIZE,
-    pattern: str = SAFE_WEIGHTS_PATTERN_NAME,
-) -> ShardPlan:
-    """Plan shards in the order of the state dict, each filled as far as it goes.
-
-    Tensors that share memory go to the same shard and count once. A tensor larger than the bound has a shard
-    of its own.
-
-    Args:
-        state_dict: Name to tensor, on any device, the meta device too.
-        max_shard_size: Bytes per file, or text like `"5GB"`.
-        pattern: The file name, with `{suffix}`.
-
-    Example:
-        >>> import torch
-        >>> tensors = {"a": torch.zeros(4), "b": torch.zeros(4), "c": torch.zeros(4)}
-        >>> split_state_dict(tensors, max_shard_size=32).files
-        {'model-00001-of-00002.safetensors': ('a', 'b'), 'model-00002-of-00002.safetensors': ('c',)}
-    """
-    limit = convert_file_size_to_int(max_shard_size)
-    shards = [*filled(groups_of(state_dict), limit)]
-    return numbered(
-        [[name for names in groups for name in names] for groups, _ in shards],
-        total_size=sum(size for _, size in shards),
-        pattern=pattern,
-    )
 
 
 def groups_of(state_dict: Mapping[str, Tensor]) -> Iterator[tuple[dict[str, Tensor], int]]:

@@ -11,7 +11,7 @@ from accel_ops.weights.safetensors_header import DTYPE_NAMES, make_header
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
 _ALIGNMENT = 8
 
@@ -24,18 +24,12 @@ class ByteSink(Protocol):
         ...
 
 
-def write_safetensors(
-    tensors: Mapping[str, Tensor],
-    sink: ByteSink,
-    *,
-    to_host: Callable[[Tensor], Tensor] = Tensor.cpu,
-) -> None:
+def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
     """Write tensors as one safetensors file.
 
     Args:
         tensors: Name to tensor, no two of which share memory; see `clean_state_dict_for_safetensors`.
         sink: Gets the bytes in order, large tensors in one piece.
-        to_host: Called for one tensor after the other; returns its contents on the CPU.
 
     Raises:
         CheckpointError: A value is no dense tensor, or of a type that the format does not have.
@@ -53,7 +47,7 @@ def write_safetensors(
     sink.write(make_header(rows, _ALIGNMENT)[0])
     for _, tensor in ordered:
         if tensor.numel():
-            sink.write(as_bytes(to_host(tensor.detach())))
+            sink.write(as_bytes(tensor.detach().cpu()))
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     from accel_plugins.roles import StateDict
 
 
-def always_full() -> StateForm:
-    """Return the form of strategies whose ranks hold replicas."""
-    return StateForm.FULL
-
-
 def allocator_like(parameters: Mapping[str, Tensor]) -> StateAllocator:
     """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
 
@@ -50,7 +45,7 @@ class TensorShards:
         ['weight', 'bias']
     """
 
-    form_now: Callable[[], StateForm] = always_full
+    form_now: Callable[[], StateForm] = lambda: StateForm.FULL
     allocator_like: Callable[[Mapping[str, Tensor]], StateAllocator] = allocator_like
 
     def form(self) -> StateForm:

@@ -48,17 +48,14 @@ def expect_flags(owner: object, *names: str, optional: bool = False) -> None:
         SettingsError: A field is neither `True`, `False`, 1 nor 0.
     """
     wanted = "True, False or None" if optional else "True or False"
+    flags = (True, False, None) if optional else (True, False)
     for name in names:
-        expect(owner, name, wanted, lambda value: (optional and value is None) or _is_flag(value))
+        expect(owner, name, wanted, lambda value: isinstance(value, int | None) and value in flags)
 
 
 def is_count(value: object, *, least: int) -> bool:
     """Return whether a value is an integer of at least `least` (bools excluded)."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-def _is_flag(value: object) -> bool:
-    return isinstance(value, int) and value in {0, 1}
 
 
 def _copy(value: Any) -> Any:

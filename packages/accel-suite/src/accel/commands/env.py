@@ -1,17 +1,13 @@
 """Names under the path by which users of Accelerate import them. Written by tools/gen_exports.py."""
 
 import sys
-from importlib import import_module
+from functools import partial
 
+from accel_cli.main import run
 from accel_state._lazy import attach
 
 attach(__name__)
-
-
-def main() -> int:
-    """Run `accel env` with the arguments of the process, as the script of this name does."""
-    return import_module("accel_cli.main").main(["env", *sys.argv[1:]])
-
+main = partial(run, "env")
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -51,7 +51,7 @@ class BatchSpec:
     @classmethod
     def of(cls, batch: Any) -> BatchSpec:
         """The template of a batch."""
-        return cls(recursively_apply(_dig, batch, test_type=_is_leaf))
+        return cls(recursively_apply(_dig, batch, test_type=lambda data: not is_dataclass_instance(data)))
 
     def take(self, batch: Any) -> list[Any] | None:
         """Return the leaves of a batch in order, or None if it does not fit."""
@@ -65,10 +65,6 @@ class BatchSpec:
 
 def _dig(leaf: Any) -> TensorSpec:
     return TensorSpec(leaf.dtype, leaf.dim()) if is_plain(leaf) else TensorSpec()
-
-
-def _is_leaf(data: Any) -> bool:
-    return not is_dataclass_instance(data)
 
 
 def _compile(layout: Any, tensor_specs: list[TensorSpec]) -> tuple[Take, Build]:
