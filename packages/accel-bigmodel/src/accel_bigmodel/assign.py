@@ -6,6 +6,7 @@ import logging
 import math
 import tempfile
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -237,13 +238,12 @@ def _put(model: nn.Module, step: Step, value: Tensor, assignment: Assignment) ->
 
 def _sharded(value: Tensor, like: Any, assignment: Assignment) -> Tensor:
     """Make this rank's shard of a `DTensor`, from the full tensor or from the shard itself."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
-
+    tensors = import_module("torch.distributed.tensor")  # slow; only distributed parameters need it
     device = like.device_mesh.device_type
     if assignment.shards:
-        return DTensor.from_local(value.to(device), like.device_mesh, like.placements)
+        return tensors.DTensor.from_local(value.to(device), like.device_mesh, like.placements)
     # Every rank has the full tensor: no communication.
-    return distribute_tensor(value.to(device), like.device_mesh, like.placements, src_data_rank=None)
+    return tensors.distribute_tensor(value.to(device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _to_disk(source: Source, step: Step, assignment: Assignment, index: Index) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -134,19 +135,18 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix:
         return path
     try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+        hub, errors = import_module("huggingface_hub"), import_module("huggingface_hub.errors")
     except ImportError as error:
         raise MissingDependencyError(
             f"no checkpoint at {name!r}; if it is a model on the hub, install accel-bigmodel[hub]"
         ) from error
     try:
-        return _with_weights(snapshot_download(name, local_files_only=True, allow_patterns=["*"]))
-    except (LocalEntryNotFoundError, FileNotFoundError, HFValidationError):
+        return _with_weights(hub.snapshot_download(name, local_files_only=True, allow_patterns=["*"]))
+    except (errors.LocalEntryNotFoundError, FileNotFoundError, errors.HFValidationError):
         pass
     try:
         for patterns in _PATTERNS:
-            folder = Path(snapshot_download(name, allow_patterns=list(patterns)))
+            folder = Path(hub.snapshot_download(name, allow_patterns=list(patterns)))
             if any(folder.glob(patterns[2])):
                 return folder
     except (OSError, ValueError) as error:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import TYPE_CHECKING, Any, cast
 
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -86,12 +86,6 @@ def find_plugins(
     Returns:
         Plugins by argument, or by argument and name if there may be `several`; in the order of `ENGINES`.
     """
-    for name in requested.keys() - {engine.argument for engine in ENGINES}:
-        if requested[name] is not None:
-            raise UnsupportedError(
-                f"Accelerator({name}={requested[name]!r}): this version of accel has no use for {name}; "
-                "leave it out."
-            )
     found: dict[str, Any] = {}
     for engine in ENGINES:
         value = requested.get(engine.argument)

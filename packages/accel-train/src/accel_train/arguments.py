@@ -81,6 +81,25 @@ class Arguments:
     dynamo_plugin: TorchDynamoPlugin | None = None
     plugins: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
+    @classmethod
+    def of(cls, **arguments: Any) -> Arguments:
+        """Sort the arguments of `Accelerator`: plugins by name, the two of DeepSpeed as one.
+
+        Example:
+            >>> Arguments.of(cpu=True, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3}).plugins
+            {'deepspeed_plugin': {'zero3': 3}}
+        """
+        several = arguments.pop("deepspeed_plugins", None)
+        if several is not None:
+            if arguments.get("deepspeed_plugin") is not None:
+                raise SettingsError(
+                    f"Accelerator(deepspeed_plugin={arguments['deepspeed_plugin']!r}, "
+                    f"deepspeed_plugins={several!r}): give one of the two."
+                )
+            arguments["deepspeed_plugin"] = several
+        names = [engine.argument for engine in ENGINES if engine.argument in arguments]
+        return cls(plugins={name: arguments.pop(name) for name in names}, **arguments)
+
 
 def sort_handlers(handlers: Iterable[KwargsHandler]) -> dict[type, Any]:
     """Index kwargs handlers by type.
@@ -209,25 +228,6 @@ def scheduler_clock(arguments: Arguments) -> StepPer | None:
 
 # What `AcceleratorState` calls otherwise.
 _STATE_NAMES = {"deepspeed_plugin": "deepspeed_plugins"}
-
-
-def sort_plugins(**plugins: Any) -> dict[str, Any]:
-    """Return the plugin arguments of `Accelerator` by name; the two of DeepSpeed as one.
-
-    Example:
-        >>> sort_plugins(fsdp_plugin=None, deepspeed_plugin=None, deepspeed_plugins={"zero3": 3})
-        {'fsdp_plugin': None, 'deepspeed_plugin': {'zero3': 3}}
-    """
-    several = plugins.pop("deepspeed_plugins")
-    if several is not None:
-        if plugins["deepspeed_plugin"] is not None:
-            raise SettingsError(
-                f"Accelerator(deepspeed_plugin={plugins['deepspeed_plugin']!r}, "
-                f"deepspeed_plugins={several!r}): "
-                "give one of the two."
-            )
-        plugins["deepspeed_plugin"] = several
-    return plugins
 
 
 def known_plugins() -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,9 +32,7 @@ _BLOCK, _NESTED_BLOCK = 64, 256
 def bitsandbytes() -> Any:
     """Import the library."""
     require("bnb", "quantised weights", install="accel-quant[bnb]")
-    import bitsandbytes as bnb
-
-    return bnb
+    return import_module("bitsandbytes")
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:

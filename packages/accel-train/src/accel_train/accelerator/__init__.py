@@ -12,7 +12,7 @@ from accel_train.accelerator.process import ProcessFacet
 from accel_train.accelerator.state_io import StateIoFacet
 from accel_train.accelerator.stepping import SteppingFacet
 from accel_train.accelerator.tracking import TrackingFacet
-from accel_train.arguments import UNSET, Arguments, sort_plugins
+from accel_train.arguments import UNSET, Arguments
 from accel_train.parts import build_parts
 
 if TYPE_CHECKING:
@@ -134,34 +134,5 @@ class Accelerator(
         strategy: str | StrategySpec | None = None,
         log_system_metrics: bool = False,
     ) -> None:
-        plugins = sort_plugins(
-            deepspeed_plugin=deepspeed_plugin,
-            fsdp_plugin=fsdp_plugin,
-            torch_tp_plugin=torch_tp_plugin,
-            megatron_lm_plugin=megatron_lm_plugin,
-            deepspeed_plugins=deepspeed_plugins,
-            parallelism_config=parallelism_config,
-        )
-        arguments = Arguments(
-            device_placement=device_placement,
-            split_batches=split_batches,
-            mixed_precision=mixed_precision,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            cpu=cpu,
-            dataloader_config=dataloader_config,
-            rng_types=rng_types,
-            log_with=log_with,
-            on_tracker_error=on_tracker_error,
-            log_system_metrics=log_system_metrics,
-            project_dir=project_dir,
-            project_config=project_config,
-            gradient_accumulation_plugin=gradient_accumulation_plugin,
-            step_scheduler_with_optimizer=step_scheduler_with_optimizer,
-            kwargs_handlers=kwargs_handlers,
-            dynamo_backend=dynamo_backend,
-            dynamo_plugin=dynamo_plugin,
-            step_scheduler_per=step_scheduler_per,
-            strategy=strategy,
-            plugins=plugins,
-        )
-        self._parts = build_parts(arguments)
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        self._parts = build_parts(Arguments.of(**arguments))
