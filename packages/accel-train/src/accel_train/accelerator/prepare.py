@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, TypeVarTuple, overload
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.memory import release_memory
@@ -26,10 +26,8 @@ if TYPE_CHECKING:
 
 A = TypeVar("A")
 B = TypeVar("B")
-C = TypeVar("C")
-D = TypeVar("D")
-E = TypeVar("E")
 M = TypeVar("M", bound="nn.Module")
+More = TypeVarTuple("More")
 Placement: TypeAlias = "Sequence[bool | None] | None"
 
 
@@ -121,22 +119,14 @@ class PrepareFacet(Facet):
     @overload
     def prepare(self, first: A, /, *, device_placement: Placement = ...) -> A: ...
     @overload
-    def prepare(self, first: A, second: B, /, *, device_placement: Placement = ...) -> tuple[A, B]: ...
-    @overload
     def prepare(
-        self, first: A, second: B, third: C, /, *, device_placement: Placement = ...
-    ) -> tuple[A, B, C]: ...
-    @overload
-    def prepare(
-        self, first: A, second: B, third: C, fourth: D, /, *, device_placement: Placement = ...
-    ) -> tuple[A, B, C, D]: ...
-    @overload
-    def prepare(
-        self, first: A, second: B, third: C, fourth: D, fifth: E, /, *, device_placement: Placement = ...
-    ) -> tuple[A, B, C, D, E]: ...
+        self, first: A, second: B, /, *more: *More, device_placement: Placement = ...
+    ) -> tuple[A, B, *More]: ...
     @overload
     def prepare(self, *args: Any, device_placement: Placement = ...) -> Any: ...
-    def prepare(self, *args: Any, device_placement: Sequence[bool | None] | None = None) -> Any:
+    def prepare(  # pyright: ignore[reportInconsistentOverload] - any number of arguments, as `More`
+        self, *args: Any, device_placement: Sequence[bool | None] | None = None
+    ) -> Any:
         """Prepare objects for this run: move and wrap models, shard what the strategy shards.
 
         Args:
