@@ -10,13 +10,13 @@ from accel_state.devices.probes import is_bf16_available
 from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
 from accel_state.partial_state import PartialState
+from accel_state.rank_methods import RankMethods
 from accel_state.settings.environ import from_environ
 from accel_state.settings.model import BASE_PRECISIONS, Precision
 from accel_state.settings.parsing import precision
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from contextlib import AbstractContextManager
 
     import torch
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _ENGINE_LABELS = {"deepspeed_plugins": "deepspeed", "megatron_lm_plugin": "megatron", "fsdp_plugin": "fsdp"}
 
 
-class AcceleratorState:
+class AcceleratorState(RankMethods):
     """State that all `Accelerator`s share: topology, device, precision and plugins.
 
     It has all attributes of `PartialState`.
@@ -146,6 +146,10 @@ class AcceleratorState:
             PartialState._reset_state()  # pyright: ignore[reportPrivateUsage] - the documented way
 
     @property
+    def _process(self) -> PartialState:
+        return PartialState()
+
+    @property
     def initialized(self) -> bool:
         """Whether the precision is decided."""
         return bool(self._shared_state)
@@ -171,26 +175,6 @@ class AcceleratorState:
     def is_fsdp2(self) -> bool:
         """Whether models are sharded by FSDP2."""
         return self.fsdp_plugin is not None and self.fsdp_plugin.fsdp_version == 2
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return PartialState().use_distributed
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first of all processes."""
-        return PartialState().is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its node."""
-        return PartialState().is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
-        return PartialState().is_last_process
 
     def get_deepspeed_plugin(self, name: str) -> Any:
         """Return the DeepSpeed plugin of a name.
@@ -223,28 +207,6 @@ class AcceleratorState:
             names = ", ".join(map(repr, plugins)) or "none"
             raise SettingsError(f"There is no DeepSpeed plugin {name!r}; those of this run: {names}.")
         return plugins
-
-    def wait_for_everyone(self) -> None:
-        """Wait for all ranks (a barrier)."""
-        PartialState().wait_for_everyone()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the main process first, then on the others."""
-        return PartialState().main_process_first()
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the first process of each node first, then on the others."""
-        return PartialState().local_main_process_first()
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Yield this rank's shard of some data; see `PartialState.split_between_processes`."""
-        return PartialState().split_between_processes(inputs, apply_padding=apply_padding)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per node."""
-        PartialState().print(*args, **kwargs)
 
     def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         """Destroy a process group; see `PartialState.destroy_process_group`."""

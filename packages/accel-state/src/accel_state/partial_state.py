@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import builtins
-import functools
 import logging
-from contextlib import nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_state import environ, runtime
 from accel_state.available import require
@@ -16,13 +13,11 @@ from accel_state.devices.kinds import available_kind
 from accel_state.devices.select import default_device, set_current_device
 from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
-from accel_state.process import goes_first, only_if, shard_inputs
+from accel_state.rank_methods import RankMethods
 from accel_state.settings.environ import from_environ
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-    from contextlib import AbstractContextManager
-    from typing import ParamSpec
+    from collections.abc import Mapping
 
     import torch
 
@@ -30,13 +25,10 @@ if TYPE_CHECKING:
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
-    P = ParamSpec("P")
-    R = TypeVar("R")
-
 logger = logging.getLogger(__name__)
 
 
-class PartialState:
+class PartialState(RankMethods):
     """Rank, world size and device of this process, with collectives. All instances share state.
 
     The first one joins the process group, if a launcher started several processes; a group that exists
@@ -161,24 +153,8 @@ class PartialState:
         return bool(self._shared_state)
 
     @property
-    def use_distributed(self) -> bool:
-        """Whether there are several processes."""
-        return self.num_processes > 1
-
-    @property
-    def is_main_process(self) -> bool:
-        """Whether this is the first of all processes."""
-        return self.process_index == 0
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its node."""
-        return self.local_process_index == 0
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last of all processes."""
-        return self.process_index == self.num_processes - 1
+    def _process(self) -> PartialState:
+        return self
 
     @property
     def default_device(self) -> torch.device:
@@ -190,136 +166,6 @@ class PartialState:
         """Make `device` the current one of its family."""
         set_current_device(self.device)
 
-    def wait_for_everyone(self) -> None:
-        """Wait for all ranks (a barrier).
-
-        Raises:
-            DistributedOperationException: In debug mode, another rank calls another collective.
-
-        Example:
-            >>> PartialState(cpu=True).wait_for_everyone()
-        """
-        self.runtime.barrier()
-
-    def main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the main process first, then on the others.
-
-        Example:
-            >>> with PartialState(cpu=True).main_process_first():
-            ...     _ = "download on one process, find it in the cache on the others"
-        """
-        return goes_first(self.is_main_process, self.wait_for_everyone)
-
-    def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Run a block on the first process of each node first, then on the others."""
-        return goes_first(self.is_local_main_process, self.wait_for_everyone)
-
-    @overload
-    def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
-    @overload
-    def on_main_process(self, function: None = None) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
-    def on_main_process(self, function: Any = None) -> Any:
-        """Decorate a function so that only the main process runs it; the others get `None`.
-
-        Example:
-            >>> @PartialState(cpu=True).on_main_process
-            ... def answer():
-            ...     return 42
-            >>> answer()
-            42
-        """
-        run = functools.partial(only_if, self.is_main_process)
-        return run if function is None else run(function)
-
-    @overload
-    def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]: ...
-    @overload
-    def on_local_main_process(
-        self, function: None = None
-    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
-    def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorate a function so that only the first process of each node runs it."""
-        run = functools.partial(only_if, self.is_local_main_process)
-        return run if function is None else run(function)
-
-    def on_last_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function so that only the last process runs it."""
-        return only_if(self.is_last_process, function)
-
-    @overload
-    def on_process(
-        self, function: Callable[P, R], process_index: int | None = None
-    ) -> Callable[P, R | None]: ...
-    @overload
-    def on_process(
-        self, function: None = None, process_index: int | None = None
-    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
-    def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorate a function so that only one process runs it.
-
-        Args:
-            function: The function; leave it out to decorate with arguments.
-            process_index: The rank. With one process, every rank is this one.
-
-        Raises:
-            ValueError: `process_index` is missing.
-
-        Example:
-            >>> @PartialState(cpu=True).on_process(process_index=0)
-            ... def answer():
-            ...     return 42
-            >>> answer()
-            42
-        """
-        return self._on(function, "process_index", self.process_index, process_index)
-
-    @overload
-    def on_local_process(
-        self, function: Callable[P, R], local_process_index: int | None = None
-    ) -> Callable[P, R | None]: ...
-    @overload
-    def on_local_process(
-        self, function: None = None, local_process_index: int | None = None
-    ) -> Callable[[Callable[P, R]], Callable[P, R | None]]: ...
-    def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function so that only one process of each node runs it.
-
-        Args:
-            function: The function; leave it out to decorate with arguments.
-            local_process_index: The local rank. With one process, every local rank is this one.
-
-        Raises:
-            ValueError: `local_process_index` is missing.
-        """
-        return self._on(function, "local_process_index", self.local_process_index, local_process_index)
-
-    def split_between_processes(
-        self, inputs: Any, apply_padding: bool = False
-    ) -> AbstractContextManager[Any]:
-        """Yield this rank's shard of some data.
-
-        Args:
-            inputs: A list, tuple, tensor, numpy array or `datasets.Dataset`, or a dict of such, equally long.
-            apply_padding: Repeat the last item of `inputs` so that all shards are equally long, as a
-                following `gather` of tensors may need.
-
-        Raises:
-            ValueError: The values of a dict are not equally long.
-            TypeError: `inputs` has another type.
-
-        Example:
-            >>> with PartialState(cpu=True).split_between_processes(["a", "b"]) as shard:
-            ...     shard
-            ['a', 'b']
-        """
-        shard = shard_inputs(inputs, self.num_processes, self.process_index, apply_padding=apply_padding)
-        return nullcontext(shard)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print once per node, as the built-in `print` does."""
-        if self.is_local_main_process:
-            builtins.print(*args, **kwargs)  # noqa: T201 - it is what was asked for
-
     def destroy_process_group(self, group: torch.distributed.ProcessGroup | None = None) -> None:
         """Destroy a process group.
 
@@ -330,12 +176,6 @@ class PartialState:
         if self.fork_launched and group is None:
             return
         runtime.destroy_process_group(group)
-
-    def _on(self, function: Any, name: str, mine: int, wanted: int | None) -> Any:
-        if wanted is None:
-            raise ValueError(f"Say which process shall run the function: {name}=0, for example.")
-        run = functools.partial(only_if, mine == wanted or not self.use_distributed)
-        return run if function is None else run(function)
 
     def _agree(self, cpu: bool, options: dict[str, Any]) -> None:
         """Check that a later construction asks for what was initialised."""
