@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.commands.arguments.parser import Parser, number
+from accel_cli.commands.arguments.parser import Parser, count
 from accel_cli.main import COMMANDS
 from accel_state.errors import SettingsError
 
@@ -17,7 +17,7 @@ from accel_state.errors import SettingsError
 def parser():
     made = Parser("greet", "Greet.")
     made.add_argument("--first_name")
-    made.add_argument("--how_often", type=number(1))
+    made.add_argument("--how_often", type=count)
     made.add_argument("--in_haste", action="store_true")
     return made
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    import torch
     from torch import Tensor
 
 
@@ -49,6 +50,14 @@ def local_parts(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [
         one._local_tensor if module is not None and isinstance(one, module.DTensor) else one for one in each
     ]
+
+
+def by_device(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return this rank's shards of tensors, those of each device together, for operations on many at once."""
+    groups: dict[torch.device, list[Tensor]] = {}
+    for part in local_parts(tensors):
+        groups.setdefault(part.device, []).append(part)
+    return [*groups.values()]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from accel_ops.dtensors import local_part
+from accel_ops.dtensors import by_device
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -156,21 +156,14 @@ class ItemWindow:
                 "backward(num_items=…) divides the gradients of prepared models and optimizers, and nothing "
                 "was prepared; pass them through accelerator.prepare() first."
             )
-        return [local_part(one.grad) for one in known.values() if one.grad is not None]
+        return [one.grad for one in known.values() if one.grad is not None]
 
 
 def _divide(gradients: list[torch.Tensor], divisor: torch.Tensor) -> None:
-    for device, group in _by_device(gradients).items():
-        torch._foreach_div_(group, divisor.to(device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+    for group in by_device(gradients):
+        torch._foreach_div_(group, divisor.to(group[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
 
 
 def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    for device, group in _by_device(gradients).items():
-        torch._foreach_mul_(group, factor.to(device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
-
-
-def _by_device(gradients: list[torch.Tensor]) -> dict[torch.device, list[torch.Tensor]]:
-    groups: dict[torch.device, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault(gradient.device, []).append(gradient)
-    return groups
+    for group in by_device(gradients):
+        torch._foreach_mul_(group, factor.to(group[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import get_total_norm
 
-from accel_ops.dtensors import local_parts
+from accel_ops.dtensors import by_device, local_parts
 from accel_ops.modules import without_compiler
 from accel_plugins.sharding.optimizers import one_mesh_per_group
 from accel_plugins.strategies.torch_step import TorchStepper
@@ -53,13 +53,13 @@ def _clip_norm(parameters: Tensor | list[Tensor], max_norm: float, norm_type: fl
     with hang_monitor.collective_scope("clip_grad_norm_"):
         norm = norm_of(gradients, float(norm_type))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parts in _by_device(gradients).values():
+    for parts in by_device(gradients):
         torch._foreach_mul_(parts, factor.to(parts[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
     return norm
 
 
 def _clip_value(parameters: Tensor | list[Tensor], clip_value: float) -> None:
-    for parts in _by_device(_gradients(parameters)).values():
+    for parts in by_device(_gradients(parameters)):
         torch._foreach_clamp_min_(parts, -clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
         torch._foreach_clamp_max_(parts, clip_value)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 
@@ -123,13 +123,6 @@ def _power_along(axes: tuple[Any, ...], parts: Sequence[Tensor], norm_type: floa
 def _gradients(parameters: Tensor | list[Tensor]) -> list[Tensor]:
     each = [parameters] if isinstance(parameters, torch.Tensor) else parameters
     return [one.grad for one in each if one.grad is not None]
-
-
-def _by_device(gradients: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
-    groups: dict[torch.device, list[Tensor]] = {}
-    for part in local_parts(gradients):
-        groups.setdefault(part.device, []).append(part)
-    return groups
 
 
 @contextmanager

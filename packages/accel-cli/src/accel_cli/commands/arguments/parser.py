@@ -12,7 +12,7 @@ from accel_state.settings.options import BY_PATH
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer  # pyright: ignore[reportPrivateUsage] - groups have no public name
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
 
 class Parser(ArgumentParser):
@@ -85,25 +85,20 @@ class Parser(ArgumentParser):
         return "." if near is None else f"; did you mean {by_spelling[near]}?"
 
 
-def number(low: float, *, integer: bool = True) -> Callable[[str], float]:
-    """Return a parser of numbers.
+def count(text: str) -> int:
+    """Read a whole number of at least 1.
 
     Example:
-        >>> number(1)("8")
+        >>> count("8")
         8
     """
-    kind = "whole number" if integer else "number"
-
-    def read(text: str) -> float:
-        try:
-            value = int(text) if integer else float(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value < float("inf"):
-            raise ArgumentTypeError(f"{text!r} is no {kind} of at least {low}")
-        return value
-
-    return read
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return value
 
 
 def add_config_file(parser: _ActionsContainer, use: str) -> None:

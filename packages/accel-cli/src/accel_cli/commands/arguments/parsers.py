@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from accel_cli.commands.arguments.parser import Parser, add_config_file, number, setting
+from accel_cli.commands.arguments.parser import Parser, add_config_file, count, setting
 
 DTYPES = ("float32", "float16", "int8", "int4")
 _EPILOG = (
@@ -46,7 +46,7 @@ def selftest() -> Parser:
     add_config_file(made, "test")
     made.add_argument(
         "--num_processes",
-        type=number(1),
+        type=count,
         metavar="N",
         help=setting("launch.num_processes", "as for accel launch, instead of the config's"),
     )
@@ -115,13 +115,13 @@ def estimate() -> Parser:
 
 def _add_training(made: Parser) -> None:
     training = made.add_argument_group("training")
-    training.add_argument("--num_devices", type=number(1), metavar="N", help="number of devices (default: 1)")
+    training.add_argument("--num_devices", type=count, metavar="N", help="number of devices (default: 1)")
     training.add_argument(
         "--memory", metavar="SIZE", help="memory of each device, as in 80GiB; suggests what fits"
     )
     training.add_argument("--host_memory", metavar="SIZE", help="main memory of each node, for offloading")
     training.add_argument(
-        "--devices_per_machine", type=number(1), default=8, metavar="N", help="default: %(default)s"
+        "--devices_per_machine", type=count, default=8, metavar="N", help="default: %(default)s"
     )
     training.add_argument(
         "--mixed_precision",
@@ -131,12 +131,12 @@ def _add_training(made: Parser) -> None:
     )
     training.add_argument(
         "--batch_size",
-        type=number(1),
+        type=count,
         metavar="N",
         help="samples per device and micro-batch; adds the activations",
     )
     training.add_argument(
-        "--sequence_length", type=number(1), default=512, metavar="N", help="tokens (default: %(default)s)"
+        "--sequence_length", type=count, default=512, metavar="N", help="tokens (default: %(default)s)"
     )
     for flag, what in (
         ("tp_degree", "tensor"),
@@ -145,7 +145,7 @@ def _add_training(made: Parser) -> None:
     ):
         training.add_argument(
             f"--megatron_lm_{flag}",
-            type=number(1),
+            type=count,
             metavar="N",
             help=f"{what}-parallel size; adds the rows of Megatron",
         )
@@ -164,14 +164,14 @@ def check() -> Parser:
         " processes, and report: the settings, the memory of each rank, collectives that a rank would miss,"
         " and the files of a checkpoint.",
     )
-    made.add_argument("--world", type=number(1), required=True, metavar="N", help="world size")
+    made.add_argument("--world", type=count, required=True, metavar="N", help="world size")
     made.add_argument("--memory", metavar="SIZE", help="memory of each device, as in 80GiB")
     made.add_argument(
-        "--devices_per_machine", type=number(1), default=8, metavar="N", help="default: %(default)s"
+        "--devices_per_machine", type=count, default=8, metavar="N", help="default: %(default)s"
     )
     made.add_argument(
         "--batches",
-        type=number(1),
+        type=count,
         default=3,
         metavar="N",
         help="batches of every loader (default: %(default)s)",
@@ -184,7 +184,7 @@ def check() -> Parser:
     )
     made.add_argument(
         "--timeout",
-        type=number(1),
+        type=count,
         default=600,
         metavar="SECONDS",
         help="for each rank (default: %(default)s)",

@@ -70,7 +70,7 @@ def _run(recorder: CollectiveRecorder, order: Order) -> str:
         return "" if leaving.code in {None, 0} else f"it exits with {leaving.code!r}"
     except Exception as error:  # noqa: BLE001 - whatever the script raises is what was found
         traceback.print_exc()
-        environment = next(
+        where = next(
             (
                 f" at {Path(frame.filename).name}:{frame.lineno}"
                 for frame in reversed(traceback.extract_tb(error.__traceback__))
@@ -79,7 +79,7 @@ def _run(recorder: CollectiveRecorder, order: Order) -> str:
             "",
         )
         lines = str(error).strip().splitlines() or [""]
-        return f"{type(error).__name__}{environment}: {lines[0]}"
+        return f"{type(error).__name__}{where}: {lines[0]}"
     return ""
 
 
@@ -102,7 +102,7 @@ def conduct(orders: Sequence[Order], *, timeout: int, at_once: int) -> None:
     while waiting or running:
         while waiting and len(running) < at_once:
             order = waiting.pop()
-            running[_data_parallel_size(order)] = (order, time.monotonic() + timeout)
+            running[_fork(order)] = (order, time.monotonic() + timeout)
         for pid, (order, until) in list(running.items()):
             is_late = time.monotonic() > until
             if is_late:
@@ -126,7 +126,7 @@ def import_often_needed(script: Path) -> None:
             import_module("transformers.modeling_utils")
 
 
-def _data_parallel_size(order: Order) -> int:
+def _fork(order: Order) -> int:
     pid = os.fork()
     if pid:
         return pid
