@@ -62,6 +62,13 @@ def test_tensors_without_the_dimension_and_long_enough_ones_are_returned_as_they
     assert world(2).run(body) == [[True, True, True], [True, True, False]]
 
 
+def test_nothing_is_exchanged_if_no_tensor_has_the_dimension(world) -> None:
+    ranks = world(2)
+    data = {"labels": torch.ones(2), "loss": torch.tensor(1.0)}
+    found = ranks.run(lambda rank: pad_across_processes(data, dim=1) is data)
+    assert (found, ranks.messages) == ([True, True], [])
+
+
 def test_a_process_alone_gets_what_it_gives_but_only_tensors() -> None:
     data = [torch.ones(2)]
     assert pad_across_processes(data) is data

@@ -36,7 +36,7 @@ def pad_across_processes(
 ) -> T:
     """Pad every tensor of nested data to its largest size over all ranks.
 
-    The sizes of all leaves are exchanged in one message.
+    The sizes of all leaves are exchanged in one message, which is left out if no leaf has the dimension.
 
     Args:
         tensor: Tensors nested in containers, of the same structure on every process.
@@ -50,7 +50,8 @@ def pad_across_processes(
     Raises:
         TypeError: A leaf is not a tensor.
         DistributedOperationException: The processes have different numbers of leaves, or a leaf has
-            different numbers of dimensions; every process raises it.
+            different numbers of dimensions; every process raises it. One that has nothing to pad raises
+            it in the next collective.
 
     Example:
         >>> pad_across_processes(torch.ones(2))
@@ -63,7 +64,7 @@ def pad_across_processes(
     leaves = list(walk(tensor))
     if not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
         raise stray_leaf(tensor, "pad_across_processes")
-    if collectives.world_size == 1:
+    if collectives.world_size == 1 or not any(_has(leaf, dim) for _, leaf in leaves):
         return tensor
     sizes = iter(_largest(runtime, leaves, dim))
     return recursively_apply(lambda leaf: _lengthen(leaf, next(sizes), dim, pad_index, pad_first), tensor)
@@ -134,7 +135,11 @@ def _size(leaf: torch.Tensor, dim: int) -> int:
             stacklevel=2,
         )
         return -1
-    return leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1
+    return leaf.shape[dim] if _has(leaf, dim) else -1
+
+
+def _has(leaf: torch.Tensor, dim: int) -> bool:
+    return -leaf.ndim <= dim < leaf.ndim
 
 
 def _lengthen(leaf: torch.Tensor, size: int, dim: int, value: float, first: bool) -> torch.Tensor:
