@@ -163,6 +163,20 @@ def test_of_an_incomplete_last_batch_no_more_rows_than_samples_are_kept(as_objec
     assert found == [24, size - 8]
 
 
+@pytest.mark.parametrize(("size", "last"), [(9, [0]), (14, [0, 0, 0, 1, 1, 1])], ids=["of rank 0", "of both"])
+@pytest.mark.parametrize("as_objects", [False, True])
+@distributed(world_size=2)
+def test_other_rows_than_those_of_the_batch_are_cut_after_they_were_gathered(as_objects, size, last):
+    """As in Accelerate: `transformers.Trainer` repeats the loss of a batch, and weighs it so."""
+    accelerator = Accelerator(cpu=True)
+    found = []
+    for _ in accelerator.prepare(DataLoader(Ids(size), batch_size=4)):
+        ranks = torch.full((3,), accelerator.process_index)
+        gathered = accelerator.gather_for_metrics(ranks.tolist() if as_objects else ranks)
+        found.append(gathered if as_objects else gathered.tolist())
+    assert found[-1] == last
+
+
 @distributed(world_size=2)
 def test_an_object_that_is_no_list_cannot_be_trimmed_on_any_rank():
     accelerator = Accelerator(cpu=True)

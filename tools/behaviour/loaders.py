@@ -124,6 +124,25 @@ def metrics(lib: Any, *, size: int, kind: str, dispatch: bool | None) -> Any:
 
 
 @cases(
+    "loaders",
+    worlds=(1, 2),
+    size=(8, 9, 13, 14),
+    rows=(1, 3, 12),
+    split=(False, True),
+    as_objects=(False, True),
+)
+def metrics_of_other_rows(lib: Any, *, size: int, rows: int, split: bool, as_objects: bool) -> Any:
+    accelerator = accelerator_of(lib, split_batches=split)
+    loader = accelerator.prepare(DataLoader(Numbers(size), batch_size=4))
+    found = []
+    for index, _ in enumerate(loader):
+        values = 1000 * index + 100 * accelerator.process_index + torch.arange(rows)
+        gathered = accelerator.gather_for_metrics(values.tolist() if as_objects else values)
+        found.append(gathered if as_objects else gathered.tolist())
+    return found
+
+
+@cases(
     "loaders", worlds=(1, 2), generator=(False, True), seedable=(False, True), seed=(None, 7),
     set_epoch=(False, True),
 )  # fmt: skip

@@ -326,8 +326,8 @@ def test_registered_objects_come_back(tmp_path):
     counter.value = 0
     run.accelerator.load_state()
     assert counter.value == 5
-    with pytest.raises(ValueError, match=r"register_for_checkpointing takes objects .* no \[3\]"):
-        run.accelerator.register_for_checkpointing(Counter(), 3)
+    with pytest.raises(ValueError, match=r"register_for_checkpointing takes objects .* no \[3, 'x'\]"):
+        run.accelerator.register_for_checkpointing(3, Counter(), "x")
 
 
 def test_fewer_or_more_objects_than_were_saved_are_named(tmp_path, told):

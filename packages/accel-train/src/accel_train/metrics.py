@@ -18,8 +18,9 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
     """Gather the results for the real samples of the last batch of a loader.
 
     Every rank keeps as many rows as it has real samples in the batch, and what is left is gathered, of
-    whatever lengths. Of an incomplete last batch no more rows are kept than it has samples: Accelerate does
-    that, and `transformers.Trainer` relies on it for the weight of the last batch's loss.
+    whatever lengths. Data with another number of rows than the batch has is gathered whole, and as many rows
+    are kept as there are samples in the last batches together: Accelerate does that, and
+    `transformers.Trainer` relies on it for the weight of the last batch's loss.
 
     Args:
         data: Nested tensors with one row per sample, or a list of one object per sample.
@@ -34,11 +35,28 @@ def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bo
     """
     real, is_padded = _real_samples(loader)
     if as_objects or not all_tensors(data):
-        return _gather_objects(data, real, is_padded=is_padded, counts=not repeats)
-    trimmed = data if real is None else trim_tensors(data, real=real)
+        return _gather_objects(data, loader, real, is_padded=is_padded, counts=not repeats)
+    others: list[bool] = []
+
+    def trim(tensor: torch.Tensor) -> torch.Tensor:
+        others.append(real is not None and tensor.dim() > 0 and _has_other_rows(loader, len(tensor)))
+        return tensor if others[-1] or real is None else trim_tensors(tensor, real=real)
+
+    trimmed = recursively_apply(trim, data)
     if repeats is not None:
         trimmed = recursively_apply(lambda tensor: _rows_of_one(tensor, repeats=repeats), trimmed)
-    return collect.gather(trimmed)
+    gathered = collect.gather(trimmed)
+    if not any(others):
+        return gathered
+    is_other = iter(others)
+    return recursively_apply(
+        lambda tensor: tensor[: loader.remainder] if next(is_other) else tensor, gathered
+    )
+
+
+def _has_other_rows(loader: Any, rows: int) -> bool:
+    """Whether data of the last batch has not one row for each of the rank's samples, padding included."""
+    return loader.remainder > 0 and loader.batch_size_seen not in {None, rows}
 
 
 def _real_samples(loader: Any) -> tuple[int | None, bool]:
@@ -54,23 +72,26 @@ def _real_samples(loader: Any) -> tuple[int | None, bool]:
     return (None if rows is None else min(rows, loader.remainder)), False
 
 
-def _gather_objects(data: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
+def _gather_objects(data: Any, loader: Any, real: int | None, *, is_padded: bool, counts: bool) -> Any:
     problem: ValueError | None = None
+    is_rows = isinstance(data, list | tuple)
+    is_other = real is not None and is_rows and _has_other_rows(loader, len(data))
     try:
-        if real is not None and (is_padded or isinstance(data, list | tuple | torch.Tensor)):
+        if not is_other and real is not None and (is_padded or is_rows or isinstance(data, torch.Tensor)):
             data = trim_objects(data, real=real)
     except ValueError as error:
         problem = error
-    mine = (problem and str(problem), data if counts else None, counts)
-    all_ranks: list[tuple[str | None, Any, bool]] = collect.gather_object([mine])
+    mine = (problem and str(problem), data if counts else None, counts, is_other)
+    all_ranks: list[tuple[str | None, Any, bool, bool]] = collect.gather_object([mine])
     if problem is not None:
         raise problem
-    for rank, (text, _, _) in enumerate(all_ranks):
+    for rank, (text, *_) in enumerate(all_ranks):
         if text is not None:
             raise DistributedOperationException(f"Rank {rank}: {text}")
-    values = [value for _, value, counted in all_ranks if counted]
+    values = [value for _, value, counted, _ in all_ranks if counted]
     if all(isinstance(value, list | tuple) for value in values):
-        return [one for value in values for one in value]
+        limit = loader.remainder if any(other for *_, other in all_ranks) else None
+        return [one for value in values for one in value][:limit]
     return values if len(values) > 1 else values[0]
 
 
