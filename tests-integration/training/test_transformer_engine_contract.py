@@ -12,8 +12,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from accel_plugins.fp8.te import RECIPE_CLASSES, recipe_options
+from accel_plugins.fsdp.recompute import FIRST_VERSION
 from accel_plugins.kwargs.fp8 import TERecipeKwargs
 
 VERSIONS = ("1.13.0", "2.2.0", "2.9.0", "2.20.2")
@@ -74,6 +76,12 @@ def attributes(node):
     return found
 
 
+def is_call(node, name):
+    """Whether a node calls a function or method of a name."""
+    function = getattr(node, "func", None) if isinstance(node, ast.Call) else None
+    return name in (getattr(function, "attr", None), getattr(function, "id", None))
+
+
 def exported(version):
     found = set()
     for one in ast.walk(tree(version, "pytorch/__init__.py")):
@@ -106,6 +114,20 @@ def test_autocast_takes_what_we_pass(version):
     group = {"recipe", "amax_reduction_group"} if new else {"fp8_recipe", "fp8_group"}
     assert {"enabled", *group} <= parameters(function)
     assert new or "fp8_autocast" in exported(version)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_blocks_are_recomputed_by_its_own_function_within_its_autocast(version):
+    assert "checkpoint" in exported(version)
+    function = named(tree(version, "pytorch/distributed.py"), "checkpoint")
+    taken = [one.args[0].value for one in ast.walk(function) if is_call(one, "pop")]
+    assert "use_reentrant" in taken
+    signature = function.args
+    assert [one.arg for one in signature.args] == ["function"]
+    assert (signature.vararg.arg, signature.kwarg.arg) == ("args", "kwargs")
+    again = next(one for one in ast.walk(function) if getattr(one, "name", "") == "recompute_fn")
+    enters = any(is_call(one, "autocast") or is_call(one, "fp8_autocast") for one in ast.walk(again))
+    assert enters == (Version(version) >= Version(FIRST_VERSION))
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -57,10 +57,7 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
     if backend.name == "AO":
         return ao.build(options or AORecipeKwargs(), runtime, sharded=_is_fsdp2(handlers))
     if backend.name == "TE":
-        plugin = handlers.get(FullyShardedDataParallelPlugin)
-        return te.build(
-            options or TERecipeKwargs(), recomputes=bool(plugin and plugin.activation_checkpointing)
-        )
+        return te.build(options or TERecipeKwargs())
     return msamp.build(
         options or MSAMPRecipeKwargs(),
         sharded=any(kind in handlers for kind in _SHARDING),

@@ -186,18 +186,12 @@ def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[st
     return found
 
 
-def build(handler: TERecipeKwargs, *, recomputes: bool) -> Recipe:
+def build(handler: TERecipeKwargs) -> Recipe:
     """Make the recipe.
 
     Raises:
-        UnsupportedError: The installed version, or the strategy, cannot do it.
+        UnsupportedError: The installed version cannot do it.
     """
-    if recomputes:
-        raise UnsupportedError(
-            "mixed_precision='fp8' with TransformerEngine and activation_checkpointing=True: activations "
-            "would be recomputed outside of its autocast, in another precision. Use the FP8 backend 'AO', "
-            "or transformer_engine.pytorch.checkpoint in the model."
-        )
     recipe = make_recipe(handler)
     in_eval = bool(handler.use_autocast_during_eval)
 

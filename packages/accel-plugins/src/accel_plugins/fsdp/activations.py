@@ -8,9 +8,9 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.graph import save_on_cpu
-from torch.utils.checkpoint import checkpoint
 
 from accel_ops.modules import unbound_forward
+from accel_plugins.fsdp.recompute import checkpoint_function
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,14 +35,15 @@ def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload
     """
     if "_checkpointed_forward" in vars(module):
         return
+    again = checkpoint_function(module) if recompute else None
     vars(module)["_checkpointed_forward"] = module.forward
     forward = unbound_forward(module)
 
     @wraps(forward)
     def checkpointed(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         call: Callable[..., Any] = partial(forward, self)
-        if recompute:
-            call = partial(checkpoint, call, use_reentrant=False)
+        if again is not None:
+            call = partial(again, call)
         with (
             save_on_cpu(pin_memory=True) if offload else nullcontext()
         ):  # pinned only if there is an accelerator

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
 from accel_plugins.fsdp.activations import checkpoint_activations
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.loading import modules_named
+from accel_plugins.fsdp.recompute import has_te_modules
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -47,6 +48,12 @@ class FullSharding:
         policy = fsdp2_prepare_auto_wrap_policy(plugin, model)
         units = blocks(model, policy, {id(one) for part in ignored for one in part.modules()})
         inner = units[:-1]
+        if plugin.activation_checkpointing and not inner and has_te_modules(model):
+            raise SettingsError(
+                "FullyShardedDataParallelPlugin(activation_checkpointing=True): no block of "
+                f"{type(model).__name__} is wrapped on its own, and layers of TransformerEngine are "
+                "recomputed within its autocast, around the whole model; choose an auto_wrap_policy."
+            )
         if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
             for unit in inner or units:
                 checkpoint_activations(

@@ -9,7 +9,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
-    CheckpointImpl,
     apply_activation_checkpointing,
     checkpoint_wrapper,
     offload_wrapper,
@@ -28,6 +27,7 @@ from accel_plugins.fsdp.loading import (
     materialize_from_rank0,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.fsdp.recompute import checkpoint_function
 from accel_plugins.fsdp.roots import FsdpRoots, ParamRemap, suppress_fsdp1_warnings
 from accel_plugins.fsdp.states import Fsdp1Shards
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
@@ -225,7 +225,7 @@ def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataP
 
     def around(module: nn.Module) -> nn.Module:
         if recompute:
-            module = checkpoint_wrapper(module, checkpoint_impl=CheckpointImpl.NO_REENTRANT)
+            module = checkpoint_wrapper(module, checkpoint_fn=checkpoint_function(module))
         return offload_wrapper(module) if offload else module
 
     apply_activation_checkpointing(
