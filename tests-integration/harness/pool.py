@@ -96,7 +96,7 @@ class Nursery:
         address = str(self.folder / "socket")
         self._listener.bind(address)
         self._listener.listen(64)
-        self._listener.settimeout(START)
+        self._listener.settimeout(1)
         with self.log.open("wb") as output:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "harness.worker", address, *preload],
@@ -127,14 +127,15 @@ class Nursery:
         self._folder.cleanup()
 
     def _accept(self) -> Connection:
-        try:
-            peer, _ = self._listener.accept()
-        except TimeoutError:
-            raise RuntimeError(
-                f"no rank came up within {START:.0f} s; their output:\n{self.log.read_text()}"
-            ) from None
-        peer.setblocking(True)
-        return Connection(peer.detach())
+        end = time.monotonic() + START
+        while self._process.poll() is None and time.monotonic() < end:
+            with contextlib.suppress(TimeoutError):
+                peer, _ = self._listener.accept()
+                peer.setblocking(True)
+                return Connection(peer.detach())
+        raise RuntimeError(
+            f"no rank came up within {START:.0f} s, or their process ended:\n{self.log.read_text()}"
+        )
 
 
 @dataclass(slots=True)
