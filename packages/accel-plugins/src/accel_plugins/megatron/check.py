@@ -141,3 +141,13 @@ def check_recompute(plugin: MegatronLMPlugin, kind: str) -> None:
             f"MegatronLMPlugin(recompute_num_layers={number}): a T5 recomputes layer by layer; leave it out, "
             "or use recompute_method='block'."
         )
+
+
+def check_indexed_data(plugin: MegatronLMPlugin, kind: str, name: str) -> None:
+    """Refuse to make indexed data sets of models other than decoders."""
+    if kind != "gpt" and plugin.custom_megatron_datasets_provider_function is None:
+        raise UnsupportedError(
+            f"A MegatronLMDummyDataLoader makes data sets of decoders, not those of {name!r}: give "
+            "MegatronLMPlugin a custom_megatron_datasets_provider_function, or prepare a DataLoader of "
+            "PyTorch."
+        )

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from accel_ops.modules import unwrap_once
 from accel_plugins.megatron.check import (
     check_context,
+    check_indexed_data,
     check_model,
     check_positions,
     check_recompute,
@@ -111,6 +112,8 @@ class MegatronWrapper:
                 family = find_family(model)
                 check_context(self.groups.context, family.kind, family.name)
                 check_recompute(self.plugin, family.kind)
+                if any(isinstance(one, MegatronLMDummyDataLoader) for one in bundle.dataloaders):
+                    check_indexed_data(self.plugin, family.kind, family.name)
                 family.check(model.config)
                 check_covered(model, family.weights(model.config))
                 positions = family.model_arguments(model).get("position_embedding_type")
