@@ -18,9 +18,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
+
+    Fresh = Callable[[str | None], tuple[nn.Module, torch.optim.Optimizer]]
 
 MODEL = Path(__file__).resolve().parents[1] / "packages/accel-suite/examples/strategies/language_model.py"
 ROWS, LENGTH = 8, 16
@@ -102,7 +104,13 @@ def factor(fault: str | None, accumulation: int) -> int:
 
 
 def train_alone(
-    rows: Tensor, *, accumulation: int, clip: bool, how: Arithmetic, fault: str | None = None
+    rows: Tensor,
+    *,
+    accumulation: int,
+    clip: bool,
+    how: Arithmetic,
+    fault: str | None = None,
+    begin_with: Fresh = fresh,
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
     """Train in one process.
 
@@ -112,11 +120,12 @@ def train_alone(
         clip: Whether gradients are clipped.
         how: Where to round.
         fault: An error to make, one of `FAULTS`.
+        begin_with: Makes the model and its optimizer.
 
     Returns:
         The weights, in float32, at the end and at the beginning.
     """
-    model, optimizer = fresh(fault)
+    model, optimizer = begin_with(fault)
     if how.small_start:
         model.bfloat16().float()
     begin = {name: value.clone() for name, value in model.state_dict().items()}
@@ -145,6 +154,7 @@ def _losses(
     def loss(rows: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=how.autocast):
             logits = model(rows[:, :-1])
+            logits = getattr(logits, "logits", logits)
         return cross_entropy(logits.float().flatten(0, 1), rows[:, 1:].flatten()) * scale
 
     for batch in batches:

@@ -9,7 +9,7 @@ Every cell trains 20 steps on the same data: strategy x {fp32, bf16} x {1, 3} mi
 x {2, 4} processes. What one process finds is computed by a loop in plain PyTorch (`equality_alone.py`), which
 in bf16 rounds where the strategy does. A cell shows the largest difference of a parameter (fp32), or the
 distance to what one process finds as a share of the way that the parameters have gone (bf16); a cell that
-cannot exist says why. Strategies and their bounds are in `equality_strategies.py`.
+cannot exist says why. Strategies and their bounds are in `equality_strategies.py` and `equality_megatron.py`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from equality_alone import (
     is_clipped,
     train_alone,
 )
+from equality_megatron import MEGATRON
 from equality_strategies import STRATEGIES, Cell
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ KINDS = [*product(["no", "bf16"], [1, 3], [False, True])]
 HARDEST = [("no", 3, True), ("bf16", 3, True)]
 QUICKEST = ["zero2"]
 STEPS = 20
+TABLE = {**STRATEGIES, **MEGATRON}
+"""The rows by name."""
 
 
 def main() -> int:
@@ -60,7 +63,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="two processes, the hardest cells, five steps")
     parser.add_argument("--faults", action="store_true", help="make errors, which must be noticed")
-    parser.add_argument("--strategy", action="append", choices=STRATEGIES, help="only these")
+    parser.add_argument("--strategy", action="append", choices=TABLE, help="only these")
     parser.add_argument("--world-size", action="append", type=int, help="only these numbers of processes")
     parser.add_argument("--steps", type=int, default=STEPS, help="of every cell")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
@@ -69,7 +72,7 @@ def main() -> int:
         return work(arguments.worker)
     quick, faults = arguments.quick, arguments.faults
     worlds = arguments.world_size or ([2] if quick or faults else [2, 4])
-    names = arguments.strategy or [*STRATEGIES]
+    names = arguments.strategy or [*TABLE]
     found: dict[Cell, Any] = {}
     for world in worlds:
         right = [] if faults else cells_of(names, world, HARDEST if quick else KINDS)
@@ -114,12 +117,12 @@ def is_wrong(cell: Cell, value: Any) -> bool:
     """Whether a cell is not as it must be: within its bound, or with an error beyond it."""
     if isinstance(value, str):
         return value.startswith("FAIL")
-    return (value <= STRATEGIES[cell.strategy].limit(cell)) == (cell.fault is not None)
+    return (value <= TABLE[cell.strategy].limit(cell)) == (cell.fault is not None)
 
 
 def run_world(cells: Sequence[Cell], world: int, steps: int) -> dict[Cell, Any]:
     """Run the cells of one number of processes in one job."""
-    reasons = {cell: STRATEGIES[cell.strategy].impossible(cell) for cell in cells}
+    reasons = {cell: TABLE[cell.strategy].impossible(cell) for cell in cells}
     to_run = [cell for cell in cells if reasons[cell] is None]
     with tempfile.TemporaryDirectory() as folder:
         task = Path(folder) / "task.json"
@@ -156,7 +159,7 @@ def table(found: Mapping[Cell, Any], world: int) -> str:
             row = [replace(kind, strategy=name) for kind in kinds]
             lines.append(f"| {name} | " + " | ".join(shown(cell, found.get(cell)) for cell in row) + " |")
         parts.append("\n".join(lines))
-    reasons = {cell.strategy: STRATEGIES[cell.strategy].impossible(cell) for cell in cells}
+    reasons = {cell.strategy: TABLE[cell.strategy].impossible(cell) for cell in cells}
     parts += [f"No {name} with {world} processes: {why}." for name, why in reasons.items() if why is not None]
     return "\n\n".join(parts) + "\n"
 
@@ -171,7 +174,7 @@ def _head(kind: Cell) -> str:
 
 def shown(cell: Cell, value: Any) -> str:
     """The text of one cell."""
-    if STRATEGIES[cell.strategy].impossible(cell) is not None:
+    if TABLE[cell.strategy].impossible(cell) is not None:
         return "-"
     text = f"{value:.1e}" if isinstance(value, float) else str(value)
     return f"FAIL: {text}" if is_wrong(cell, value) and not text.startswith("FAIL") else text
@@ -200,22 +203,25 @@ def _run(cell: Cell, steps: int, known: dict[Any, Any]) -> float | None:
     """Train as a cell says; on the main process, the distance to what one process finds."""
     AcceleratorState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
     GradientState._reset_state()  # pyright: ignore[reportPrivateUsage] - documented for tests
-    row = STRATEGIES[cell.strategy]
+    row = TABLE[cell.strategy]
     options: dict[str, Any] = {"mixed_precision": cell.precision, **row.arguments(cell)}
-    accelerator = Accelerator(
-        cpu=True,
-        gradient_accumulation_steps=cell.accumulation,
-        dataloader_config=DataLoaderConfiguration(split_batches=True),
-        **options,
-    )
     rows = batches_of(steps * cell.accumulation)
-    state = trained(accelerator, cell, rows)
+    with row.context():
+        accelerator = Accelerator(
+            cpu=True,
+            gradient_accumulation_steps=cell.accumulation,
+            dataloader_config=DataLoaderConfiguration(split_batches=True),
+            **options,
+        )
+        state = (row.train or trained)(accelerator, cell, rows)
     if not accelerator.is_main_process:
         return None
     how = row.arithmetic(cell)
-    key = (cell.accumulation, cell.clip, how)
+    key = (cell.accumulation, cell.clip, how, row.fresh)
     if key not in known:
-        known[key] = train_alone(rows, accumulation=cell.accumulation, clip=cell.clip, how=how)
+        known[key] = train_alone(
+            rows, accumulation=cell.accumulation, clip=cell.clip, how=how, begin_with=row.fresh
+        )
     return distance(state, *known[key], exact=cell.precision == "no")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +12,15 @@ from accel.utils import (
     FullyShardedDataParallelPlugin,
     ParallelismConfig,
 )
-from equality_alone import CLIP, Arithmetic
+from equality_alone import CLIP, Arithmetic, fresh
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+    from contextlib import AbstractContextManager
+
+    from torch import Tensor
+
+    from equality_alone import Fresh
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +55,9 @@ class Row:
         smallest: The smallest number of processes.
         bound: The largest distance in bfloat16.
         recipe: The recipe of torchao in which it computes instead of bfloat16, if any.
+        fresh: Makes the model and its optimizer.
+        train: Trains through `Accelerator` where the engine computes the loss; `None` for the loop of all.
+        context: In which it trains.
     """
 
     arguments: Callable[[Cell], dict[str, Any]]
@@ -57,6 +66,9 @@ class Row:
     smallest: int = 2
     bound: float
     recipe: str | None = None
+    fresh: Fresh = fresh
+    train: Callable[[Any, Cell, Tensor], Mapping[str, Tensor]] | None = None
+    context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def impossible(self, cell: Cell) -> str | None:
         """Why a cell cannot exist; `None` if it can."""
