@@ -298,3 +298,15 @@ def test_every_host_has_a_checkpoint_of_its_own(tmp_path: Path) -> None:
     train(*run, 1)
     run[0].load_state()
     assert torch.equal(before, weights(run[1]))
+
+
+@distributed(world_size=2)
+def test_the_folder_that_a_model_is_saved_in_is_there_on_every_rank(tmp_path: Path) -> None:
+    accelerator, model, *_ = build(tmp_path)
+    folder = tmp_path / "a" / "new one"
+    if accelerator.is_main_process:
+        time.sleep(0.5)  # the other rank comes first
+    accelerator.save_model(model, folder)
+    assert folder.is_dir()
+    accelerator.wait_for_everyone()
+    assert [path.name for path in folder.iterdir()] == ["model.safetensors"]

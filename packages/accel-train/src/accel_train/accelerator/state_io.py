@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch.utils.hooks import RemovableHandle
@@ -226,6 +227,7 @@ class StateIoFacet(Facet):
             ...     os.listdir(folder)
             ['model.safetensors']
         """
+        Path(save_directory).mkdir(parents=True, exist_ok=True)  # each process may list it at once
         parts = self._parts
         commits = parts.checkpoints.commits
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
