@@ -284,9 +284,12 @@ def test_a_checkpoint_goes_on_where_it_was(layout, tmp_path):
     assert cut.keys() == found.keys()
     assert all(torch.equal(cut[name], found[name]) for name in cut)
     (tmp_path / "file").touch()
-    fails = pytest.raises(FileExistsError) if accelerator.is_main_process else nullcontext()
-    with fails:  # and nobody waits for the main process
+    with pytest.raises(FileExistsError):
         accelerator.save_model(model, tmp_path / "file")
+    (tmp_path / "folder" / "model.safetensors").mkdir(parents=True, exist_ok=True)
+    fails = pytest.raises(IsADirectoryError) if accelerator.is_main_process else nullcontext()
+    with fails:  # and nobody waits for the main process
+        accelerator.save_model(model, tmp_path / "folder")
     accelerator.wait_for_everyone()
 
 

@@ -217,7 +217,7 @@ class StateIoFacet(Facet):
             safe_serialization: Write safetensors; else as `torch.save` does.
 
         Raises:
-            FileExistsError: `save_directory` is a file.
+            FileExistsError: `save_directory` is a file; raised on every process.
 
         Example:
             >>> import os, tempfile, torch
