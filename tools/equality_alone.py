@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.functional import cross_entropy
+
+from equality_model import LanguageModel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     Fresh = Callable[[str | None], tuple[nn.Module, torch.optim.Optimizer]]
 
-MODEL = Path(__file__).resolve().parents[1] / "packages/accel-suite/examples/strategies/language_model.py"
 ROWS, LENGTH = 8, 16
 CLIP = 0.2
 """Below the norm of the gradients in every step, so that all are clipped."""
@@ -72,13 +71,8 @@ class Arithmetic:
 
 def fresh(fault: str | None = None) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model and its optimizer, at the beginning."""
-    spec = importlib.util.spec_from_file_location("language_model", MODEL)
-    assert spec is not None
-    assert spec.loader is not None
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
     torch.manual_seed(0)
-    model: nn.Module = example.LanguageModel()
+    model = LanguageModel()
     rate = RATE * 1.1 if fault == "rate" else RATE
     return model, torch.optim.AdamW(model.parameters(), lr=rate, eps=EPSILON, weight_decay=DECAY)
 

@@ -9,7 +9,7 @@ import pytest
 
 SUITE = Path(__file__).resolve().parents[2] / "packages/accel-suite"
 EXAMPLES = sorted((SUITE / "examples").rglob("*.py"))
-INCLUDED = re.compile(r"```\{literalinclude\} (\S+)\n")
+INCLUDED = re.compile(r"```\{literalinclude\} (\S+\.py)\n")
 PAGES = {
     (page.parent / path).resolve(): page.read_text()
     for page in (SUITE / "docs/examples").glob("*.md")

@@ -2,6 +2,7 @@
 
     accel launch --config_file configs/ddp.yaml language_model.py
     accel launch --config_file configs/fsdp2.yaml language_model.py
+    accel launch --config_file configs/megatron_tp.yaml language_model.py
 
 A run can be stopped and go on under another strategy, with another number of processes:
 
@@ -13,68 +14,14 @@ import argparse
 from importlib.resources import files
 
 import torch
-from torch import nn
-from torch.nn import functional
 from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from accel import Accelerator
 from accel.utils import DataLoaderConfiguration, set_seed
 
-length, width, head_width, depth = 64, 64, 16, 2
+length = 64
 batch_size = 16  # of all processes together
-
-
-class Block(nn.Module):
-    """Attention to earlier bytes, then a small network on every byte."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention_norm, self.network_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.query, self.key, self.value, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        """Return as many vectors as were given."""
-        normed = self.attention_norm(x)
-        # as many heads as there are here: tensor parallelism gives each process some of them
-        heads = [part(normed).unflatten(-1, (-1, head_width)).transpose(1, 2) for part in self.inner]
-        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.down(functional.gelu(self.up(self.network_norm(x))))
-
-    @property
-    def inner(self):
-        """What makes queries, keys and values."""
-        return self.query, self.key, self.value
-
-
-class LanguageModel(nn.Module):
-    """Predicts every next byte."""
-
-    _no_split_modules = ("Block",)  # what sharding treats as one piece
-    _tp_plan = {  # noqa: RUF012 - as transformers has it: how tensor parallelism shards the layers
-        "blocks.*.query": "colwise",
-        "blocks.*.key": "colwise",
-        "blocks.*.value": "colwise",
-        "blocks.*.out": "rowwise",
-        "blocks.*.up": "colwise",
-        "blocks.*.down": "rowwise",
-    }
-
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.positions = nn.Embedding(256, width), nn.Embedding(length, width)
-        self.blocks = nn.ModuleList(Block() for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256, bias=False)
-
-    def forward(self, tokens, positions=None):
-        """Give the logits of the next bytes; `positions` where a process has a part of each sequence."""
-        if positions is None:
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.embedding(tokens) + self.positions(positions)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Progress:
@@ -96,7 +43,14 @@ def read_data():
     pages = [page for page in files("sklearn.datasets.descr").iterdir() if page.name.endswith(".rst")]
     text = "\n".join(page.read_text() for page in sorted(pages, key=lambda page: page.name))
     tokens = torch.tensor(list(text.encode()))
-    return tokens[: len(tokens) // (length + 1) * (length + 1)].view(-1, length + 1)
+    rows = tokens[: len(tokens) // length * length].view(-1, length)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def make_model():
+    """Give a Llama with random weights, which predicts every next byte."""
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "intermediate_size": 128}
+    return LlamaForCausalLM(LlamaConfig(**layers, vocab_size=256, max_position_embeddings=length))
 
 
 def main():
@@ -107,10 +61,11 @@ def main():
     parser.add_argument("--resume", help="a folder to go on from")
     arguments = parser.parse_args()
 
-    loading = DataLoaderConfiguration(split_batches=True, resume_mid_epoch=True)
+    order = {"use_seedable_sampler": True, "data_seed": 0}  # the same under every strategy
+    loading = DataLoaderConfiguration(split_batches=True, resume_mid_epoch=True, **order)
     accelerator = Accelerator(dataloader_config=loading, step_scheduler_per="update")
     set_seed(0)
-    model = LanguageModel()
+    model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 10))
     loader = DataLoader(read_data(), batch_size=batch_size, shuffle=True, drop_last=True)
@@ -123,8 +78,7 @@ def main():
     while progress.step < arguments.steps:
         for batch in loader:
             with accelerator.accumulate(model):
-                logits = model(batch[:, :-1])
-                loss = functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+                loss = model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -133,12 +87,13 @@ def main():
                 optimizer.zero_grad()
             progress.step += accelerator.sync_gradients
             if progress.step >= arguments.steps:
+                if arguments.save:  # here, in the epoch: a run that goes on has the next batch first
+                    accelerator.save_state(arguments.save)
                 break
 
     mean = accelerator.reduce(loss.detach().float(), "mean")
     accelerator.print(f"{accelerator.num_processes} process(es), loss {mean:.2f} after {progress.step} steps")
-    if arguments.save:
-        accelerator.save_state(arguments.save)
+    accelerator.free_memory()
 
 
 if __name__ == "__main__":

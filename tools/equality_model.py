@@ -1,0 +1,65 @@
+"""The small transformer of the table of equality: sharded by blocks, with a plan of tensor parallelism."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+
+LONGEST, WIDTH, HEAD_WIDTH, DEPTH = 64, 64, 16, 2
+
+
+class Block(nn.Module):
+    """Attention to earlier bytes, then a small network on every byte."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.network_norm = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.query, self.key, self.value, self.out = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return as many vectors as were given."""
+        normed = self.attention_norm(x)
+        # as many heads as there are here: tensor parallelism gives each rank some of them
+        inner = (self.query, self.key, self.value)
+        heads = [part(normed).unflatten(-1, (-1, HEAD_WIDTH)).transpose(1, 2) for part in inner]
+        mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.down(functional.gelu(self.up(self.network_norm(x))))
+
+
+class LanguageModel(nn.Module):
+    """Predicts every next byte."""
+
+    _no_split_modules = ("Block",)
+    _tp_plan: ClassVar[Mapping[str, str]] = {
+        "blocks.*.query": "colwise",
+        "blocks.*.key": "colwise",
+        "blocks.*.value": "colwise",
+        "blocks.*.out": "rowwise",
+        "blocks.*.up": "colwise",
+        "blocks.*.down": "rowwise",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.positions = nn.Embedding(256, WIDTH), nn.Embedding(LONGEST, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(DEPTH))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return the logits of the next bytes; `positions` where a rank has a part of each sequence."""
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
