@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from accel_plugins.megatron.families import FAMILIES
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def _size(config: Any, known: str, *names: str) -> int:
 
 
 _PARSERS: dict[str, Parser] = {}
+_OF_KINDS: Mapping[str, str] = {"gpt": "llama", "bert": "bert", "t5": "t5"}
 _ANY_LENGTH = 1024
 """Tokens of a sequence of a model with as many positions as are asked for, if nobody says."""
 
@@ -117,14 +119,21 @@ def enter_network_args(
 ) -> None:
     """Enter the sizes of a model into the arguments of a plugin."""
     config: Any = getattr(model, "config", None)
-    model_type = getattr(config, "model_type", None)
-    if model_type not in _PARSERS:
+    model_type: Any = getattr(config, "model_type", None)
+    parser = _PARSERS.get(model_type) or _parser_of_row(model_type)
+    if parser is None:
         raise SettingsError(
             f"{type(model).__name__} is of type {model_type!r}, which is not described to Megatron (known: "
             f"{', '.join(sorted(_PARSERS))}): register a function with "
             f"@add_model_config_to_megatron_parser({model_type!r})."
         )
-    _PARSERS[model_type](plugin, model, batch_data)
+    parser(plugin, model, batch_data)
+
+
+def _parser_of_row(model_type: Any) -> Parser | None:
+    """Return what describes a family of another distribution: it is like the built-in one of its kind."""
+    row = FAMILIES.available().get(model_type)
+    return None if row is None else _PARSERS[_OF_KINDS[row.kind]]
 
 
 _DESCRIBED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups")
