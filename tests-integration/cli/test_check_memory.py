@@ -344,8 +344,8 @@ def test_fp8_with_torchao_stores_what_bfloat16_stores(checks):
     assert one["files"] == other["files"]
     for kind in ("parameters", "optimizer"):
         assert one["parts"][kind] == other["parts"][kind]
-    # Casts of the weights need copies for a moment; beside them the activations of 128 rows are small here.
-    assert other["memory"] <= one["memory"] <= 1.25 * other["memory"]
+    # Weights are all-gathered in 8 bits, and not cast again; the activations of 128 rows are small here.
+    assert 0.95 * other["memory"] <= one["memory"] <= 1.01 * other["memory"]
 
 
 @pytest.mark.skipif(is_installed("msamp"), reason="MS-AMP is installed")

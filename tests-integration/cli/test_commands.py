@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,13 +97,19 @@ def test_a_script_is_checked_for_many_ranks_without_memory_or_devices(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_transformer_engine_is_checked_where_it_is_not_as_what_it_stores(tmp_path):
+def test_transformer_engine_is_checked_where_it_is_not_as_what_it_stores(tmp_path, monkeypatch):
+    """The driver's tool is asked about this machine for FP8 alone."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\ntouch asked\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     memory = {}
-    for name in ("fp8", "bf16"):
+    for name in ("bf16", "fp8"):
         Path("run.yaml").write_text(f"mixed_precision: {name}\nfp8_config:\n  backend: TE\n")
         line = ("--config_file", "run.yaml", "--ranks", "1")
         code, found = check(tmp_path, *line, layers=2, condition="True")
         assert (code, found["problems"]) == (0, [])
+        assert name == "fp8" or not Path("asked").exists()
         memory[name] = found["ranks"]["1"]["memory"]
     assert memory["fp8"] == memory["bf16"]
 

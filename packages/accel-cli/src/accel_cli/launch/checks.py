@@ -262,9 +262,7 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
 
 
 def why_no_fp8(merged: Merged, machine: Machine) -> str | None:
-    """Explain why a machine cannot train in FP8 as settings ask for it; `None` if it can, or need not."""
-    if merged.settings.precision.mixed_precision != "fp8":
-        return None
+    """Explain why a machine cannot train in the FP8 that settings ask for; `None` if it can."""
     fp8, on_cpu = merged.settings.fp8, uses_cpu(merged) or not machine.gpus
     device = Fp8Device(type="cpu") if on_cpu else Fp8Device(type="cuda", capability=machine.capability())
     try:

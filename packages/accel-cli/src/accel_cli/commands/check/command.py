@@ -73,8 +73,8 @@ def run(options: Namespace) -> int:
     with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
         records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
     found = find_problems(records, merged, options.world, memory)
-    refused = fp8_refusals(merged, this_machine(variables))
-    found = replace(found, problems=(*refused, *found.problems))
+    if merged.settings.precision.mixed_precision == "fp8":
+        found = replace(found, problems=(*fp8_refusals(merged, this_machine(variables)), *found.problems))
     if options.html is not None:
         write_html(Path(options.html), found, options.script, memory)
     if options.json:
@@ -122,7 +122,7 @@ def find_problems(records: Sequence[Record], merged: Merged, world: int, memory:
 
 
 def fp8_refusals(merged: Merged, machine: Machine) -> tuple[str, ...]:
-    """Explain why `accel launch` would refuse FP8, if the devices of the job are known.
+    """Explain why `accel launch` would refuse the FP8 that is asked for, if the devices of the job are known.
 
     They are those of this machine, unless it has no GPU and the job is not to run on a CPU.
     """

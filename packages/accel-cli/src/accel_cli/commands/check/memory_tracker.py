@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from accel_cli.commands.estimate.memory import ADAM
-from accel_cli.commands.estimate.trace import storage_key
+from accel_cli.commands.estimate.trace import storage_key, wraps_tensors
 from accel_ops.dtensors import local_part
+from accel_plugins.fp8.weights import plain_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable
@@ -75,8 +75,8 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].device  # four of five calls are this one
-        if DTensor in types:
-            return NotImplemented  # it is dispatched again with the shards
+        if any(map(wraps_tensors, types)):
+            return NotImplemented  # it is dispatched again with the tensors inside
         # On fake tensors, waiting would create another tensor.
         result = args[0] if func is _WAIT else func(*args, **(kwargs or {}))
         if active_fake_mode() is self._fakes and not self.is_paused:
@@ -150,7 +150,7 @@ class Meter(TorchDispatchMode):
     def _mark(self, tensors: Iterable[Any], kind: str) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                part = local_part(tensor)
+                part = plain_tensor(local_part(tensor))
                 self._see(part, kind)
                 entry = self._alive.get(storage_key(part))
                 if entry is None:

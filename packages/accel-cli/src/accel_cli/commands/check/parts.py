@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from accel_ops.dtensors import local_part
+from accel_plugins.fp8.weights import plain_tensor
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -73,7 +74,7 @@ def _part(parameter: Any) -> Any:
 
 
 def _local(value: Any) -> Any:
-    return local_part(value) if isinstance(value, Tensor) else value
+    return plain_tensor(local_part(value)) if isinstance(value, Tensor) else value
 
 
 def _like(value: Any, full: Any) -> Any:

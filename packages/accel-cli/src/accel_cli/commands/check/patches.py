@@ -10,6 +10,7 @@ import itertools
 import pkgutil
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,9 @@ def _division(recorder: CollectiveRecorder) -> None:
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         for first, names in replaced.names.items():
             old = tensors[first]
-            new: Any = torch.empty(old.shape, dtype=old.dtype, device="meta")
+            new: Any = old.detach().to(
+                "meta", replaced.dtypes[first]
+            )  # of a library's own type, if it has one
             if isinstance(old, torch.nn.Parameter):
                 new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
             for name in names:
@@ -212,7 +215,7 @@ def _array(tensor: Any) -> Any:
 
 
 def _recipes(recorder: CollectiveRecorder) -> None:
-    """Count TransformerEngine, which needs GPUs, as bfloat16: it stores what that stores."""
+    """Count torchao as on a GPU, and TransformerEngine as bfloat16: it stores what that stores."""
     choose: Any = pkgutil.resolve_name("accel_plugins.fp8.build.choose_backend")
 
     def chosen(named: str | None, device: Any, **options: Any) -> Any:
@@ -229,6 +232,27 @@ def _recipes(recorder: CollectiveRecorder) -> None:
         convert_model=lambda _: {},
         fp8_autocast=lambda _, **__: nullcontext(),
     )
+    torchao: Any = import_module("accel_plugins.fp8.ao")
+    config_of, convert = torchao._config, torchao._convert
+
+    def not_emulated(handler: Any, device: Any) -> Any:
+        config = config_of(handler, device)
+        return replace(config, emulate=handler.emulate) if hasattr(config, "emulate") else config
+
+    def in_low_precision(model: Any, config: Any, wanted: Any) -> set[str]:
+        names = convert(model, config, wanted)
+        for layer in map(model.get_submodule, names):
+            layer.register_forward_pre_hook(_cast_inputs)
+        return names
+
+    _set("accel_plugins.fp8.ao", _config=not_emulated, _convert=in_low_precision)
+
+
+def _cast_inputs(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Do what torchao's layers do with CUDA's autocast, and with no other one."""
+    inputs, *rest = args
+    low = torch.is_autocast_enabled("cpu")
+    return (inputs.to(torch.get_autocast_dtype("cpu")) if low else inputs, *rest)
 
 
 def _communication(recorder: CollectiveRecorder, order: Order) -> None:

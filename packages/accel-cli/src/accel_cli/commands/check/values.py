@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from accel_cli.commands.estimate.trace import wraps_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -47,8 +48,8 @@ class MadeUpValues(TorchDispatchMode):
         answer = ANSWERS.get(func)
         if answer is not None and is_without_values(args[0]):
             return answer(*args, **(kwargs or {}))
-        if DTensor in types:
-            return NotImplemented  # it is dispatched again with this rank's shard
+        if any(map(wraps_tensors, types)):
+            return NotImplemented  # it is dispatched again with the tensors inside
         if func.namespace in _COMMUNICATION:
             name = func.__name__.partition(".")[0].strip("_")
             if name not in _LOCAL:

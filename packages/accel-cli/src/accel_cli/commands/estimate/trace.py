@@ -51,6 +51,8 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if any(map(wraps_tensors, types)):
+            return NotImplemented  # it is dispatched again with the tensors inside
         result = func(*args, **(kwargs or {}))
         kind = "casts" if func is _CAST and storage_key(args[0]) in self._weights else self._kind
         if kind == "activations" and self._bytes["host"] and any(map(self.has_on_host, tree_leaves(args))):
@@ -204,3 +206,13 @@ def _placeholders(model: nn.Module) -> Generator[None]:
 def storage_key(tensor: Any) -> int:
     """Return a key of a tensor's storage, also of fake tensors, which have no address."""
     return tensor.untyped_storage()._cdata
+
+
+def wraps_tensors(kind: type) -> bool:
+    """Return whether tensors of a type have others inside: those of `DTensor`, or of a library.
+
+    Example:
+        >>> wraps_tensors(torch.nn.Parameter)
+        False
+    """
+    return hasattr(kind, "__tensor_flatten__")
