@@ -5,13 +5,17 @@ from itertools import pairwise
 import pytest
 import torch
 
+from accel_plugins.bundle import Bundle
+from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fp8 import msamp
-from accel_plugins.fp8.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers
+from accel_plugins.fp8.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
 from accel_plugins.fp8.build import build
 from accel_plugins.fp8.te import has_transformer_engine_layers, recipe_options
 from accel_plugins.fp8.weights import plain_tensor, tied_layers
+from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs
 from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.recipe import build_recipe
 from accel_state.available import is_installed
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
@@ -150,3 +154,51 @@ def test_a_model_that_is_one_layer_is_its_first_and_last():
     assert not filter_first_and_last_linear_layers(layer, "")
     convert_model_to_fp8_ao(layer)
     assert type(layer) is torch.nn.Linear
+
+
+@pytest.mark.parametrize(
+    "handler",
+    [
+        ParallelismConfig(tp_size=2),
+        FullyShardedDataParallelPlugin(fsdp_version=1),
+        DeepSpeedPlugin(zero_stage=1),
+    ],
+)
+def test_blocks_of_values_are_refused_where_weights_lose_their_type(handler):
+    pytest.importorskip("torchao")
+    with pytest.raises(UnsupportedError, match=r"config='mxfp8'.*one process, with DDP and FSDP2.*'rowwise'"):
+        build(Settings(), Runtime(), {AORecipeKwargs: AORecipeKwargs(config="mxfp8"), type(handler): handler})
+
+
+def converted_to_blocks(model, wanted):
+    handlers = {AORecipeKwargs: AORecipeKwargs(config="mxfp8", module_filter_func=wanted)}
+    recipe = build(Settings(), Runtime(), handlers)
+    recipe.convert(Bundle(models=[model]), Runtime(), None)
+    return model
+
+
+def test_layers_scaled_by_blocks_add_their_bias():
+    pytest.importorskip("torchao")
+    layer = torch.nn.Linear(32, 32)
+    torch.nn.init.normal_(layer.bias)
+    inputs = torch.randn(32, 32)
+    expected = layer(inputs)
+    model = converted_to_blocks(torch.nn.Sequential(layer), lambda *_: True)
+    assert has_ao_layers(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = model(inputs)
+    assert found.dtype == torch.bfloat16
+    found.float().sum().backward()
+    assert (found.float() - expected).square().mean().sqrt() < 0.05 * expected.std()
+    torch.testing.assert_close(layer.bias.grad, torch.full((32,), 32.0))
+
+
+def test_a_layer_of_another_class_is_not_scaled_by_blocks():
+    pytest.importorskip("torchao")
+
+    class Own(torch.nn.Linear):
+        def forward(self, inputs):
+            return super().forward(inputs) + 1
+
+    with pytest.raises(UnsupportedError, match=r"'0' is a layer of class Own.*module_filter_func"):
+        converted_to_blocks(torch.nn.Sequential(Own(32, 32)), lambda *_: True)

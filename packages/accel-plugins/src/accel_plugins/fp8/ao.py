@@ -81,7 +81,7 @@ def has_ao_layers(model: nn.Module) -> bool:
     Args:
         model: The model, wrapped or not.
     """
-    return any(isinstance(module, _layer_class()) for module in model.modules())
+    return any(isinstance(module, (_layer_class(), BlockScaledLinear)) for module in model.modules())
 
 
 @torchao_required
@@ -104,6 +104,18 @@ def convert_model_to_fp8_ao(
         True
     """
     _convert(model, config or _float8().Float8LinearConfig(), module_filter_func)
+
+
+class BlockScaledLinear(nn.Linear):
+    """A linear layer whose weight is of torchao's type for MXFP8; that type leaves the bias out."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
+        """Return what torch's layer would; inputs get the weight's dtype, as autocast does not see it."""
+        output = nn.functional.linear(input.to(self.weight.dtype), self.weight)
+        if self.bias is not None:
+            output = output + self.bias
+        kind = output.device.type
+        return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,12 +157,23 @@ class TorchAo:
             _float8().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool) -> Recipe:
+def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool = True) -> Recipe:
     """Make the recipe.
 
+    Args:
+        handler: The options.
+        runtime: Device and topology.
+        sharded: Whether FSDP2 shards the model.
+        keeps_types: Whether the strategy leaves weights of the type that a library has given them.
+
     Raises:
-        UnsupportedError: The device has no MXFP8, and it was asked for.
+        UnsupportedError: MXFP8 was asked for, and the device or the strategy cannot do it.
     """
+    if handler.config == "mxfp8" and not keeps_types:
+        raise UnsupportedError(
+            "AORecipeKwargs(config='mxfp8') trains in one process, with DDP and FSDP2, and not with FSDP1, "
+            "tensor parallelism or DeepSpeed; use 'rowwise'."
+        )
     library = TorchAo(handler=handler, device=runtime.device, sharded=sharded)
     gathers = getattr(library.config, "enable_fsdp_float8_all_gather", False)
     scales = library.compute_scales if gathers else None
@@ -209,16 +232,7 @@ def _convert(
             "converted in place; put it into a module."
         )
     if not hasattr(config, "enable_fsdp_float8_all_gather"):
-
-        def is_chosen(_: nn.Module, name: str) -> bool:
-            return name in chosen
-
-        import_module("torchao.quantization").quantize_(model, config, filter_fn=is_chosen)
-        save_plain_weights(model, chosen)
-        for layer in map(model.get_submodule, chosen):
-            layer.register_forward_pre_hook(_as_weight)
-            layer.register_forward_hook(_as_autocast)
-        return chosen
+        return _convert_to_blocks(model, config, chosen)
     tied = tied_layers(model) if config.enable_fsdp_float8_all_gather else set()
     for names, options in (
         (chosen - tied, config),
@@ -235,12 +249,31 @@ def _convert(
     return chosen
 
 
+def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str]) -> set[str]:
+    layers = {name: model.get_submodule(name) for name in chosen}
+    for name, layer in layers.items():
+        if type(layer) is not nn.Linear:
+            raise UnsupportedError(
+                f"AORecipeKwargs(config='mxfp8'): {name!r} is a layer of class {type(layer).__name__}, and "
+                "only torch.nn.Linear itself is converted; leave it out with module_filter_func."
+            )
+
+    def is_chosen(_: nn.Module, name: str) -> bool:
+        return name in chosen
+
+    import_module("torchao.quantization").quantize_(model, config, filter_fn=is_chosen)
+    save_plain_weights(model, chosen)
+    for layer in layers.values():
+        layer.__class__ = BlockScaledLinear
+    return chosen
+
+
 def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None) -> set[str]:
     """Names of the layers to convert; those that are converted already are left out."""
     layers = {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and not isinstance(layer, _layer_class())
+        if isinstance(layer, nn.Linear) and not isinstance(layer, (_layer_class(), BlockScaledLinear))
     }
     if wanted is not None:
         return {name for name, layer in layers.items() if wanted(layer, name)}
@@ -259,16 +292,3 @@ def _float8() -> Any:
 
 def _layer_class() -> Any:
     return import_module("torchao.float8.float8_linear").Float8Linear
-
-
-def _as_weight(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Give inputs the dtype of the weight: both are quantised, and autocast does not see it."""
-    inputs, *rest = args
-    return (inputs.to(layer.weight.dtype), *rest)
-
-
-def _as_autocast(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Give the output the dtype that a linear layer has under autocast."""
-    del layer, args
-    kind = output.device.type
-    return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output

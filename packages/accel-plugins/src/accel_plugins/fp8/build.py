@@ -55,7 +55,12 @@ def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) ->
             backend.title,
         )
     if backend.name == "AO":
-        return ao.build(options or AORecipeKwargs(), runtime, sharded=_is_fsdp2(handlers))
+        return ao.build(
+            options or AORecipeKwargs(),
+            runtime,
+            sharded=_is_fsdp2(handlers),
+            keeps_types=_keeps_types(handlers),
+        )
     if backend.name == "TE":
         return te.build(options or TERecipeKwargs())
     return msamp.build(
@@ -96,3 +101,11 @@ def _is_fsdp2(handlers: Mapping[type, Any]) -> bool:
         return plugin.version == 2
     config = handlers.get(ParallelismConfig)
     return config is not None and config.dp_shard_enabled
+
+
+def _keeps_types(handlers: Mapping[type, Any]) -> bool:
+    """Whether weights keep the type of a library: not in buffers of FSDP1 and DeepSpeed, nor in `DTensor`."""
+    config = handlers.get(ParallelismConfig)
+    is_tensor_parallel = config is not None and config.tp_enabled
+    is_fsdp1 = FullyShardedDataParallelPlugin in handlers and not _is_fsdp2(handlers)
+    return not (is_tensor_parallel or is_fsdp1 or DeepSpeedPlugin in handlers)

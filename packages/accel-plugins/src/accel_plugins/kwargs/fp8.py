@@ -30,8 +30,8 @@ class AORecipeKwargs(KwargsHandler):
     Args:
         config: A `torchao.float8.Float8LinearConfig`, or the name of a recipe: `"tensorwise"` (fastest),
             `"rowwise"`, `"rowwise_with_gw_hp"` (gradients of weights in high precision; most accurate) or
-            `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer, emulated on a CPU). `None`:
-            `"tensorwise"`, emulated on a CPU.
+            `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer, emulated on a CPU; in one
+            process, with DDP and FSDP2). `None`: `"tensorwise"`, emulated on a CPU.
         module_filter_func: Called with a module and its name; whether it is converted. `None`: linear
             layers whose sizes are divisible by 16, except the first and the last one.
         pad_inner_dim: Whether inner dims are padded to multiples of 16; `ACCELERATE_FP8_PAD_INNER_DIM`, else
