@@ -146,8 +146,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return
-        if self._window is not None:
-            self._window.close()
+        window = self._window
+        if window is not None and window.is_open:
+            window.close()
         if set_to_none is None:
             self.optimizer.zero_grad()
         else:

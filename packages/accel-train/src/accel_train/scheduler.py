@@ -87,6 +87,9 @@ class AcceleratedScheduler:
         processes = 1 if split_batches else all_ranks
         self._steps_per_update = processes if step_per in {None, "process"} else 1
         self._counts_samples = step_per == "sample"
+        self._steps_once = (
+            self._steps_per_update == 1 and not self._counts_samples and not isinstance(scheduler, OneCycleLR)
+        )
         self._samples = 0
         if step_per is None and step_with_optimizer and processes > 1:
             logger.info(
@@ -114,10 +117,19 @@ class AcceleratedScheduler:
             if state.adjust_scheduler:
                 scheduler._step_count += 1  # pyright: ignore[reportPrivateUsage] - counts calls, the schedule stays
             return
-        steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:
+                self._samples = 0
                 return
+        if self._steps_once:
+            scheduler.step(*args, **kwargs)
+        else:
+            self._advance(*args, **kwargs)
+
+    def _advance(self, *args: Any, **kwargs: Any) -> None:
+        """Make the steps of one update, of which there may be several, or none."""
+        scheduler = self.scheduler
+        steps, self._samples = self._samples if self._counts_samples else self._steps_per_update, 0
         if self._counts_samples and type(scheduler) is LambdaLR:
             # It computes its rates from the position alone, and thousands of steps would take their time.
             scheduler.last_epoch += steps - 1

@@ -51,14 +51,22 @@ class Synchronizer:
         self._no_sync = no_sync
         self.step = 0
 
+    def micro_batch(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
+        """Return a context manager that counts one micro-batch, and keeps gradients local within a window."""
+        return self if self._state.num_steps == 1 else Accumulation(self, models)
+
+    def __enter__(self) -> None:
+        """Begin a micro-batch that is a whole window."""
+        self.step, self._state.sync_gradients = 0, True
+
+    def __exit__(self, *_: object) -> None:
+        """Do nothing."""
+
     def advance(self) -> bool:
         """Count one micro-batch; return whether its gradients complete a window."""
         state = self._state
-        if state.num_steps == 1:
-            self.step, sync = 0, True
-        else:
-            at_end = state.sync_with_dataloader and state.end_of_dataloader
-            self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
+        at_end = state.sync_with_dataloader and state.end_of_dataloader
+        self.step, sync = next_micro_batch(self.step, num_steps=state.num_steps, at_end=at_end)
         state.sync_gradients = sync
         return sync
 

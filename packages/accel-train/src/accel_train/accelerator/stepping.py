@@ -18,7 +18,6 @@ from accel_train.accelerator.facet import Facet
 from accel_train.data.prepared import override_even_batches
 from accel_train.lomo import fused_backward
 from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.sync import Accumulation
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -126,7 +125,7 @@ class SteppingFacet(Facet):
         """
         return sync_in_backward(model)
 
-    def accumulate(self, *models: nn.Module) -> Accumulation:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Run one micro-batch, of `gradient_accumulation_steps` that make one optimizer step.
 
         Within it, prepared optimizers and schedulers act only if the micro-batch completes the step, which
@@ -151,7 +150,7 @@ class SteppingFacet(Facet):
             0.5
             0.5
         """
-        return Accumulation(self._parts.synchronizer, models)
+        return self._parts.synchronizer.micro_batch(models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Keep the gradients of a model local in backward passes within the block.

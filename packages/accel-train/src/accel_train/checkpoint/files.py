@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
     from accel_ops.weights.safetensors_file import SafetensorsFile
 
 _CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
+_SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _STRETCH = 64 << 20  # bytes after which the system is asked to write them out, rather than all at the end
 
 
@@ -90,10 +94,20 @@ class FileWriter:
         except OSError as error:
             self.failure = error
             raise
-        if self._to_disk and self._size - self._begun >= _STRETCH and hasattr(os, "posix_fadvise"):
-            # On Linux, this begins to write out what is not needed in memory, without waiting for it.
-            os.posix_fadvise(self.descriptor, self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
+        if self._to_disk and self._size - self._begun >= _STRETCH:
+            _begin_to_write_out(self.descriptor, self._begun, self._size - self._begun)
             self._begun = self._size
+
+
+def _begin_to_write_out(descriptor: int, begin: int, length: int) -> None:
+    """Begin to write a part of a file to the disk, without waiting for it; the pages stay in the cache.
+
+    A failure is left to `fsync`, which waits for everything.
+    """
+    if _LIBC is not None:
+        _LIBC.sync_file_range(
+            descriptor, ctypes.c_int64(begin), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE
+        )
 
 
 def write_text(path: Path, text: str, *, to_disk: bool) -> None:
