@@ -9,7 +9,7 @@ the library's own threads have time for what the last one left to them. Ratios a
 of neighbouring rounds, and of the fastest rounds, which other work on the machine disturbs less; the claim
 is about the former. `none` is `Accelerator.log` without trackers. With `--gpu`, a training step on the
 device that logs its loss alternates with the same step that logs nothing, and with one where the library is
-called with `item()`.
+called with `item()`. Libraries that are not installed are left out, and named.
 
 Claim: at most 1.10 of the direct call.
 """
@@ -25,16 +25,18 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import mlflow
 import torch
 
+from accel_state.available import is_installed
+from accel_trackers.vendor import VENDORS
 from accel_train import Accelerator
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
 CLAIM = 1.10
 ROUND_SECONDS = 0.02
@@ -68,13 +70,17 @@ def direct_clearml(task: Any, values: Mapping[str, float], step: int) -> None:
         logger.report_scalar(title=name, series=name, value=value, iteration=step)
 
 
+def direct_mlflow(_: Any, values: Mapping[str, float], step: int) -> None:
+    import_module("mlflow").log_metrics(values, step=step)
+
+
 # By the tracker's name: what its users write, given the library's own object.
 DIRECT: dict[str, Callable[[Any, dict[str, float], int], object]] = {
     "aim": direct_aim,
     "clearml": direct_clearml,
     "comet_ml": lambda experiment, values, step: experiment.log_metrics(values, step=step),
     "dvclive": direct_dvclive,
-    "mlflow": lambda _, values, step: mlflow.log_metrics(values, step=step),
+    "mlflow": direct_mlflow,
     "swanlab": lambda run, values, step: run.log(values, step=step),
     "tensorboard": lambda writer, values, step: scalars_one_by_one(writer.add_scalar, values, step),
     "trackio": lambda run, values, step: run.log(values, step=step),
@@ -204,6 +210,15 @@ def in_process(name: str, rounds: int, *, gpu: bool) -> dict[str, list[float]]:
         return json.loads(answer.removeprefix("measured "))
 
 
+def installed(names: Sequence[str]) -> list[str]:
+    """Those whose libraries are installed; says which are not."""
+    found = [name for name in names if is_installed(VENDORS[name].installed)]
+    for name in names:
+        if name not in found:
+            print(f"{name:>12} is left out: {VENDORS[name].installed} is not installed")
+    return found
+
+
 def report(name: str, times: Mapping[str, list[float]], baseline: str) -> float:
     """Print a line; return the ratio of ours."""
     ratios: dict[str, float] = {}
@@ -234,10 +249,10 @@ def main() -> None:
         print(f"measured {json.dumps(found)}")
         return
     if arguments.gpu:
-        for name in arguments.trackers or ["tensorboard"]:
+        for name in installed(arguments.trackers or ["tensorboard"]):
             report(name, in_process(name, rounds, gpu=True), "none")
         return
-    names = arguments.trackers or sorted(DIRECT)
+    names = installed(arguments.trackers or sorted(DIRECT))
     ratios = {name: report(name, in_process(name, rounds, gpu=False), "direct") for name in names}
     print(f"{'none':>12}    ours: {measure_none(rounds):9.2f} us fastest")
     missed = [name for name, ratio in ratios.items() if ratio > CLAIM]
