@@ -499,6 +499,17 @@ def test_save_model_cuts_large_models_and_writes_an_index(tmp_path):
     assert "pytorch_model.bin" in listing(tmp_path / "m")
 
 
+@pytest.mark.parametrize("model", [3, None, nn.Linear(2, 2).state_dict()])
+def test_what_is_no_model_is_refused_before_a_folder_is_made(tmp_path, model):
+    accelerator = Setup(tmp_path).accelerator
+    kind = type(model).__name__
+    with pytest.raises(TypeError, match=rf"save_model\(\) takes a model, .*got an object of type '{kind}'"):
+        accelerator.save_model(model, tmp_path / "m")
+    with pytest.raises(TypeError, match=r"get_state_dict\(\) takes a model"):
+        accelerator.get_state_dict(model)
+    assert not (tmp_path / "m").exists()
+
+
 def test_get_state_dict_and_save(tmp_path):
     run = Setup(tmp_path)
     assert set(run.accelerator.get_state_dict(run.model)) == set(run.model.state_dict())

@@ -6,6 +6,7 @@ from collections import deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accel_ops import weights
@@ -18,8 +19,6 @@ from accel_train.tracked_runs import resume_runs
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
-
-    from torch import nn
 
     from accel_train.checkpoint.writer import Saving
 
@@ -217,6 +216,7 @@ class StateIoFacet(Facet):
             safe_serialization: Write safetensors; else as `torch.save` does.
 
         Raises:
+            TypeError: `model` is no module.
             FileExistsError: `save_directory` is a file; raised on every process.
 
         Example:
@@ -227,6 +227,7 @@ class StateIoFacet(Facet):
             ...     os.listdir(folder)
             ['model.safetensors']
         """
+        _expect_model(model, "save_model")
         Path(save_directory).mkdir(parents=True, exist_ok=True)  # each process may list it at once
         parts = self._parts
         commits = parts.checkpoints.commits
@@ -251,7 +252,11 @@ class StateIoFacet(Facet):
         Args:
             model: Prepared or not.
             unwrap: Whether to use the names of the unwrapped model.
+
+        Raises:
+            TypeError: `model` is no module.
         """
+        _expect_model(model, "get_state_dict")
         if not unwrap:
             return model.state_dict()
         state = self._parts.strategy.persister.full_state_dict(model, keep=self._parts.checkpoints.commits)
@@ -286,3 +291,11 @@ def _register(hooks: Any, hook: Callable[..., None]) -> RemovableHandle:
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
+
+
+def _expect_model(model: object, name: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"{name}() takes a model, prepared or not, and got an object of type {type(model).__name__!r}: "
+            "pass the torch.nn.Module itself."
+        )
