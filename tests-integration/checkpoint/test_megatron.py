@@ -199,3 +199,31 @@ def test_the_state_of_the_optimizer_can_be_left_out(tmp_path):
     assert "state" in {entry.path[1] for entry in dcp.entries(index)}
     index = dcp.read_index(tmp_path / "without" / "optimizer_0")
     assert {entry.path[1] for entry in dcp.entries(index)} == {"param_groups"}
+
+
+@distributed(world_size=2)
+def test_the_state_of_the_optimizer_can_be_left_where_it_is_saved(tmp_path):
+    with cuda_answered_by_cpu():
+        run = build("llama", "dp2")
+        train(run, 0)
+        run[0].save_state(tmp_path / "here")
+        expected = run[0].get_state_dict(run[1])
+        run[0].free_memory()
+        SIZES["dp2"]["no_load_optim"] = True
+        try:
+            run = build("llama", "dp2")
+            run[0].load_state(tmp_path / "here")
+            found = run[0].get_state_dict(run[1])
+            rates = [group["lr"] for group in run[2].param_groups]
+            steps = [
+                int(entry["step"])
+                for one in run[1].optimizer.chained_optimizers
+                for entry in one.optimizer.state.values()
+                if "step" in entry
+            ]
+            run[0].free_memory()
+        finally:
+            del SIZES["dp2"]["no_load_optim"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    assert rates == [0.01, 0.01]
+    assert not any(steps)

@@ -98,6 +98,19 @@ accelerator.unwrap_model(model).save_pretrained(
 """
 
 
+STAGES_OF_T5 = """\
+import torch
+from transformers import T5Config, T5ForConditionalGeneration
+from accel import Accelerator
+from accel.utils import MegatronLMPlugin
+
+accelerator = Accelerator(megatron_lm_plugin=MegatronLMPlugin(pp_degree=2, num_micro_batches=2))
+sizes = {"d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 32}
+model = T5ForConditionalGeneration(T5Config(**sizes))
+accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+"""
+
+
 MEGATRON = """\
 import torch
 from torch.utils.data import DataLoader
@@ -174,6 +187,12 @@ CASES = {
     ),
     "Megatron": (8, "3", MEGATRON.format(stages=2)),
     "Megatron with too many stages": (8, "3", MEGATRON.format(stages=8)),
+    "Megatron with a short last stage": (
+        8,
+        "3,7",
+        MEGATRON.format(stages='2, "decoder_last_pipeline_num_layers": 1'),
+    ),
+    "Megatron with a T5 in stages": (4, "3", STAGES_OF_T5),
 }
 """Size of the job, ranks, and the script."""
 
@@ -366,3 +385,17 @@ def test_the_parts_of_a_model_under_megatron_hold_what_arithmetic_says(checks):
     assert held == {"gradients": 4 * own, "optimizer": 12 * -(-own // 2)}
     refused = checks["Megatron with too many stages"]["problems"]
     assert any("make groups of 16 ranks, into which 8 cannot be divided" in one for one in refused)
+    (refused,) = checks["Megatron with a T5 in stages"]["problems"]
+    assert "T5ForConditionalGeneration cannot be divided so: megatron-core does not divide" in refused
+    assert "into pp_degree=2 stages: leave it out, and use tp_degree" in refused
+
+
+def test_the_last_stage_of_megatron_has_the_layers_that_it_is_given(checks):
+    found = checks["Megatron with a short last stage"]
+    assert found["problems"] == []
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=4, n_head=4, vocab_size=128, n_positions=32))
+    even, uneven = stage_elements(model, 2, 2), stage_elements(model, 2, 2, last=1)
+    layer = (stage_elements(model, 2, 1)[0] - 128 * 64 // 2 - 32 * 64 - 2 * 64) // 4
+    assert uneven == [even[0] + layer, even[1] - layer]
+    for rank, own in (("3", uneven[0]), ("7", uneven[1])):
+        assert found["ranks"][rank]["parts"]["gradients"] == 4 * own

@@ -227,6 +227,29 @@ def test_the_schedule_of_the_plugin_follows_the_optimizer():
 
 
 @distributed(world_size=2)
+def test_a_schedule_in_samples_counts_those_of_every_call_of_a_step():
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(train_samples=80, lr_warmup_samples=16, num_micro_batches=2)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, gradient_accumulation_steps=2)
+        model = make_gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        schedule = MegatronLMDummyScheduler(optimizer)
+        loader = DataLoader(make_rows(), batch_size=1)
+        model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, schedule, loader)
+        rates = []
+        for batch in [*loader][:8]:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                schedule.step()
+                optimizer.zero_grad()
+            rates += schedule.get_last_lr() if accelerator.sync_gradients else []
+    # a step has 2 calls x 2 ranks x 2 micro-batches
+    assert rates == pytest.approx([0.05, 0.1, 0.1 * 56 / 64, 0.1 * 48 / 64])
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
 def test_bfloat16_trains_with_float32_master_weights():
     with cuda_answered_by_cpu():
         plugin = MegatronLMPlugin(tp_degree=2, gradient_clipping=0.0)

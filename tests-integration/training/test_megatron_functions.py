@@ -11,8 +11,16 @@ import weakref
 import pytest
 import torch
 from torch.utils.data import DataLoader
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
+from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.megatron.context import gather_chunks, own_chunks
 from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
 from accel_plugins.megatron.gpt2 import GPT2
@@ -23,7 +31,7 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.sizes import stage_elements
 from accel_plugins.megatron.train_steps import causal_mask
 from accel_plugins.megatron.weights import find_rows, load
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
@@ -65,6 +73,11 @@ def describe(plugin, model, batch):
         "num_attention_heads": model.config.n_head,
         "return_logits": False,
     }
+
+
+def describe_without_step(plugin, model, batch):
+    describe(plugin, model, batch)
+    plugin.megatron_lm_default_args["model_type_name"] = "mine"
 
 
 def make_rows():
@@ -404,6 +417,88 @@ def test_sizes_and_models_that_do_not_fit_are_refused_before_groups_are_made():
         with pytest.raises(SettingsError, match=r"not described to Megatron.*add_model_config_to_megatron"):
             accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         assert not is_started()
+        add_model_config_to_megatron_parser("without_a_step")(describe_without_step)
+        model.config.model_type = "without_a_step"
+        with pytest.raises(UnsupportedError, match=r"no train step .*'mine'.*custom_train_step_class"):
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        assert not is_started()
         with pytest.raises(SettingsError, match=r"tp_degree=3.*groups of 3 ranks, into which 2 cannot"):
             Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=3))
         assert not is_started()
+
+
+@distributed(world_size=2)
+def test_what_has_no_effect_is_refused_before_groups_are_made():
+    kind = BertForMaskedLM(BertConfig(**BERT, vocab_size=TOKENS))
+    with cuda_answered_by_cpu():
+        for make, options, message in (
+            (make_gpt2, {"attention_backend": "flash"}, r"attention_backend='flash'.*TransformerEngine"),
+            (lambda: kind, {"calculate_per_token_loss": True}, r"calculate_per_token_loss=True.*'bert'"),
+            (lambda: kind, {"attention_backend": "unfused"}, r"attention_backend='unfused'.*'bert'"),
+            (make_gpt2, {"other_megatron_args": {"overlap": 1}}, "overlap=1"),
+            (make_gpt2, {"decoder_seq_length": 8}, r"decoder_seq_length=8.*has no effect"),
+            (make_gpt2, {"eod_mask_loss": True}, r"eod_mask_loss=True.*has no effect"),
+        ):
+            accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2, **options))
+            model = make()
+            loader = DataLoader(make_rows(), batch_size=1)
+            with pytest.raises((SettingsError, UnsupportedError), match=message) as it:
+                accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+            assert "\n" not in str(it.value)
+            assert not is_started()
+        plugin = MegatronLMPlugin(use_distributed_optimizer=True, use_precision_aware_optimizer=True)
+        with pytest.raises(
+            MissingDependencyError, match=r"use_precision_aware_optimizer=True. needs transformer_engine"
+        ):
+            Accelerator(cpu=True, megatron_lm_plugin=plugin)
+
+
+BERT = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+@distributed(world_size=2)
+def test_sequences_longer_than_was_said_and_a_loss_without_its_tokens_are_refused():
+    tokens = make_rows()[0]["words"][None]
+    with cuda_answered_by_cpu():
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2, seq_length=6))
+        model = make_gpt2()
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises(SettingsError, match=r"of 8 tokens are longer than .*seq_length=6.: truncate"):
+            model(input_ids=tokens)
+        model(input_ids=tokens[:, :6])
+        accelerator.free_memory()
+        plugin = MegatronLMPlugin(tp_degree=2, calculate_per_token_loss=True, custom_loss_function=doubled)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make_gpt2()
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        with pytest.raises(SettingsError, match=r"calculate_per_token_loss=True.*number of tokens"):
+            model(input_ids=tokens)
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_the_users_function_gets_every_stage_before_it_is_wrapped():
+    made, computed = [], []
+
+    def prepare_stage(module):
+        made.append(module)
+        module.register_forward_hook(lambda *_: computed.append(module))
+        return module
+
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(
+            pp_degree=2,
+            num_micro_batches=2,
+            num_layers_per_virtual_pipeline_stage=1,
+            custom_prepare_model_function=prepare_stage,
+        )
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        source = make_gpt2()
+        model, _ = accelerator.prepare(source, torch.optim.AdamW(source.parameters()))
+        assert [type(one).__name__ for one in made] == ["GPTModel", "GPTModel"]
+        assert {*made} == {one.module for one in model.chunks}
+        model.eval()
+        model(input_ids=torch.zeros(2, LENGTH, dtype=torch.long))
+        assert computed == [made[0], made[0], made[1], made[1]]
+        assert extract_model_from_parallel(model) is source
+    accelerator.free_memory()

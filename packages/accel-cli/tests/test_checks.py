@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import fields
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,6 +93,20 @@ def test_the_sizes_of_megatron_make_groups_into_which_the_processes_are_divided(
     }
     made = from_environ(plan(file=file).environ).megatron
     assert made == MegatronSettings(tp_degree=2, attention_backend="auto")
+
+
+@pytest.mark.parametrize("field", fields(MegatronSettings), ids=lambda field: field.name)
+def test_a_flag_and_a_key_of_megatron_become_its_variable(field):
+    words = {"recompute_granularity": "full", "recompute_method": "block", "attention_backend": "local"}
+    numbers = {"int": "1", "float": "0.25", "bool": "true"}
+    text = words.get(field.name) or numbers[field.type.partition(" ")[0]]
+    by_flag = plan("--use_megatron_lm", f"--megatron_lm_{field.name}", text).environ
+    section = {f"megatron_lm_{field.name}": yaml.safe_load(text)}
+    by_key = plan(file={"distributed_type": "MEGATRON_LM", "megatron_lm_config": section}).environ
+    variable = f"MEGATRON_LM_{field.name.upper()}"
+    assert by_flag[variable] == by_key[variable]
+    assert by_flag["ACCELERATE_USE_MEGATRON_LM"] == by_key["ACCELERATE_USE_MEGATRON_LM"] == "true"
+    assert getattr(from_environ(by_flag).megatron, field.name) == yaml.safe_load(text)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,21 @@ from torch import nn
 
 import accel_plugins.megatron as package
 from accel_plugins.megatron.check import check_context, check_positions, check_schedule
-from accel_plugins.megatron.configs import ddp_config, optimizer_config, transformer_config
+from accel_plugins.megatron.configs import (
+    check_other_args,
+    ddp_config,
+    optimizer_config,
+    optimizer_values,
+    transformer_config,
+)
 from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
+from accel_plugins.megatron.effects import (
+    check_attention,
+    check_data_options,
+    check_offload,
+    check_sequence_lengths,
+    check_token_loss,
+)
 from accel_plugins.megatron.groups import groups_of
 from accel_plugins.megatron.megatron_args import scheduler_arguments
 from accel_plugins.megatron.optimizer import parameter_factors
@@ -22,6 +35,7 @@ from accel_plugins.megatron.rules import UNSUPPORTED
 from accel_plugins.megatron.stages import virtual_stages
 from accel_state.available import is_installed
 from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.settings.sections.megatron import MegatronSettings
 
 FIELDS = [one.name for one in fields(MegatronLMPlugin)]
 FOLDER = Path(package.__file__).parent
@@ -83,8 +97,6 @@ RECEIVED = {
     "tp_degree": (2, {}),
     "pp_degree": (2, {}),
     "context_parallel_size": (2, {}),
-    "overlap_cpu_optimizer_d2h_h2d": (True, {"optimizer_cpu_offload": True}),
-    "optimizer_cpu_offload": (True, {}),
     "decoder_last_pipeline_num_layers": (1, {"pp_degree": 2}),
     "recompute_granularity": ("full", {}),
     "recompute_method": ("block", {"recompute_granularity": "full"}),
@@ -164,3 +176,151 @@ def test_only_sequences_of_decoders_are_divided():
     check_context(1, "bert", "bert")
     with pytest.raises(UnsupportedError, match=r"context_parallel_size=2.*'bert'"):
         check_context(2, "bert", "bert")
+
+
+AWARE = {"use_distributed_optimizer": True, "use_precision_aware_optimizer": True}
+
+
+def test_an_optimizer_is_offloaded_as_a_whole():
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters())
+    plain = optimizer_values(MegatronLMPlugin(**AWARE), optimizer, "no")
+    offloaded = {"optimizer_cpu_offload": True, "overlap_cpu_optimizer_d2h_h2d": True}
+    found = optimizer_values(MegatronLMPlugin(**AWARE, **offloaded), optimizer, "no")
+    assert {name: found[name] for name in offloaded} == offloaded
+    assert (plain["optimizer_offload_fraction"], found["optimizer_offload_fraction"]) == (0, 1)
+    assert plain["use_precision_aware_optimizer"] is True
+
+
+def test_an_optimizer_that_megatron_core_cannot_offload_or_keep_in_16_bits_is_refused():
+    layer = nn.Linear(2, 2)
+    plugin = MegatronLMPlugin(**AWARE, optimizer_cpu_offload=True)
+    check_offload(plugin, torch.optim.AdamW(layer.parameters()))
+    check_offload(MegatronLMPlugin(), torch.optim.SGD(layer.parameters()))
+    with pytest.raises(UnsupportedError, match=r"optimizer_cpu_offload=True.*AdamW, not for Adam:"):
+        check_offload(plugin, torch.optim.Adam(layer.parameters()))
+    with pytest.raises(UnsupportedError, match=r"use_precision_aware_optimizer=True.*not for SGD:"):
+        check_offload(plugin, torch.optim.SGD(layer.parameters()))
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused"])
+def test_attention_of_transformer_engine_is_not_replaced_silently(backend):
+    plugin = MegatronLMPlugin(attention_backend=backend)
+    with pytest.raises(UnsupportedError, match=rf"attention_backend='{backend}'.*TransformerEngine.*leave"):
+        check_attention(plugin, "gpt", "llama", has_engine=False)
+    check_attention(plugin, "gpt", "llama", has_engine=True)
+    with pytest.raises(UnsupportedError, match=rf"attention_backend='{backend}'.*'t5'.*leave it out"):
+        check_attention(plugin, "t5", "t5", has_engine=True)
+
+
+def test_attention_that_is_computed_has_the_precision_that_was_asked_for():
+    for backend in ("auto", "local"):
+        check_attention(MegatronLMPlugin(attention_backend=backend), "bert", "bert", has_engine=True)
+    plugin = MegatronLMPlugin(attention_softmax_in_fp32=False)
+    check_attention(plugin, "gpt", "llama", has_engine=False)
+    wrong = (("t5", False, {}), ("gpt", True, {}), ("gpt", False, {"context_parallel_size": 2}))
+    for kind, has_engine, sizes in wrong:
+        plugin = MegatronLMPlugin(attention_softmax_in_fp32=False, **sizes)
+        with pytest.raises(UnsupportedError, match=r"attention_softmax_in_fp32=False.*leave it out"):
+            check_attention(plugin, kind, kind, has_engine=has_engine)
+
+
+def test_the_loss_by_token_is_that_of_steps_that_have_it():
+    plugin = MegatronLMPlugin(calculate_per_token_loss=True)
+    check_token_loss(plugin, "gpt", "llama")
+    check_token_loss(MegatronLMPlugin(), "bert", "bert")
+    with pytest.raises(UnsupportedError, match=r"calculate_per_token_loss=True.*'bert'.*leave it out"):
+        check_token_loss(plugin, "bert", "bert")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "wanted"),
+    [
+        ("gpt", "encoder_seq_length", "seq_length"),
+        ("bert", "decoder_seq_length", "seq_length"),
+        ("t5", "seq_length", "encoder_seq_length, decoder_seq_length"),
+    ],
+)
+def test_a_length_of_what_a_model_does_not_have_is_refused(kind, name, wanted):
+    with pytest.raises(SettingsError, match=rf"{name}=8.*has no effect.*'mine'.*use {wanted}\."):
+        check_sequence_lengths(MegatronLMPlugin(**{name: 8}), kind, "mine")
+    check_sequence_lengths(MegatronLMPlugin(**dict.fromkeys(wanted.split(", "), 8)), kind, "mine")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"eod_mask_loss": True},
+        {"consumed_samples": [4, 0, 0]},
+        {"eval_iters": 3},
+        {"eval_interval": 3},
+        {"train_iters": 3},
+        {"train_samples": 3},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_indexed_data_sets_need_one(options):
+    (name,) = options
+    plugin = MegatronLMPlugin(**options)
+    with pytest.raises(SettingsError, match=rf"{name}=.* has no effect without .*MegatronLMDummyDataLoader"):
+        check_data_options(plugin, has_indexed=False, has_placeholder=False)
+    check_data_options(plugin, has_indexed=True, has_placeholder=False)
+    plugin.custom_train_step_class = object  # which may read it
+    check_data_options(plugin, has_indexed=False, has_placeholder=False)
+
+
+def test_the_length_of_the_training_is_that_of_the_schedule():
+    check_data_options(MegatronLMPlugin(train_iters=3), has_indexed=False, has_placeholder=True)
+    with pytest.raises(SettingsError, match="eod_mask_loss=True"):
+        check_data_options(MegatronLMPlugin(eod_mask_loss=True), has_indexed=False, has_placeholder=True)
+
+
+@pytest.mark.skipif(not is_installed("megatron_lm"), reason="needs megatron-core")
+def test_a_further_argument_that_no_configuration_has_is_refused():
+    check_other_args(MegatronLMPlugin(other_megatron_args={"overlap_grad_reduce": True}))
+    plugin = MegatronLMPlugin(other_megatron_args={"overlap_grad_reduc": True})
+    with pytest.raises(SettingsError, match=r"overlap_grad_reduc=True.*did you mean 'overlap_grad_reduce'"):
+        check_other_args(plugin)
+    plugin.custom_loss_function = len  # which may read it
+    check_other_args(plugin)
+
+
+VALUES = {
+    bool: ("true", True),
+    int: ("2", 2),
+    float: ("0.25", 0.25),
+}
+WORDS = {
+    "recompute_granularity": "full",
+    "recompute_method": "block",
+    "attention_backend": "local",
+}
+NEEDED = {
+    "sequence_parallelism": {"tp_degree": 2},
+    "decoder_last_pipeline_num_layers": {"pp_degree": 2},
+    "recompute_method": {"recompute_granularity": "full"},
+    "recompute_num_layers": {"recompute_granularity": "full"},
+    "optimizer_cpu_offload": AWARE,
+    "overlap_cpu_optimizer_d2h_h2d": {**AWARE, "optimizer_cpu_offload": True},
+    "use_precision_aware_optimizer": {"use_distributed_optimizer": True},
+}
+
+
+def spoken(field):
+    """What a variable says for a field of the settings, and the value that it means."""
+    if field.name in WORDS:
+        return WORDS[field.name], WORDS[field.name]
+    return next(VALUES[kind] for kind in VALUES if field.type.startswith(kind.__name__))
+
+
+@pytest.mark.parametrize("field", fields(MegatronSettings), ids=lambda field: field.name)
+def test_a_variable_reaches_its_field_or_is_refused_by_its_name(field, monkeypatch):
+    text, value = spoken(field)
+    variable = f"MEGATRON_LM_{field.name.upper()}"
+    monkeypatch.setenv(variable, text)
+    if field.name in UNSUPPORTED:
+        with pytest.raises(UnsupportedError, match=rf"{variable}.* is not supported: "):
+            MegatronLMPlugin()
+        return
+    found = getattr(MegatronLMPlugin(**NEEDED.get(field.name, {})), field.name)
+    assert found == value
+    assert type(found) is type(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -143,6 +143,7 @@ VIRTUAL = {"pp_degree": 2, "num_micro_batches": 4, "num_layers_per_virtual_pipel
         ({"recompute_num_layers": 2}, "without recompute_granularity='full'"),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, "without optimizer_cpu_offload"),
         ({"use_precision_aware_optimizer": True}, "without use_distributed_optimizer"),
+        ({"optimizer_cpu_offload": True}, "without use_precision_aware_optimizer"),
         ({"custom_train_step_kwargs": {"a": 1}}, "without custom_train_step_class"),
         ({"recompute_activations": True, "recompute_granularity": "full"}, "leave one out"),
         ({"train_iters": 3, "train_samples": 3}, "exclude each other"),
@@ -313,6 +314,17 @@ def test_sizes_that_do_not_divide_are_refused(options, message):
         check_model(MegatronLMPlugin(**options), SIZES)
 
 
+def test_stages_of_an_encoder_and_a_decoder_are_refused_with_what_to_use_instead():
+    sizes = replace(SIZES, name="Pair", encoder_layers=6)
+    with pytest.raises(SettingsError) as caught:
+        check_model(MegatronLMPlugin(pp_degree=2), sizes)
+    assert str(caught.value) == (
+        "Pair cannot be divided so: megatron-core does not divide an encoder and a decoder into pp_degree=2 "
+        "stages: leave it out, and use tp_degree, which divides every layer, or use_distributed_optimizer."
+    )
+    check_model(MegatronLMPlugin(tp_degree=2, use_distributed_optimizer=True), sizes)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -397,6 +409,24 @@ def test_indexed_data_sets_have_every_token_once(corpus):
     plugin.consumed_samples = [8, 0, 0]
     again = list(indexed_loaders(plugin, provider(num_samples(plugin)))[0])
     assert torch.equal(again[0]["tokens"], batches[4]["tokens"])
+
+
+@needs_megatron
+def test_ends_of_documents_are_known_to_data_sets_that_leave_them_out_of_the_loss(corpus):
+    plugin = MegatronLMPlugin(train_samples=40, eod_mask_loss=True)
+    with pytest.raises(SettingsError, match=r"eod_mask_loss=True.*tokenizer"):
+        provider_of(corpus, plugin)((1, 1, 1))
+    provider_of(corpus, plugin, tokenizer=Words())((1, 1, 1))
+
+
+class Words:
+    """A tokenizer whose last token ends a document."""
+
+    eos_token_id = 299
+    name_or_path = "words"
+
+    def __len__(self):
+        return 300
 
 
 @needs_megatron

@@ -55,7 +55,9 @@ def _layer_problems(plugin: MegatronLMPlugin, sizes: Sizes) -> list[str]:
     stages, last = plugin.pp_degree or 1, plugin.decoder_last_pipeline_num_layers
     virtual, layers = plugin.num_layers_per_virtual_pipeline_stage, sizes.layers
     if stages > 1 and sizes.encoder_layers:
-        return [f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages"]
+        reason = f"megatron-core does not divide an encoder and a decoder into pp_degree={stages} stages"
+        instead = "leave it out, and use tp_degree, which divides every layer, or use_distributed_optimizer"
+        return [f"{reason}: {instead}"]
     if last is not None:
         rest, others = layers - last, stages - 1
         uneven = (

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_plugins.megatron.effects import has_own_code
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.megatron_args import optimizer_args
+from accel_state.did_you_mean import did_you_mean
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -19,20 +23,34 @@ if TYPE_CHECKING:
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def check_other_args(plugin: MegatronLMPlugin) -> None:
+    """Refuse further arguments that no configuration has, unless code of the user may read them."""
+    names = (("transformer.transformer_config", "TransformerConfig"), ("optimizer", "OptimizerConfig"))
+    names = (*names, ("distributed", "DistributedDataParallelConfig"))
+    known = {one.name for module, name in names for one in fields(getattr(core(module), name))}
+    for name, value in (plugin.other_megatron_args or {}).items():
+        if name not in known and not has_own_code(plugin):
+            hint = did_you_mean(name, known, "leave it out.")
+            raise SettingsError(
+                f"MegatronLMPlugin(other_megatron_args={{{name!r}: …}}): {name}={value!r} is no field of "
+                f"megatron-core's configurations; {hint}"
+            )
+
+
 def dtype_of(precision: str) -> torch.dtype:
     """Return the dtype of parameters under a mixed precision."""
     return _DTYPES.get(precision, torch.float32)
 
 
 def transformer_config(
-    plugin: MegatronLMPlugin, fields: Mapping[str, Any], precision: str, virtual: int | None
+    plugin: MegatronLMPlugin, of_model: Mapping[str, Any], precision: str, virtual: int | None
 ) -> Any:
     """Return a `TransformerConfig`."""
     config = core("transformer.transformer_config").TransformerConfig
     dropouts = {"attention_dropout": plugin.attention_dropout, "hidden_dropout": plugin.hidden_dropout}
     backend = core("transformer.enums").AttnBackend[plugin.attention_backend]
     values: dict[str, Any] = {
-        **fields,
+        **of_model,
         **{name: value for name, value in dropouts.items() if value is not None},
         "tensor_model_parallel_size": plugin.tp_degree,
         "pipeline_model_parallel_size": plugin.pp_degree,
@@ -72,15 +90,20 @@ def ddp_config(plugin: MegatronLMPlugin) -> Any:
 def optimizer_config(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> Any:
     """Return an `OptimizerConfig`."""
     config = core("optimizer").OptimizerConfig
-    values = {
+    return config(**optimizer_values(plugin, optimizer, precision) | plugin.other_args(config))
+
+
+def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> dict[str, Any]:
+    """Return the fields of an `OptimizerConfig` that a plugin and an optimizer decide."""
+    return {
         **optimizer_args(optimizer),
         "params_dtype": dtype_of(precision),
         "bf16": precision == "bf16",
         "fp16": precision == "fp16",
         "use_distributed_optimizer": plugin.use_distributed_optimizer,
         "optimizer_cpu_offload": plugin.optimizer_cpu_offload,
+        "optimizer_offload_fraction": 1.0 if plugin.optimizer_cpu_offload else 0.0,
         "overlap_cpu_optimizer_d2h_h2d": plugin.overlap_cpu_optimizer_d2h_h2d,
         "use_precision_aware_optimizer": plugin.use_precision_aware_optimizer,
         "clip_grad": plugin.gradient_clipping,
     }
-    return config(**values | plugin.other_args(config))

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_plugins.megatron.bert_step import BertTrainStep
+from accel_plugins.megatron.effects import check_lengths_of_batch
 from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import core, without_core_warnings
 from accel_plugins.megatron.t5_step import T5TrainStep
@@ -49,6 +50,9 @@ class MegatronEngine(nn.Module):
         family: The model's row; `None` with a `custom_model_provider_function`.
         optimizer: megatron-core's optimizer; `None` in evaluation.
         optimizer_names: Weights of each group of the optimizer of PyTorch, in their order.
+
+    Attributes:
+        samples: Those of all replicas whose gradients there are.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class MegatronEngine(nn.Module):
         self.optimizer_names = optimizer_names
         self.transformer_config = core("utils").get_model_config(chunks[0])
         self.config = getattr(source, "config", None)
+        self.samples = 0
         self._is_reduced = False
 
     @property
@@ -178,7 +183,12 @@ class MegatronEngine(nn.Module):
             for chunk in self.chunks if not (sync or forward_only) else ():
                 stack.enter_context(chunk.no_sync())
             results = schedule(
-                forward_step_func=partial(_scaled_step, self.train_step_handler.forward_step, accumulation),
+                forward_step_func=partial(
+                    _scaled_step,
+                    self.train_step_handler.forward_step,
+                    accumulation,
+                    by_token=bool(self.plugin.calculate_per_token_loss),
+                ),
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=[*self.chunks],
                 num_microbatches=len(parts),
@@ -188,6 +198,7 @@ class MegatronEngine(nn.Module):
             )
             loss, logits = self._reduced(results)
         self._is_reduced = sync and not forward_only
+        self.samples += 0 if forward_only else len(parts) * first.shape[0] * self.groups.data
         return output_of(self.family, loss, logits)
 
     def discard(self) -> None:
@@ -195,6 +206,7 @@ class MegatronEngine(nn.Module):
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
+        self.samples = 0
         self._is_reduced = False
 
     def _check_trainable(self, forward_only: bool, accumulation: int) -> None:
@@ -221,6 +233,7 @@ class MegatronEngine(nn.Module):
                 f"A batch of {rows} samples cannot be divided into num_micro_batches={number}: make the "
                 "batch size a multiple of it, or leave out the last batch (drop_last=True)."
             )
+        check_lengths_of_batch(self.plugin, batch)
         lengths = [one.shape[1] for one in batch.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
         self._check_lengths(lengths)
         each = rows // number
@@ -283,13 +296,18 @@ def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.dev
 
 
 def _scaled_step(
-    forward_step: Callable[..., Any], accumulation: int, data_iterator: Any, model: Any
+    forward_step: Callable[..., Any], accumulation: int, data_iterator: Any, model: Any, *, by_token: bool
 ) -> tuple[Any, Callable[..., Any]]:
     """Divide losses by the number of batches of a step."""
     output, loss_function = forward_step(data_iterator, model)
 
     def scaled(*args: Any, **kwargs: Any) -> Any:
         loss, *rest = loss_function(*args, **kwargs)
+        if by_token and len(rest) == 1:
+            raise SettingsError(
+                "MegatronLMPlugin(calculate_per_token_loss=True): the loss function returns a pair; return "
+                "the sum of the losses, the number of tokens and the dictionary, or leave it out."
+            )
         return (loss / accumulation, *rest)
 
     return output, scaled
@@ -313,14 +331,19 @@ _TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
 }
 
 
+def check_train_step(plugin: Any) -> None:
+    """Refuse a model that is described, but has no train step."""
+    kind = plugin.megatron_lm_default_args.get("model_type_name")
+    if plugin.custom_train_step_class is None and kind not in _TRAIN_STEPS:
+        raise UnsupportedError(
+            f"There is no train step for a model of the type {kind!r}: give MegatronLMPlugin a "
+            "custom_train_step_class."
+        )
+
+
 def train_step_of(plugin: Any, context: Any) -> AbstractTrainStep:
     """Make the train step of a run."""
     own, args = plugin.custom_train_step_class, plugin.namespace()
     if own is not None:
         return own(context, args, **(plugin.custom_train_step_kwargs or {}))
-    if args.model_type_name not in _TRAIN_STEPS:
-        raise UnsupportedError(
-            f"There is no train step for a model of the type {args.model_type_name!r}: give MegatronLMPlugin "
-            "a custom_train_step_class."
-        )
     return _TRAIN_STEPS[args.model_type_name](context, args)

@@ -99,6 +99,12 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
     if not ("blend" in requested or "blend_per_split" in requested) or length is None:
         missing = "data_path" if length is not None else "seq_length"
         raise SettingsError(f"MegatronLMDummyDataLoader: {missing} is missing.")
+    documents = _documents(tokenizer)
+    if plugin.eod_mask_loss and documents.eod < 0:
+        raise SettingsError(
+            "MegatronLMPlugin(eod_mask_loss=True): which token ends a document is not known: give "
+            "MegatronLMDummyDataLoader a tokenizer that has one, or leave it out."
+        )
     return {
         "random_seed": 1234,
         "split": "969,30,1" if "blend" in requested else None,
@@ -108,7 +114,7 @@ def dataset_options(plugin: MegatronLMPlugin, options: Mapping[str, Any], config
         "create_attention_mask": False,
         **requested,
         "sequence_length": length,
-        "tokenizer": _documents(tokenizer),
+        "tokenizer": documents,
     }
 
 

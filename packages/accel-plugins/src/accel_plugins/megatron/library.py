@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 EXTRA = "accel-plugins[megatron]"
+ENGINE_EXTRA = "accel-plugins[transformer-engine]"
 
 
 def load_library(what: str) -> None:

@@ -161,11 +161,15 @@ class MegatronSchedule:
             use_checkpoint_opt_param_scheduler=True,
             override_opt_param_scheduler=False,
         )
-        self._samples = args["global_batch_size"]
+        self._samples = None if args["train_samples"] is not None else args["global_batch_size"]
 
-    def step(self) -> None:
-        """Advance by the samples of one optimizer step."""
-        self.schedule.step(self._samples)
+    def step(self, samples: int) -> None:
+        """Advance by one optimizer step.
+
+        Args:
+            samples: Those of the step, which a schedule in samples counts; one in iterations counts steps.
+        """
+        self.schedule.step(samples if self._samples is None else self._samples)
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of every parameter group."""

@@ -10,7 +10,7 @@ from accel_plugins.kwargs.resolve import resolve_fields
 from accel_plugins.megatron.library import EXTRA
 from accel_plugins.megatron.megatron_args import base_args, optimizer_args, precision_args, schedule_args
 from accel_plugins.megatron.model_args import enter_network_args
-from accel_plugins.megatron.rules import DEFAULTS, check_combinations, check_supported, check_values
+from accel_plugins.megatron.rules import DEFAULTS, LENGTHS, check_combinations, check_supported, check_values
 from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings.merge import TITLES
@@ -38,7 +38,9 @@ class MegatronLMPlugin:
         no_load_optim: Whether `load_state` leaves the optimizer as it is.
         eod_mask_loss: Whether the loss leaves out the ends of documents of indexed data sets.
         no_save_optim: Whether `save_state` leaves out the optimizer's state of each parameter.
-        optimizer_cpu_offload: Whether optimizer state is kept, and the step computed, on the CPU.
+        optimizer_cpu_offload: Whether optimizer state is kept, and the step computed, on the CPU: all of it,
+            unless `other_megatron_args` has an `optimizer_offload_fraction`. Needs
+            `use_precision_aware_optimizer`.
         use_precision_aware_optimizer: Whether the distributed optimizer may keep its state in 16 bits; needs
             TransformerEngine.
         decoder_last_pipeline_num_layers: Layers of the last pipeline stage; as many as of the others by
@@ -91,9 +93,10 @@ class MegatronLMPlugin:
         scale_lr_cond: Called as `f(name, parameter)`: whether `lr_mult` scales a parameter's learning rate.
         lr_mult: The factor for these.
         megatron_dataset_flag: Whether loaders are of Megatron's indexed data sets.
-        seq_length: Tokens of a sequence; the model's number of positions by default.
-        encoder_seq_length: The same, of an encoder.
-        decoder_seq_length: The same, of a decoder.
+        seq_length: The most tokens of a sequence; longer ones are refused. By default the model's number of
+            positions.
+        encoder_seq_length: The same, of the encoder of a T5.
+        decoder_seq_length: The same, of its decoder.
         tensorboard_dir: Not supported: refused if set.
         set_all_logging_options: Not supported: refused if true.
         eval_iters: Steps of an evaluation, which decide how long an indexed data set for it is.
@@ -198,6 +201,7 @@ class MegatronLMPlugin:
         if self.recompute_granularity == "full":
             self.recompute_method = self.recompute_method or "uniform"
             self.recompute_num_layers = self.recompute_num_layers or 1
+        self.longest = {name: value for name in LENGTHS if (value := getattr(self, name)) is not None}
         self.megatron_lm_default_args = base_args(self)
 
     def to_settings(self, settings: Settings) -> Settings:

@@ -35,6 +35,9 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """Values of fields that neither an argument nor the environment sets."""
 
+LENGTHS = ("seq_length", "encoder_seq_length", "decoder_seq_length")
+"""The longest sequences."""
+
 BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 """The names of megatron-core's implementations of attention."""
 
@@ -60,9 +63,7 @@ _OPTIONAL_SIZES = (
     "train_samples",
     "lr_decay_iters",
     "lr_decay_samples",
-    "seq_length",
-    "encoder_seq_length",
-    "decoder_seq_length",
+    *LENGTHS,
 )
 _COUNTS = ("lr_warmup_iters", "lr_warmup_samples")
 _FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
@@ -217,6 +218,11 @@ def _without_effect(fields: Mapping[str, Any], sources: Mapping[str, str]) -> li
         ("recompute_method", full, "recompute_granularity='full'"),
         ("recompute_num_layers", full, "recompute_granularity='full'"),
         ("overlap_cpu_optimizer_d2h_h2d", fields["optimizer_cpu_offload"], "optimizer_cpu_offload=True"),
+        (
+            "optimizer_cpu_offload",
+            fields["use_precision_aware_optimizer"],
+            "use_precision_aware_optimizer=True, the only optimizer that megatron-core offloads",
+        ),
         (
             "use_precision_aware_optimizer",
             fields["use_distributed_optimizer"],

@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     from accel_plugins.megatron.model_family import Weight
 
 
-def stage_elements(model: nn.Module, tensor: int, pipeline: int, context: int = 1) -> list[int]:
+def stage_elements(
+    model: nn.Module, tensor: int, pipeline: int, context: int = 1, *, last: int | None = None
+) -> list[int]:
     """Return how many elements of parameters a rank of each pipeline stage has.
+
+    Args:
+        model: A model of transformers.
+        tensor: Tensor-parallel size.
+        pipeline: Pipeline-parallel size.
+        context: Context-parallel size.
+        last: Layers of the last stage; as many as of the others by default.
 
     Raises:
         SettingsError: The model has no row, or sizes that the ranks do not divide.
@@ -32,7 +41,9 @@ def stage_elements(model: nn.Module, tensor: int, pipeline: int, context: int = 
     check_context(context, family.kind, family.name)
     family.check(config)
     sizes = model_sizes(config, type(model).__name__)
-    check_model(MegatronLMPlugin(tp_degree=tensor, pp_degree=pipeline), sizes)
+    plugin = MegatronLMPlugin(tp_degree=tensor, pp_degree=pipeline, decoder_last_pipeline_num_layers=last)
+    check_model(plugin, sizes)
+    each = sizes.layers // pipeline if last is None else (sizes.layers - last) // (pipeline - 1)
     is_copied = pipeline > 1 and family.model_arguments(model)["share_embeddings_and_output_weights"]
     weights = dict(model.named_parameters(remove_duplicate=False))
     found = [0] * pipeline
@@ -44,7 +55,7 @@ def stage_elements(model: nn.Module, tensor: int, pipeline: int, context: int = 
                 continue
             counted.add(id(weights[names[0]]))
             own = row.packing.shard(row.packing.pack(parts), 0, tensor)
-            found[_stage(row, layer, sizes.layers, pipeline)] += own.numel()
+            found[_stage(row, layer, each, pipeline)] += own.numel()
     return found
 
 
@@ -58,7 +69,7 @@ def _parameters(row: Weight, weights: dict[str, Any]) -> Iterator[tuple[int, lis
             return
 
 
-def _stage(row: Weight, layer: int, layers: int, pipeline: int) -> int:
+def _stage(row: Weight, layer: int, each: int, pipeline: int) -> int:
     if "{layer}" in row.parameter:
-        return layer * pipeline // layers
+        return min(layer // each, pipeline - 1)
     return 0 if row.parameter.startswith("embedding.") else pipeline - 1

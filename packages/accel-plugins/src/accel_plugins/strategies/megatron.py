@@ -10,23 +10,18 @@ import torch
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
-from accel_plugins.megatron.check import (
-    check_context,
-    check_indexed_data,
-    check_model,
-    check_positions,
-    check_recompute,
-    check_schedule,
-)
+from accel_plugins.megatron.check import check_schedule
 from accel_plugins.megatron.configs import ddp_config, transformer_config
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_plugins.megatron.effects import check_data_options, check_offload
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, train_step_of
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.groups import check_shared, groups_of, join_default_group, start
-from accel_plugins.megatron.library import core, load_library, without_core_warnings
+from accel_plugins.megatron.library import ENGINE_EXTRA, core, load_library, without_core_warnings
 from accel_plugins.megatron.loaders import micro_batch_sizes, with_all_micro_batches, with_real_loaders
 from accel_plugins.megatron.megatron_args import optimizer_args
-from accel_plugins.megatron.model_args import described, model_sizes
+from accel_plugins.megatron.model_args import described
+from accel_plugins.megatron.model_check import check_family_model, check_run
 from accel_plugins.megatron.optimizer import (
     MegatronSchedule,
     clip,
@@ -38,13 +33,14 @@ from accel_plugins.megatron.optimizer import (
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.sharded_state import MegatronShards
 from accel_plugins.megatron.stages import build_stages, virtual_stages
-from accel_plugins.megatron.weights import check_covered, drop_values, find_rows, load
+from accel_plugins.megatron.weights import drop_values, find_rows, load
 from accel_plugins.parallelism.mesh import mesh_of
 from accel_plugins.precision.engine import EnginePrecision
 from accel_plugins.strategies.megatron_save import MegatronPersister
 from accel_plugins.strategies.replicated import check_materialised
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
 from accel_state.accelerator_state import AcceleratorState
+from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -100,25 +96,16 @@ class MegatronWrapper:
                 "prepare() got an optimizer without its model: Megatron builds both together, as in "
                 "prepare(model, optimizer)."
             )
-        check_schedule(
-            self.plugin,
-            has_optimizer=bool(bundle.optimizers),
-            has_placeholder=any(isinstance(one, MegatronLMDummyScheduler) for one in bundle.schedulers),
-        )
+        has_indexed = any(isinstance(one, MegatronLMDummyDataLoader) for one in bundle.dataloaders)
+        has_placeholder = any(isinstance(one, MegatronLMDummyScheduler) for one in bundle.schedulers)
+        check_schedule(self.plugin, has_optimizer=bool(bundle.optimizers), has_placeholder=has_placeholder)
+        if bundle.optimizers and bundle.dataloaders:
+            check_data_options(self.plugin, has_indexed=has_indexed, has_placeholder=has_placeholder)
         for model in fresh:
             for optimizer in bundle.optimizers:
                 self._check_optimizer(optimizer)
             if self.plugin.custom_model_provider_function is None:
-                family = find_family(model)
-                check_context(self.groups.context, family.kind, family.name)
-                check_recompute(self.plugin, family.kind)
-                if any(isinstance(one, MegatronLMDummyDataLoader) for one in bundle.dataloaders):
-                    check_indexed_data(self.plugin, family.kind, family.name)
-                family.check(model.config)
-                check_covered(model, family.weights(model.config))
-                positions = family.model_arguments(model).get("position_embedding_type")
-                check_positions(self.plugin, positions, type(model).__name__)
-                check_model(self.plugin, model_sizes(model.config, type(model).__name__))
+                check_family_model(self.plugin, model, context=self.groups.context, has_indexed=has_indexed)
 
     def _check_optimizer(self, optimizer: object) -> None:
         if not isinstance(optimizer, Optimizer):
@@ -126,6 +113,7 @@ class MegatronWrapper:
                 f"Megatron has no use for {type(optimizer).__name__}: prepare an optimizer of PyTorch."
             )
         optimizer_args(optimizer)
+        check_offload(self.plugin, optimizer)
         if self.plugin.custom_model_provider_function is not None and len(optimizer.param_groups) > 1:
             raise SettingsError(
                 f"The optimizer has {len(optimizer.param_groups)} parameter groups: with "
@@ -170,6 +158,7 @@ class MegatronWrapper:
         if optimizer is not None:
             plugin.set_optimizer_type(optimizer)
         family = None if plugin.custom_model_provider_function is not None else find_family(model)
+        check_run(plugin, family)
         fields = family.transformer_config(model.config) if family else described(plugin)
         virtual = virtual_stages(plugin, fields["num_layers"])
         groups = self.groups
@@ -300,7 +289,8 @@ class MegatronStepper:
             clip(engine.optimizer, self.clipping)
         stepped = bool(engine.optimizer.step_with_ready_grads())
         for schedule in self.trained.schedules if stepped else ():
-            schedule.step()
+            schedule.step(engine.samples)
+        engine.samples = 0
         return stepped
 
     def discard(self, optimizer: Optimizer) -> None:
@@ -365,6 +355,10 @@ def build(
     del settings
     load_library("the strategy 'megatron'")
     plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()
+    if plugin.use_precision_aware_optimizer:
+        require(
+            "transformer_engine", "MegatronLMPlugin(use_precision_aware_optimizer=True)", install=ENGINE_EXTRA
+        )
     plugin.set_mixed_precision(precision.name)
     groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
     check_shared(groups)

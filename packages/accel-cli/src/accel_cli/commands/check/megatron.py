@@ -49,7 +49,8 @@ class FakeMegatron:
         del evaluation
         if self.plugin.custom_model_provider_function is None:
             for model in bundle.models:
-                stages = stage_elements(model, self.groups.tensor, self.groups.pipeline)
+                last = self.plugin.decoder_last_pipeline_num_layers
+                stages = stage_elements(model, self.groups.tensor, self.groups.pipeline, last=last)
                 self.on_elements(stages[self.groups.pipeline_rank])
         schedulers = [_real(one, bundle) for one in bundle.schedulers]
         loaders = [with_all_micro_batches(one, self.plugin) for one in bundle.dataloaders]
