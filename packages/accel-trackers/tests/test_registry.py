@@ -123,3 +123,8 @@ def test_a_medium_that_a_tracker_lacks_is_an_error(memory):
     ):
         with pytest.raises(UnsupportedError, match="The tracker 'memory' has no"):
             call()
+
+
+def test_options_for_a_new_object_of_the_library_are_refused_beside_one():
+    with pytest.raises(SettingsError, match=r"DVCLiveTracker\(live=…\).*, and dir would be for a new one"):
+        tracker_class("dvclive")(live=object(), dir="live")

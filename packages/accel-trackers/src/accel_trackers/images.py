@@ -73,5 +73,5 @@ def to_numbers(value: Any) -> np.ndarray[Any, Any]:
         >>> to_numbers([[1, 2], [3, 4]])
         array([1., 2., 3., 4.])
     """
-    host = value.detach().double().cpu().numpy() if isinstance(value, torch.Tensor) else value
+    host = value.detach().cpu().double().numpy() if isinstance(value, torch.Tensor) else value
     return np.asarray(host, dtype=np.float64).reshape(-1)

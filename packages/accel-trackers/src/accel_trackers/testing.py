@@ -114,7 +114,9 @@ def _media_calls(tracker: GeneralTracker, file: Path) -> dict[str, Callable[[], 
     return {
         "images": lambda: tracker.log_images({"picture": image}, step=12),
         "tables": lambda: tracker.log_table("table", columns=["a", "b"], data=[[1, 2], [3, 4]], step=13),
-        "histograms": lambda: tracker.log_histograms({"weights": torch.arange(9.0)}, step=14),
+        "histograms": lambda: tracker.log_histograms(
+            {"weights": torch.arange(9.0), "rows": [[1.0, 2.0], [3.0, 4.0]]}, step=14
+        ),
         "text": lambda: tracker.log_text({"answer": "forty-two"}, step=15),
         "artifacts": lambda: tracker.log_artifact(file),
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from accel_state.errors import UnsupportedError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_trackers.general import GeneralTracker, on_main_process
 from accel_trackers.images import to_images
 from accel_trackers.values import split, to_flat
@@ -25,6 +25,7 @@ class DVCLiveTracker(GeneralTracker):
 
     Raises:
         MissingDependencyError: dvclive is not installed.
+        SettingsError: There are a `live` and arguments for another one.
     """
 
     name = "dvclive"
@@ -33,6 +34,11 @@ class DVCLiveTracker(GeneralTracker):
     @on_main_process
     def __init__(self, run_name: str | None = None, live: Any | None = None, **kwargs: Any) -> None:
         super().__init__()
+        if live is not None and kwargs:
+            raise SettingsError(
+                f"DVCLiveTracker(live=…) logs to that object, and {', '.join(sorted(kwargs))} would be for a "
+                "new one: leave one of the two out."
+            )
         self.run_name = run_name
         self._dvclive = import_vendor(self.name)
         self.live: Any = live if live is not None else self._dvclive.Live(**kwargs)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import GeneralTracker, on_main_process
-from accel_trackers.images import to_images
+from accel_trackers.images import to_images, to_numbers
 from accel_trackers.values import PLAIN, split, to_flat
 from accel_trackers.vendor import import_vendor
 
@@ -92,7 +92,7 @@ class TensorBoardTracker(GeneralTracker):
     def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log distributions of values; `kwargs` go to `add_histogram`."""
         for name, value in values.items():
-            self.writer.add_histogram(name, value, global_step=step, **kwargs)
+            self.writer.add_histogram(name, to_numbers(value), global_step=step, **kwargs)
 
     @on_main_process
     def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:
