@@ -193,6 +193,20 @@ def test_layers_scaled_by_blocks_add_their_bias():
     torch.testing.assert_close(layer.bias.grad, torch.full((32,), 32.0))
 
 
+@pytest.mark.parametrize(("shape", "width"), [((7, 64), 64), ((3, 5, 64), 64), ((64,), 64), ((2, 48), 48)])
+def test_inputs_of_any_size_pass_layers_scaled_by_blocks(shape, width):
+    """Rows are padded to 32; layers whose own sizes 32 does not divide stay as they are."""
+    pytest.importorskip("torchao")
+    model = torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(3)))
+    inputs = torch.randn(shape)
+    expected = model(inputs)
+    found = converted_to_blocks(model, None)(inputs)
+    assert has_ao_layers(model) is (width % 32 == 0)
+    assert (found - expected).norm() < 0.1 * expected.norm()
+    found.sum().backward()
+    assert all(one.grad is not None for one in model.parameters())
+
+
 def test_a_layer_of_another_class_is_not_scaled_by_blocks():
     pytest.importorskip("torchao")
 

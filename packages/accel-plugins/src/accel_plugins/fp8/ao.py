@@ -106,14 +106,30 @@ def convert_model_to_fp8_ao(
     _convert(model, config or _float8().Float8LinearConfig(), module_filter_func)
 
 
+BLOCK = 32
+"""Values with a scale of their own in MXFP8; torchao takes matrices whose sizes this divides."""
+
+
 class BlockScaledLinear(nn.Linear):
-    """A linear layer whose weight is of torchao's type for MXFP8; that type leaves the bias out."""
+    """A linear layer whose weight is of torchao's type for MXFP8; that type leaves the bias out.
+
+    Attributes:
+        pads_rows: Whether rows of zeros are added up to a multiple of `BLOCK`: gradients of the weight are
+            sums over rows.
+    """
+
+    pads_rows: bool = True
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - as in torch
         """Return what torch's layer would; inputs get the weight's dtype, as autocast does not see it."""
-        output = nn.functional.linear(input.to(self.weight.dtype), self.weight)
+        flat = input.to(self.weight.dtype).reshape(-1, self.in_features)
+        rows = len(flat)
+        if self.pads_rows and rows % BLOCK:
+            flat = nn.functional.pad(flat, (0, 0, 0, -rows % BLOCK))
+        output = nn.functional.linear(flat, self.weight)[:rows]
         if self.bias is not None:
             output = output + self.bias
+        output = output.reshape(*input.shape[:-1], self.out_features)
         kind = output.device.type
         return output.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else output
 
@@ -139,11 +155,13 @@ class TorchAo:
         replaced: dict[Tensor, Tensor] = {}
         for model in map(without_compiler, bundle.models):
             before = dict(model.named_parameters())
-            names = _convert(model, self.config, self.handler.module_filter_func)
+            names = _convert(
+                model, self.config, self.handler.module_filter_func, pad=bool(self.handler.pad_inner_dim)
+            )
             if not names:
                 logger.warning(
                     "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
-                    "whose sizes are divisible by 16, except the first and the last one; "
+                    "whose sizes are divisible by 16 (MXFP8: 32), except the first and the last one; "
                     "AORecipeKwargs(module_filter_func=…) chooses others.",
                     type(model).__name__,
                 )
@@ -222,17 +240,22 @@ def _block_scaled(device: torch.device) -> Any:
 
 
 def _convert(
-    model: nn.Module, config: Any, module_filter_func: Callable[[nn.Module, str], bool] | None
+    model: nn.Module,
+    config: Any,
+    module_filter_func: Callable[[nn.Module, str], bool] | None,
+    *,
+    pad: bool = True,
 ) -> set[str]:
     """Convert layers in place; return their names."""
-    chosen = _chosen(model, module_filter_func)
+    is_by_blocks = not hasattr(config, "enable_fsdp_float8_all_gather")
+    chosen = _chosen(model, module_filter_func, BLOCK if is_by_blocks else 16)
     if "" in chosen:
         raise SettingsError(
             f"mixed_precision='fp8': the model is itself a {type(model).__name__} layer, which cannot be "
             "converted in place; put it into a module."
         )
-    if not hasattr(config, "enable_fsdp_float8_all_gather"):
-        return _convert_to_blocks(model, config, chosen)
+    if is_by_blocks:
+        return _convert_to_blocks(model, config, chosen, pad=pad)
     tied = tied_layers(model) if config.enable_fsdp_float8_all_gather else set()
     for names, options in (
         (chosen - tied, config),
@@ -249,7 +272,7 @@ def _convert(
     return chosen
 
 
-def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str]) -> set[str]:
+def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str], *, pad: bool) -> set[str]:
     layers = {name: model.get_submodule(name) for name in chosen}
     for name, layer in layers.items():
         if type(layer) is not nn.Linear:
@@ -265,10 +288,11 @@ def _convert_to_blocks(model: nn.Module, config: Any, chosen: set[str]) -> set[s
     save_plain_weights(model, chosen)
     for layer in layers.values():
         layer.__class__ = BlockScaledLinear
+        layer.pads_rows = pad  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType] - of that class now
     return chosen
 
 
-def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None) -> set[str]:
+def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None, divisor: int) -> set[str]:
     """Names of the layers to convert; those that are converted already are left out."""
     layers = {
         name: layer
@@ -282,7 +306,7 @@ def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None) -
         name
         for name, layer in layers.items()
         # A subclass may use its weight in its own way.
-        if type(layer) is nn.Linear and name not in ends and is_divisible(layer)
+        if type(layer) is nn.Linear and name not in ends and is_divisible(layer, divisor)
     }
 
 

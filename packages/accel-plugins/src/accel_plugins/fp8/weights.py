@@ -68,6 +68,6 @@ def _clear_scale(module: nn.Module, incompatible: Any) -> None:
         local._precomputed_scale = None
 
 
-def is_divisible(layer: Any) -> bool:
-    """Return whether both sizes of a linear layer, of torch or a library, are divisible by 16."""
-    return layer.in_features % 16 == 0 and layer.out_features % 16 == 0
+def is_divisible(layer: Any, divisor: int = 16) -> bool:
+    """Return whether both sizes of a linear layer, of torch or a library, are divisible by a number."""
+    return layer.in_features % divisor == 0 and layer.out_features % divisor == 0

@@ -33,9 +33,9 @@ class AORecipeKwargs(KwargsHandler):
             `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer, emulated on a CPU; in one
             process, with DDP and FSDP2). `None`: `"tensorwise"`, emulated on a CPU.
         module_filter_func: Called with a module and its name; whether it is converted. `None`: linear
-            layers whose sizes are divisible by 16, except the first and the last one.
-        pad_inner_dim: Whether inner dims are padded to multiples of 16; `ACCELERATE_FP8_PAD_INNER_DIM`, else
-            true.
+            layers whose sizes are divisible by 16 (`"mxfp8"`: 32), except the first and the last one.
+        pad_inner_dim: Whether inner dims are padded to multiples of 16 (`"mxfp8"`: the rows of inputs to
+            multiples of 32); `ACCELERATE_FP8_PAD_INNER_DIM`, else true.
         enable_fsdp_float8_all_gather: Whether FSDP2 all-gathers converted weights in 8 bits where weights
             are scaled tensorwise; `ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER`, else true. Without FSDP2
             there is no such all-gather.
@@ -192,6 +192,8 @@ class MSAMPRecipeKwargs(KwargsHandler):
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     """The older form of `TERecipeKwargs` and `MSAMPRecipeKwargs`, with the fields of both; use one of these.
+
+    Only the fields of its backend are read.
 
     Args:
         backend: `"TE"` or `"MSAMP"`; `ACCELERATE_FP8_BACKEND`, else MS-AMP where only that is installed.

@@ -239,8 +239,8 @@ def _recipes(recorder: CollectiveRecorder) -> None:
         config = config_of(handler, device)
         return replace(config, emulate=handler.emulate) if hasattr(config, "emulate") else config
 
-    def in_low_precision(model: Any, config: Any, wanted: Any) -> set[str]:
-        names = convert(model, config, wanted)
+    def in_low_precision(model: Any, *arguments: Any, **options: Any) -> set[str]:
+        names = convert(model, *arguments, **options)
         for layer in map(model.get_submodule, names):
             layer.register_forward_pre_hook(_cast_inputs)
         return names
