@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from html import escape
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,6 +15,7 @@ def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (),
         >>> html_table([("a", "<b>")], head=("name", "value"))
         '<table><thead><tr><th>name</th><th>value</th></tr></thead><tbody><tr><td>a</td><td>&lt;b&gt;</td></tr></tbody></table>'
     """
+    from html import escape
 
     def row(cells: Sequence[object], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
