@@ -121,6 +121,16 @@ def test_a_flag_and_a_key_of_megatron_become_its_variable(field):
         (["--fp8_backend", "msamp"], {"fp8_backends": ("AO",)}, ["no longer developed", "AORecipeKwargs()"]),
         (["--use_megatron_lm"], {}, ["not supported with Megatron", "--use_fsdp"]),
         ([], {"capability": lambda: (8, 0)}, ["8.9 or newer", "has 8.0", "'bf16'"]),
+        (
+            ["--fp8_backend", "msamp", "--use_fsdp"],
+            {},
+            ["argument --fp8_backend asks for MS-AMP", "one process or under DDP", "--use_fsdp", "ao"],
+        ),
+        (
+            ["--cpu", "--fp8_backend", "ao", "--fp8_margin", "3", "--fp8_pad_inner_dim", "true"],
+            {},
+            ["argument --fp8_margin would not be read: argument --fp8_backend is 'AO'"],
+        ),
     ],
 )
 def test_fp8_that_the_machine_cannot_compute_is_refused_before_anything_starts(line, machine, parts):
@@ -136,7 +146,9 @@ def test_fp8_that_the_machine_cannot_compute_is_refused_before_anything_starts(l
         (["--cpu"], {}),
         ([], {"capability": lambda: (9, 0)}),
         (["--use_deepspeed"], {}),
-        (["--fp8_backend", "te"], {"capability": lambda: (8, 9)}),
+        (["--fp8_backend", "te", "--fp8_margin", "3"], {"capability": lambda: (8, 9)}),
+        (["--cpu", "--fp8_margin", "3"], {}),  # the backend is found by the worker
+        (["--fp8_backend", "msamp", "--fp8_opt_level", "O1"], {}),
     ],
 )
 def test_fp8_that_the_machine_can_compute_is_launched(line, machine):

@@ -26,6 +26,8 @@ _IN_DEEPSPEED_FILES = [
     "offload_optimizer_nvme_path", "offload_param_nvme_path", "zero3_save_16bit_model",
 ]  # fmt: skip
 """What a configuration file of DeepSpeed decides."""
+_FP8_FIELDS = {"AO": ("enable_fsdp_float8_all_gather", "pad_inner_dim"), "MSAMP": ("opt_level",)}
+"""What backends read; everything else is for TransformerEngine."""
 _MEGATRON_SIZES = ("tp_degree", "pp_degree", "context_parallel_size")
 
 
@@ -259,6 +261,14 @@ def _fp8_cannot_run(facts: Facts) -> Iterator[str]:
     problem = why_no_fp8(facts.merged, facts.machine)
     if problem is not None:
         yield problem
+        return
+    settings = facts.settings
+    sharding = [name for name in ("fsdp", "deepspeed", "parallelism") if value_at(settings, name)]
+    if sharding and settings.fp8 is not None and settings.fp8.backend == "MSAMP":
+        yield (
+            f"{facts.origin('fp8.backend')} asks for MS-AMP, which trains in one process or under DDP, and "
+            f"{facts.origin(sharding[0])} for sharded parameters: use --fp8_backend ao."
+        )
 
 
 def why_no_fp8(merged: Merged, machine: Machine) -> str | None:
@@ -296,18 +306,25 @@ def _conflicting_deepspeed_settings(facts: Facts) -> Iterator[str]:
         )
 
 
-def _precision_has_no_recipe(facts: Facts) -> Iterator[str]:
-    origins = [
-        one.origin
+def _fp8_options_do_nothing(facts: Facts) -> Iterator[str]:
+    asked = {
+        path.removeprefix("fp8."): one.origin
         for path, one in facts.merged.sourced.items()
         if path.startswith("fp8.") and one.layer is Layer.ARGUMENT
-    ]
-    if origins and facts.settings.precision.mixed_precision != "fp8":
+    }
+    backend = facts.settings.fp8 and facts.settings.fp8.backend
+    if asked and facts.settings.precision.mixed_precision != "fp8":
         found = facts.source_of("precision.mixed_precision")
         yield (
-            f"{', '.join(origins)} {'is' if len(origins) == 1 else 'are'} about FP8, but the precision is "
-            f"{facts.settings.precision.mixed_precision!r} ({found.origin}): leave out what is about FP8."
+            f"{', '.join(asked.values())} {'is' if len(asked) == 1 else 'are'} about FP8, but the precision "
+            f"is {facts.settings.precision.mixed_precision!r} ({found.origin}): leave out what is about FP8."
         )
+    elif backend is not None:
+        readers = {name: one for one, names in _FP8_FIELDS.items() for name in names} | {"backend": backend}
+        unread = [origin for name, origin in asked.items() if readers.get(name, "TE") != backend]
+        if unread:
+            origin = facts.origin("fp8.backend")
+            yield f"{', '.join(unread)} would not be read: {origin} is {backend!r}, so leave that out."
 
 
 def _sizes_do_not_fit(facts: Facts) -> Iterator[str]:
@@ -371,7 +388,7 @@ CHECKS: tuple[Callable[[Facts], Iterator[str]], ...] = (
     _fp8_cannot_run,
     _alias_is_absent,
     _conflicting_deepspeed_settings,
-    _precision_has_no_recipe,
+    _fp8_options_do_nothing,
     _sizes_do_not_fit,
     _filters_contradict,
     _cloud_is_incomplete,
