@@ -91,7 +91,7 @@ def main():
                     accelerator.save_state(arguments.save)
                 break
 
-    mean = accelerator.reduce(loss.detach().float(), "mean")
+    mean = accelerator.reduce(loss.detach().float(), "mean").item()
     accelerator.print(f"{accelerator.num_processes} process(es), loss {mean:.2f} after {progress.step} steps")
     accelerator.free_memory()
 

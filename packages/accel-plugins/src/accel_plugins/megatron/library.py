@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.available import is_installed, require
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -35,6 +36,19 @@ def core(name: str) -> Any:
         for kind in (UserWarning, DeprecationWarning, FutureWarning):
             warnings.simplefilter("ignore", kind)
         return importlib.import_module(f"megatron.core.{name}")
+
+
+def check_device() -> None:
+    """Refuse a machine without a GPU: megatron-core asks CUDA for the device and its random state."""
+    if torch.cuda.is_available():
+        return
+    try:
+        torch.cuda.current_device()
+    except (RuntimeError, AssertionError) as error:  # the latter without CUDA in torch
+        raise UnsupportedError(
+            "Megatron trains on GPUs, and finds none here: start the run where there are some, or shard the "
+            "model by FSDP and parallelism_config_tp_size, which run on the CPU, too."
+        ) from error
 
 
 def uses_transformer_engine(backend: Any) -> bool:

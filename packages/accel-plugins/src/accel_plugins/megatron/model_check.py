@@ -15,7 +15,7 @@ from accel_plugins.megatron.configs import check_other_args
 from accel_plugins.megatron.effects import check_attention, check_sequence_lengths, check_token_loss
 from accel_plugins.megatron.engine import check_train_step
 from accel_plugins.megatron.families import find_family
-from accel_plugins.megatron.library import uses_transformer_engine
+from accel_plugins.megatron.library import check_device, uses_transformer_engine
 from accel_plugins.megatron.model_args import model_sizes
 from accel_plugins.megatron.weights import check_covered
 
@@ -52,12 +52,13 @@ def check_family_model(plugin: MegatronLMPlugin, model: Any, *, context: int, ha
 
 
 def check_run(plugin: MegatronLMPlugin, family: ModelFamily | None) -> None:
-    """Refuse what is known where the model is trained, with the library: the layers and the train step.
+    """Refuse what is known where the model is trained, with the library: device, layers and train step.
 
     Args:
         plugin: Describes the model.
         family: Its family; `None` with a `custom_model_provider_function`.
     """
+    check_device()
     check_train_step(plugin)
     check_other_args(plugin)
     if family is not None:
