@@ -35,6 +35,7 @@ class StepMeter:
         "_optimizers",
         "_runtime",
         "_samples",
+        "_samples_per_batch",
         "_since",
         "_steps",
         "_waited",
@@ -48,6 +49,7 @@ class StepMeter:
         self._optimizers = optimizers
         self._runtime = runtime
         self._waits: dict[int, float] = {}  # by the loader's id; taken when its batch is trained on
+        self._samples_per_batch: dict[int, int | None] = {}  # as above; None: counted batch by batch
         self._since: float | None = None
         self._memory: float | None = None
         self._memory_read = float("-inf")
@@ -57,6 +59,7 @@ class StepMeter:
     def timed(self, loader: Any, batches: Generator[Any]) -> Generator[Any]:
         """Yield the batches of one pass, and measure how long they let the loop wait."""
         waits, key = self._waits, id(loader)
+        self._samples_per_batch[key] = loader.total_batch_size if loader.counts_samples else None
         with closing(batches):
             begin = perf_counter()
             if self._since is None:
@@ -73,7 +76,7 @@ class StepMeter:
         waited = self._waits.pop(id(loader), None)
         if waited is not None:
             self._waited += waited
-            self._samples += _samples_of(loader)
+            self._samples += _samples_of(loader, self._samples_per_batch[id(loader)])
 
     def count_items(self, total: torch.Tensor, *, of_all_ranks: bool) -> None:
         """Count the items of an optimizer step."""
@@ -123,10 +126,10 @@ class StepMeter:
         return self._memory
 
 
-def _samples_of(loader: Any) -> int:
+def _samples_of(loader: Any, per_batch: int | None) -> int:
     """Return the number of samples in the current batches of all ranks, without padding."""
     if loader.end_of_dataloader and loader.remainder > 0:
         return loader.remainder
-    if loader.counts_samples:
-        return loader.total_batch_size
+    if per_batch is not None:
+        return per_batch
     return (loader.batch_size_seen or 0) * loader.total_batch_size  # which counts batches
