@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -187,14 +188,11 @@ def test_the_state_of_the_optimizer_can_be_left_out(tmp_path):
         train(run, 0)
         run[0].save_state(tmp_path / "with")
         run[0].free_memory()
-        SIZES["dp2"]["no_save_optim"] = True
-        try:
+        with patch.dict(SIZES["dp2"], no_save_optim=True):
             run = build("llama", "dp2")
             train(run, 0)
             run[0].save_state(tmp_path / "without")
             run[0].free_memory()
-        finally:
-            del SIZES["dp2"]["no_save_optim"]
     index = dcp.read_index(tmp_path / "with" / "optimizer_0")
     assert "state" in {entry.path[1] for entry in dcp.entries(index)}
     index = dcp.read_index(tmp_path / "without" / "optimizer_0")
@@ -209,8 +207,7 @@ def test_the_state_of_the_optimizer_can_be_left_where_it_is_saved(tmp_path):
         run[0].save_state(tmp_path / "here")
         expected = run[0].get_state_dict(run[1])
         run[0].free_memory()
-        SIZES["dp2"]["no_load_optim"] = True
-        try:
+        with patch.dict(SIZES["dp2"], no_load_optim=True):
             run = build("llama", "dp2")
             run[0].load_state(tmp_path / "here")
             found = run[0].get_state_dict(run[1])
@@ -222,8 +219,6 @@ def test_the_state_of_the_optimizer_can_be_left_where_it_is_saved(tmp_path):
                 if "step" in entry
             ]
             run[0].free_memory()
-        finally:
-            del SIZES["dp2"]["no_load_optim"]
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
     assert rates == [0.01, 0.01]
     assert not any(steps)

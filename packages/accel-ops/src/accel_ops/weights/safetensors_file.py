@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import math
 import mmap
 import os
@@ -16,6 +15,7 @@ import torch
 
 from accel_ops.weights.safetensors_header import Entry, read_header
 from accel_state.errors import CheckpointError
+from accel_state.libc import libc
 from accel_state.regular_file import open_regular
 
 if TYPE_CHECKING:
@@ -113,13 +113,13 @@ class SafetensorsFile:
 
     def _populate(self, begin: int, length: int) -> bool:
         """Fault pages in. Through ctypes: it lets other threads run meanwhile, the mmap module does not."""
-        libc = _libc()
-        if libc is None:
+        library = libc()
+        if library is None:
             return False
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._mapping(), begin))
         if _is_present(address, length):
             return True
-        return libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_READ) == 0
+        return library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(length), _POPULATE_READ) == 0
 
     def _advise(self, advice: int | None, begin: int, end: int) -> None:
         if advice is not None and hasattr(self._mapping(), "madvise"):
@@ -145,11 +145,6 @@ def fill_from(file: BufferedReader | FileIO, target: Tensor, begin: int, path: P
         if not got:
             raise CheckpointError(f"{str(path)!r} ends at byte {begin + done}; fetch it again")
         done += got
-
-
-@functools.cache
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def _is_present(address: int, length: int) -> bool:

@@ -81,7 +81,7 @@ def has_ao_layers(model: nn.Module) -> bool:
     Args:
         model: The model, wrapped or not.
     """
-    return any(isinstance(module, (_layer_class(), BlockScaledLinear)) for module in model.modules())
+    return any(isinstance(module, _layer_classes()) for module in model.modules())
 
 
 @torchao_required
@@ -175,7 +175,7 @@ class TorchAo:
             _float8().precompute_float8_dynamic_scale_for_fsdp(model)
 
 
-def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool = True) -> Recipe:
+def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
     """Make the recipe.
 
     Args:
@@ -297,7 +297,7 @@ def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None, d
     layers = {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear) and not isinstance(layer, (_layer_class(), BlockScaledLinear))
+        if isinstance(layer, nn.Linear) and not isinstance(layer, _layer_classes())
     }
     if wanted is not None:
         return {name for name, layer in layers.items() if wanted(layer, name)}
@@ -314,5 +314,6 @@ def _float8() -> Any:
     return import_module("torchao.float8")
 
 
-def _layer_class() -> Any:
-    return import_module("torchao.float8.float8_linear").Float8Linear
+def _layer_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes of converted layers."""
+    return import_module("torchao.float8.float8_linear").Float8Linear, BlockScaledLinear

@@ -25,11 +25,16 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 def check_other_args(plugin: MegatronLMPlugin) -> None:
     """Refuse further arguments that no configuration has, unless code of the user may read them."""
-    names = (("transformer.transformer_config", "TransformerConfig"), ("optimizer", "OptimizerConfig"))
-    names = (*names, ("distributed", "DistributedDataParallelConfig"))
-    known = {one.name for module, name in names for one in fields(getattr(core(module), name))}
-    for name, value in (plugin.other_megatron_args or {}).items():
-        if name not in known and not has_own_code(plugin):
+    if not plugin.other_megatron_args or has_own_code(plugin):
+        return
+    configs = (
+        core("transformer.transformer_config").TransformerConfig,
+        core("optimizer").OptimizerConfig,
+        core("distributed").DistributedDataParallelConfig,
+    )
+    known = {one.name for config in configs for one in fields(config)}
+    for name, value in plugin.other_megatron_args.items():
+        if name not in known:
             hint = did_you_mean(name, known, "leave it out.")
             raise SettingsError(
                 f"MegatronLMPlugin(other_megatron_args={{{name!r}: …}}): {name}={value!r} is no field of "

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Adam, AdamW
 
+from accel_plugins.megatron.rules import OWN_CODE
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -15,20 +16,10 @@ if TYPE_CHECKING:
 
     from accel_plugins.megatron.plugin import MegatronLMPlugin
 
-_OWN_CODE = (
-    "custom_train_step_class",
-    "custom_model_provider_function",
-    "custom_prepare_model_function",
-    "custom_megatron_datasets_provider_function",
-    "custom_get_batch_function",
-    "custom_loss_function",
-)
-"""Fields with code of the user, which may read any argument."""
-
 
 def has_own_code(plugin: MegatronLMPlugin) -> bool:
     """Return whether code of the user runs within the engine."""
-    return any(getattr(plugin, name) is not None for name in _OWN_CODE)
+    return any(getattr(plugin, name) is not None for name in OWN_CODE)
 
 
 def check_offload(plugin: MegatronLMPlugin, optimizer: Optimizer) -> None:
@@ -51,8 +42,8 @@ def check_attention(plugin: MegatronLMPlugin, kind: str, name: str, *, has_engin
 
     Args:
         plugin: Has the options.
-        kind: The kind of the family, and its name.
-        name: Its name.
+        kind: The kind of the model's family.
+        name: The family's name.
         has_engine: Whether TransformerEngine makes the layers of decoders.
     """
     backend = plugin.attention_backend
@@ -101,13 +92,14 @@ def check_sequence_lengths(plugin: MegatronLMPlugin, kind: str, name: str) -> No
 
 def check_lengths_of_batch(plugin: MegatronLMPlugin, batch: Mapping[str, Any]) -> None:
     """Refuse sequences that are longer than the plugin says."""
-    found = {key: one.shape[1] for key, one in batch.items() if getattr(one, "ndim", 0) == 2}
     for name, longest in plugin.longest.items():
-        others = {
-            "encoder_seq_length": [one for key, one in found.items() if key not in _OF_DECODERS],
-            "decoder_seq_length": [one for key, one in found.items() if key in _OF_DECODERS],
-        }
-        length = max(others.get(name, found.values()), default=0)
+        of_decoder = name == "decoder_seq_length"
+        lengths = [
+            one.shape[1]
+            for key, one in batch.items()
+            if getattr(one, "ndim", 0) == 2 and (name == "seq_length" or of_decoder == (key in _OF_DECODERS))
+        ]
+        length = max(lengths, default=0)
         if length > longest:
             raise SettingsError(
                 f"Sequences of {length} tokens are longer than MegatronLMPlugin({name}={longest}): truncate "

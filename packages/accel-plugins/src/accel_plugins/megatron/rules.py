@@ -69,9 +69,7 @@ _COUNTS = ("lr_warmup_iters", "lr_warmup_samples")
 _FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
 _AMOUNTS = ("gradient_clipping", "min_lr", "lr_mult")
 _OPTIONAL_AMOUNTS = ("start_weight_decay", "end_weight_decay")
-_CALLABLES = (
-    "no_wd_decay_cond",
-    "scale_lr_cond",
+OWN_CODE = (
     "custom_train_step_class",
     "custom_model_provider_function",
     "custom_prepare_model_function",
@@ -79,6 +77,9 @@ _CALLABLES = (
     "custom_get_batch_function",
     "custom_loss_function",
 )
+"""Fields with code of the user, which may read any argument."""
+
+_CALLABLES = ("no_wd_decay_cond", "scale_lr_cond", *OWN_CODE)
 _DICTIONARIES = ("custom_train_step_kwargs", "other_megatron_args")
 
 

@@ -7,11 +7,11 @@ import ctypes
 import errno
 import os
 import shutil
-import sys
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
+from accel_state.libc import libc
 from accel_train.checkpoint.manifest import FileRecord
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from accel_ops.weights.safetensors_file import SafetensorsFile
 
 _CHUNK = 1 << 20  # bytes that are hashed, then written: small enough to be still in the cache
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 _STRETCH = 64 << 20  # bytes after which the system is asked to write them out, rather than all at the end
 
@@ -104,10 +103,10 @@ def _begin_to_write_out(descriptor: int, begin: int, length: int) -> None:
 
     A failure is left to `fsync`, which waits for everything.
     """
-    if _LIBC is not None:
-        _LIBC.sync_file_range(
-            descriptor, ctypes.c_int64(begin), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE
-        )
+    library = libc()
+    if library is not None:
+        offset, count = ctypes.c_int64(begin), ctypes.c_int64(length)
+        library.sync_file_range(descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
 
 
 def write_text(path: Path, text: str, *, to_disk: bool) -> None:

@@ -149,9 +149,8 @@ def _division(recorder: CollectiveRecorder) -> None:
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         for first, names in replaced.names.items():
             old = tensors[first]
-            new: Any = old.detach().to(
-                "meta", replaced.dtypes[first]
-            )  # of a library's own type, if it has one
+            # `to` keeps the type that a library has given the weight
+            new: Any = old.detach().to("meta", replaced.dtypes[first])
             if isinstance(old, torch.nn.Parameter):
                 new = torch.nn.Parameter(new, requires_grad=old.requires_grad)
             for name in names:
