@@ -16,7 +16,7 @@ from accel_plugins.deepspeed.library import start
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.unpickle import load_file
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.run import DataLoaderConfiguration
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import CheckpointError
 from accel_state.partial_state import PartialState

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from accel_plugins import dcp
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.run import DataLoaderConfiguration
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState

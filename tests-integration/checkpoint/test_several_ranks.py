@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
-from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.kwargs.run import DataLoaderConfiguration, ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError, DistributedOperationException
 from accel_train import Accelerator
 from accel_train.checkpoint import files

@@ -365,7 +365,7 @@ def wait_for_writer(name):
 
 
 def start_accelerator(name, *, resumed=False):
-    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.kwargs.run import ProjectConfiguration
     from accel_train import Accelerator
 
     project = ProjectConfiguration(project_dir=".", logging_dir="logs")

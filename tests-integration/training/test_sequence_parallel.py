@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+from accel_plugins.kwargs.run import DataLoaderConfiguration
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.parallelism.handlers import DeepSpeedSequenceParallelConfig
 from accel_state.accelerator_state import AcceleratorState

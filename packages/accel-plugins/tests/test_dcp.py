@@ -20,8 +20,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from accel_plugins.dcp import ShardWriter, entries, read_all, read_index, read_into, write_index
 from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder, local_metadata_file, shard_file
 from accel_plugins.dcp.local import load_local, save_local
-from accel_plugins.dcp.names import parameter_names, plain_name
-from accel_plugins.dcp.tensors import TensorShards, named_state, numbered_state
+from accel_plugins.dcp.tensors import TensorShards, named_state, numbered_state, parameter_names, plain_name
 from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -11,15 +11,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.base import KwargsHandler
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
-from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.kwargs.run import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from accel_state.environ import clear_environment, patch_environment
 from accel_state.errors import SettingsError
 from accel_state.labels import DDPCommunicationHookType, DynamoBackend

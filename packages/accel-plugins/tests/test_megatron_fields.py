@@ -11,7 +11,16 @@ import torch
 from torch import nn
 
 import accel_plugins.megatron as package
-from accel_plugins.megatron.check import check_context, check_positions, check_schedule
+from accel_plugins.megatron.check import (
+    check_attention,
+    check_context,
+    check_data_options,
+    check_offload,
+    check_positions,
+    check_schedule,
+    check_sequence_lengths,
+    check_token_loss,
+)
 from accel_plugins.megatron.configs import (
     check_other_args,
     ddp_config,
@@ -20,13 +29,6 @@ from accel_plugins.megatron.configs import (
     transformer_config,
 )
 from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
-from accel_plugins.megatron.effects import (
-    check_attention,
-    check_data_options,
-    check_offload,
-    check_sequence_lengths,
-    check_token_loss,
-)
 from accel_plugins.megatron.groups import groups_of
 from accel_plugins.megatron.megatron_args import scheduler_arguments
 from accel_plugins.megatron.optimizer import parameter_factors

@@ -15,11 +15,11 @@ from accel_plugins.megatron.check import check_model, data_parallel_size
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.indexed_data import indexed_loaders, num_samples
 from accel_plugins.megatron.library import core
-from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
 from accel_plugins.megatron.megatron_args import scheduler_arguments
 from accel_plugins.megatron.model_args import Sizes, add_model_config_to_megatron_parser
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.rules import DEFAULTS
+from accel_plugins.megatron.train_steps import avg_losses_across_data_parallel_group
 from accel_state.available import is_installed
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.settings.sections.megatron import MegatronSettings

@@ -15,7 +15,6 @@ from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from accel_plugins.choose import choose
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.parallelism.config import AXES, ParallelismConfig
 from accel_plugins.parallelism.context import ContextParallel
@@ -26,6 +25,7 @@ from accel_plugins.parallelism.handlers import (
     TorchTensorParallelPlugin,
 )
 from accel_plugins.parallelism.tensor import get_model_tp_size, plan_of
+from accel_plugins.registry import choose
 from accel_plugins.strategies import ddp, fsdp2, single
 from accel_state import versions
 from accel_state.environ import patch_environment

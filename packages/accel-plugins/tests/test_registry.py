@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from accel_plugins import registry
 from accel_plugins.bundle import Bundle
-from accel_plugins.choose import choose
+from accel_plugins.registry import choose
 from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
 from accel_state import registry as tables
 from accel_state.errors import SettingsError, UnsupportedError

@@ -15,13 +15,15 @@ import torch
 from accel_plugins import registry
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
-from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.kwargs.run import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.precision.sharded_scaler import ShardedGradScaler
 from accel_plugins.strategies import single

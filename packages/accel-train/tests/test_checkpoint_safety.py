@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.kwargs.run import ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train import Accelerator
 from accel_train.checkpoint import apply, folder, layout, opening

@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
-from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.kwargs.run import DataLoaderConfiguration, ProjectConfiguration
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_train import Accelerator, load_custom_state, save_custom_state
 from accel_train.checkpoint import files

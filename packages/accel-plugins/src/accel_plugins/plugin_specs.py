@@ -19,7 +19,7 @@ class Engine:
     """A plugin that `Accelerator` takes.
 
     Its class has a method `to_settings(settings)`, which returns settings that say as much of what the plugin
-    says as `accel_plugins.choose.choose` needs, and refuses what contradicts them.
+    says as `accel_plugins.registry.choose` needs, and refuses what contradicts them.
 
     Args:
         section: The field of `Settings` that, if it is not `None`, stands for a plugin made without

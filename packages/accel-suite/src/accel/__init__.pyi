@@ -21,10 +21,11 @@ from accel_bigmodel.pipeline import prepare_pippy as prepare_pippy
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs as ProfileKwargs
+from accel_plugins.kwargs.run import (
+    DataLoaderConfiguration as DataLoaderConfiguration, InitProcessGroupKwargs as InitProcessGroupKwargs,
+)
 from accel_plugins.parallelism.config import ParallelismConfig as ParallelismConfig
 from accel_state.available import is_rich_available as is_rich_available
 from accel_state.batch_size import find_executable_batch_size as find_executable_batch_size

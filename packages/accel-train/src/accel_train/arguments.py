@@ -6,14 +6,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs
-from accel_plugins.kwargs.project import ProjectConfiguration
+from accel_plugins.kwargs.run import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from accel_plugins.plugin_specs import ENGINES
 from accel_plugins.recipe import RECIPES
 from accel_plugins.registry import STRATEGIES

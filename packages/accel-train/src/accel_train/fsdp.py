@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from accel_ops.dtensors import local_part
 from accel_plugins.bundle import Bundle
-from accel_plugins.dcp.names import plain_name
-from accel_plugins.fsdp.activations import checkpoint_activations
+from accel_plugins.dcp.tensors import plain_name
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
+from accel_plugins.fsdp.recompute import checkpoint_activations
 from accel_plugins.sharding.materialize import load_from_main
 from accel_plugins.sharding.optimizers import switch_parameters
 from accel_state.errors import SettingsError, UnsupportedError

@@ -5,16 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.choose import choose
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
+from accel_plugins.kwargs.run import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+)
 from accel_plugins.plugin_specs import as_handlers, described, find_plugins
 from accel_plugins.precision import build_precision
 from accel_plugins.recipe import build_recipe
-from accel_plugins.registry import STRATEGIES, load
+from accel_plugins.registry import STRATEGIES, choose, load
 from accel_state import environ
 from accel_state.accelerator_state import AcceleratorState, is_initialized
 from accel_state.gradient_state import GradientState
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_plugins.kwargs.base import KwargsHandler
-    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.kwargs.run import ProjectConfiguration
     from accel_plugins.recipe import Recipe
     from accel_plugins.roles import PrecisionPolicy
     from accel_plugins.strategy import Strategy, StrategySpec

@@ -20,8 +20,7 @@ from accel_plugins.deepspeed.fill import (
 )
 from accel_plugins.deepspeed.gathered import mark_leaf_modules
 from accel_plugins.deepspeed.hf_config import AUTO, HfDeepSpeedConfig, link
-from accel_plugins.kwargs.base import expect_flags
-from accel_plugins.kwargs.resolve import resolve_fields
+from accel_plugins.kwargs.base import expect_flags, resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
 from accel_state.settings.model import BASE_PRECISIONS

@@ -17,10 +17,9 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from accel_plugins.fsdp.activations import checkpoint_activations
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.loading import modules_named
-from accel_plugins.fsdp.recompute import has_te_modules
+from accel_plugins.fsdp.recompute import checkpoint_activations, has_te_modules
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -1,17 +1,27 @@
-"""Parse fields of the FSDP plugin into members of torch's enumerations and precision policies."""
+"""Parse fields of the FSDP plugin into torch's enumerations and policies, and the form of checkpoints."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
 from enum import Enum
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
+from torch.distributed.fsdp import (
+    BackwardPrefetch,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    StateDictType,
+)
 
+from accel_plugins.dcp.protocol import StateForm
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
+
+if TYPE_CHECKING:
+    from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 
 EnumT = TypeVar("EnumT", bound=Enum)
 
@@ -110,3 +120,15 @@ def _dtype(name: str, value: Any) -> torch.dtype | None:
             "such dtype; write 'float32', 'bfloat16' or 'float16'."
         )
     return found
+
+
+_FORMS = {
+    StateDictType.FULL_STATE_DICT: StateForm.FULL,
+    StateDictType.SHARDED_STATE_DICT: StateForm.SHARDED,
+    StateDictType.LOCAL_STATE_DICT: StateForm.NATIVE,
+}
+
+
+def form_of(plugin: FullyShardedDataParallelPlugin) -> StateForm:
+    """Return the form of the plugin's current `state_dict_type`, which may be changed later."""
+    return _FORMS[cast("StateDictType", plugin.state_dict_type)]

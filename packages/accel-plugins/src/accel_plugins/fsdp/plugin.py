@@ -25,8 +25,7 @@ from torch.distributed.fsdp import (
 from accel_plugins.fsdp.autowrap import POLICIES, classes_named, size_policy, transformer_policy
 from accel_plugins.fsdp.env_flags import enable_fsdp_ram_efficient_loading
 from accel_plugins.fsdp.fields import RESHARDS, member_of, policy_of, prefetch_of, reshard_of
-from accel_plugins.kwargs.base import expect_flags, is_count
-from accel_plugins.kwargs.resolve import resolve_fields
+from accel_plugins.kwargs.base import expect_flags, is_count, resolve_fields
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.settings.sections.fsdp import FsdpSettings

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import (
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
-from accel_plugins.dcp.names import plain_name
+from accel_plugins.dcp.tensors import plain_name
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from accel_plugins.dcp.names import plain_name
-from accel_plugins.dcp.tensors import TensorShards, allocator_like, check_groups
+from accel_plugins.dcp.tensors import TensorShards, allocator_like, check_groups, plain_name
 from accel_plugins.fsdp.roots import FsdpRoots, sharded_states, suppress_fsdp1_warnings, tied_names
 
 if TYPE_CHECKING:

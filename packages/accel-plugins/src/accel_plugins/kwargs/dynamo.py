@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags
-from accel_plugins.kwargs.resolve import resolve_fields
+from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, resolve_fields
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.labels import DynamoBackend

@@ -6,8 +6,7 @@ import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
-from accel_plugins.kwargs.resolve import resolve_fields
+from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count, resolve_fields
 from accel_state.available import is_installed
 from accel_state.errors import SettingsError
 

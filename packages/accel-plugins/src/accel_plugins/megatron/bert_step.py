@@ -8,8 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional
 
-from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
-from accel_plugins.megatron.train_steps import IGNORED, AbstractTrainStep, token_loss, with_losses
+from accel_plugins.megatron.train_steps import (
+    IGNORED,
+    AbstractTrainStep,
+    avg_losses_across_data_parallel_group,
+    token_loss,
+    with_losses,
+)
 from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:

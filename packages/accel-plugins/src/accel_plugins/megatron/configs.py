@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_plugins.megatron.effects import has_own_code
+from accel_plugins.megatron.check import has_own_code
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_state.did_you_mean import did_you_mean

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from accel_plugins.megatron.bert_step import BertTrainStep
-from accel_plugins.megatron.effects import check_lengths_of_batch
+from accel_plugins.megatron.check import check_lengths_of_batch
 from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import core, without_core_warnings
 from accel_plugins.megatron.t5_step import T5TrainStep

@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.megatron.check import (
+    check_attention,
     check_context,
     check_indexed_data,
     check_model,
     check_positions,
     check_recompute,
+    check_sequence_lengths,
+    check_token_loss,
 )
 from accel_plugins.megatron.configs import check_other_args
-from accel_plugins.megatron.effects import check_attention, check_sequence_lengths, check_token_loss
 from accel_plugins.megatron.engine import check_train_step
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.library import check_device, uses_transformer_engine

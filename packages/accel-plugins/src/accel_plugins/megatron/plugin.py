@@ -6,7 +6,7 @@ from argparse import Namespace
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.kwargs.resolve import resolve_fields
+from accel_plugins.kwargs.base import resolve_fields
 from accel_plugins.megatron.library import EXTRA
 from accel_plugins.megatron.megatron_args import base_args, optimizer_args, precision_args, schedule_args
 from accel_plugins.megatron.model_args import enter_network_args

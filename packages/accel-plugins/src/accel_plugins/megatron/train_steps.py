@@ -7,16 +7,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from accel_plugins.megatron.context import gather_chunks, own_chunks, sum_over_context
-from accel_plugins.megatron.library import core, uses_transformer_engine
-from accel_plugins.megatron.losses import avg_losses_across_data_parallel_group
-from accel_state.errors import UnsupportedError
+from accel_plugins.megatron.library import core, load_library, uses_transformer_engine
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch import Tensor
 
@@ -202,3 +202,28 @@ def _indexed_batch(data_iterator: Iterator[Any]) -> tuple[Any, ...]:
     batch = next(data_iterator)
     mask = batch.get("attention_mask")
     return batch["tokens"], batch["labels"], batch["loss_mask"], mask, batch["position_ids"]
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """Average losses over the data-parallel ranks of a run with Megatron.
+
+    Args:
+        losses: Tensors of one element each, as many on every rank of the group.
+
+    Returns:
+        A tensor of one dim: the average of each, the same on all ranks of the group.
+
+    Raises:
+        SettingsError: Megatron's process groups have not been made.
+    """
+    load_library("avg_losses_across_data_parallel_group()")
+    groups = core("parallel_state")
+    if not groups.model_parallel_is_initialized():
+        raise SettingsError(
+            "avg_losses_across_data_parallel_group() was called before Megatron's process groups were made: "
+            "prepare a model with an Accelerator(megatron_lm_plugin=…) first."
+        )
+    averages = torch.cat([one.detach().reshape(1) for one in losses])
+    group = groups.get_data_parallel_group()
+    dist.all_reduce(averages, group=group)
+    return averages / dist.get_world_size(group)

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_plugins.parallelism.config import AXES, ParallelismConfig
+from accel_plugins.parallelism.config import AXES, ParallelismConfig, mesh_of
 from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
-from accel_plugins.parallelism.mesh import mesh_of
 from accel_plugins.strategy import BatchSharding
 from accel_state.errors import SettingsError
 

@@ -7,22 +7,20 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from accel_plugins.kwargs.base import is_count
-from accel_plugins.kwargs.resolve import resolve_fields
+from accel_plugins.kwargs.base import is_count, resolve_fields
 from accel_plugins.parallelism.handlers import (
     DeepSpeedSequenceParallelConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from accel_plugins.parallelism.mesh import mesh_of
 from accel_state.errors import SettingsError
 from accel_state.settings.sections.parallelism import ParallelismSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch.distributed.device_mesh import DeviceMesh
 
     from accel_state.settings.model import Settings
 
@@ -285,3 +283,27 @@ def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     if config is not None:
         config.check_world(world_size)
+
+
+_made: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
+
+
+def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the mesh of all ranks with the given axes. A collective over all ranks.
+
+    Returns:
+        The mesh; the same one for equal arguments, until its process group is destroyed.
+    """
+    key = (device_type, tuple(sizes.items()))
+    known = _made.get(key)
+    if known is None or not _is_alive(known):
+        known = _made[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    return known
+
+
+def _is_alive(mesh: DeviceMesh) -> bool:
+    living = c10d._world.pg_map  # pyright: ignore[reportPrivateUsage] - no public list
+    try:
+        return all(group in living for group in mesh.get_all_groups())
+    except (RuntimeError, ValueError):  # a group's name is no longer registered
+        return False

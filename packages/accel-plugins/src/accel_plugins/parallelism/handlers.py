@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from accel_plugins.kwargs.base import expect, expect_flags, is_count
-from accel_plugins.kwargs.resolve import resolve_fields
+from accel_plugins.kwargs.base import expect, expect_flags, is_count, resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings.sections.parallelism import ParallelismSettings
 

@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grad_norm_
 from accel_ops.modules import unwrap_once, without_compiler
 from accel_plugins.dcp.full_state import ShardsPersister
 from accel_plugins.dcp.local import LocalFiles
-from accel_plugins.fsdp.forms import form_of
+from accel_plugins.fsdp.fields import form_of
 from accel_plugins.fsdp.loading import (
     ensure_weights_retied,
     get_parameters_from_modules,

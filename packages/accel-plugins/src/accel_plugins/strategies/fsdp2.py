@@ -11,7 +11,7 @@ from accel_plugins.dcp.full_state import ShardsPersister
 from accel_plugins.dcp.local import LocalFiles
 from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.fsdp.apply import FullSharding
-from accel_plugins.fsdp.forms import form_of
+from accel_plugins.fsdp.fields import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.axes import Axes, axes_of
 from accel_plugins.parallelism.context import ContextParallel

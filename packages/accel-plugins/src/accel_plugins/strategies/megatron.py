@@ -10,15 +10,19 @@ import torch
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
-from accel_plugins.megatron.check import check_schedule
+from accel_plugins.megatron.check import check_data_options, check_offload, check_schedule
 from accel_plugins.megatron.configs import ddp_config, transformer_config
-from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from accel_plugins.megatron.effects import check_data_options, check_offload
+from accel_plugins.megatron.dummy import (
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    micro_batch_sizes,
+    with_all_micro_batches,
+    with_real_loaders,
+)
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, train_step_of
 from accel_plugins.megatron.families import find_family
 from accel_plugins.megatron.groups import check_shared, groups_of, join_default_group, start
 from accel_plugins.megatron.library import ENGINE_EXTRA, core, load_library, without_core_warnings
-from accel_plugins.megatron.loaders import micro_batch_sizes, with_all_micro_batches, with_real_loaders
 from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_plugins.megatron.model_args import described
 from accel_plugins.megatron.model_check import check_family_model, check_run
@@ -34,7 +38,7 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.sharded_state import MegatronShards
 from accel_plugins.megatron.stages import build_stages, virtual_stages
 from accel_plugins.megatron.weights import drop_values, find_rows, load
-from accel_plugins.parallelism.mesh import mesh_of
+from accel_plugins.parallelism.config import mesh_of
 from accel_plugins.precision.engine import EnginePrecision
 from accel_plugins.strategies.megatron_save import MegatronPersister
 from accel_plugins.strategies.replicated import check_materialised

@@ -13,7 +13,7 @@ from accel_ops import broadcast
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Feature, Strategy
-from accel_plugins.xla.library import xla_module
+from accel_plugins.xla.spmd import xla_module
 from accel_plugins.xla.support import SPMD_PLUGIN, refuse_unsupported
 from accel_state.errors import UnsupportedError
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
-from accel_plugins.fsdp.forms import form_of
+from accel_plugins.fsdp.fields import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.strategies.replicated import ReplicatedPersister, check_materialised
 from accel_plugins.strategies.torch_step import TorchStepper

@@ -13,20 +13,18 @@ from accel_plugins.strategy import Feature, Strategy
 from accel_plugins.testing.problem import (
     ConformanceError,
     Problem,
-    adamw,
-    demand,
-    demand_equal,
-    loss_of,
-    sgd,
-)
-from accel_plugins.testing.trained import (
     Trained,
     accumulate,
+    adamw,
     are_full,
+    demand,
+    demand_equal,
     full,
     gradients,
     gradients_alone,
+    loss_of,
     prepare,
+    sgd,
 )
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from accel_ops.tree import recursively_apply
 from accel_ops.weights.tensors import tensor_memory
 from accel_plugins.dcp.planners import load_object
 from accel_plugins.dcp.tensors import allocator_like
-from accel_plugins.xla.library import xla_module
-from accel_plugins.xla.spmd import shard
+from accel_plugins.xla.spmd import shard, xla_module
 from accel_state.devices.xla import library
 
 if TYPE_CHECKING:

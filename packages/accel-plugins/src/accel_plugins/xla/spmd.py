@@ -9,12 +9,12 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_ops.tree import recursively_apply, walk
-from accel_plugins.xla.library import xla_module
 from accel_state.devices.xla import library, start
 
 if TYPE_CHECKING:
@@ -146,3 +146,13 @@ def quiet_backward() -> Generator[None]:
 def _shard_parameters(model: nn.Module, mesh: Any) -> None:
     for parameter in model.parameters():
         shard(parameter, mesh)
+
+
+def xla_module(name: str) -> Any:
+    """Import a submodule of torch_xla.
+
+    Raises:
+        MissingDependencyError: torch_xla is not the version that belongs to that of torch.
+    """
+    library()
+    return import_module(f"torch_xla.{name}")

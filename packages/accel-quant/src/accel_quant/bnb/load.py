@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_bigmodel.device_map.infer import automatic_device_map
 from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.heap import trim_heap
+from accel_bigmodel.hooks.offload import default_device
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight
 from accel_bigmodel.offload_index import save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device, sites_of
@@ -24,14 +26,13 @@ from accel_quant.bnb.convert import (
     default_skipped,
     is_listed,
 )
-from accel_quant.bnb.device_map import quantized_device_map
 from accel_quant.bnb.offload import register_slots
 from accel_quant.bnb.saved import STATE_8BIT, check_shape
 from accel_state.errors import CheckpointError, SettingsError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -293,3 +294,28 @@ def _types(
         ):
             found[name] = torch.float32 if is_listed(module, unquantized) else rest
     return found
+
+
+def quantized_device_map(
+    model: nn.Module,
+    device_map: str | Mapping[str, Device] | None,
+    config: BnbQuantizationConfig,
+    layers: Collection[str],
+    *,
+    types: Mapping[str, torch.dtype],
+    max_memory: Mapping[int | str, float | str] | None,
+    no_split: str | Sequence[str] | None,
+) -> dict[str, Device]:
+    """Make a device map that counts quantised weights at their size.
+
+    A mapping is taken as it is; without a map all is on the accelerator, or on the CPU if there is none.
+
+    Raises:
+        SettingsError: `device_map` is a text that means nothing.
+    """
+    if device_map is None:
+        return {"": default_device()}
+    if not isinstance(device_map, str):
+        return dict(device_map)
+    special = {**types, **{f"{layer}.weight": config.target_dtype for layer in layers}}
+    return dict(automatic_device_map(device_map, model, max_memory, no_split, special_dtypes=special))

@@ -119,26 +119,24 @@ from accel_plugins.fsdp.env_flags import (
 )
 from accel_plugins.fsdp.loading import ensure_weights_retied as ensure_weights_retied
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
 from accel_plugins.kwargs.base import KwargsHandler as KwargsHandler
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_plugins.kwargs.fp8 import (
     AORecipeKwargs as AORecipeKwargs, FP8RecipeKwargs as FP8RecipeKwargs,
     MSAMPRecipeKwargs as MSAMPRecipeKwargs, TERecipeKwargs as TERecipeKwargs,
 )
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs as ProfileKwargs
-from accel_plugins.kwargs.project import ProjectConfiguration as ProjectConfiguration
+from accel_plugins.kwargs.run import (
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    InitProcessGroupKwargs as InitProcessGroupKwargs, ProjectConfiguration as ProjectConfiguration,
+)
 from accel_plugins.megatron.bert_step import BertTrainStep as BertTrainStep
 from accel_plugins.megatron.dummy import (
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler as MegatronLMDummyScheduler,
-)
-from accel_plugins.megatron.losses import (
-    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
 )
 from accel_plugins.megatron.model_args import (
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
@@ -147,6 +145,7 @@ from accel_plugins.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from accel_plugins.megatron.t5_step import T5TrainStep as T5TrainStep
 from accel_plugins.megatron.train_steps import (
     AbstractTrainStep as AbstractTrainStep, GPTTrainStep as GPTTrainStep,
+    avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
 )
 from accel_plugins.parallelism.config import ParallelismConfig as ParallelismConfig
 from accel_plugins.parallelism.handlers import (
@@ -156,7 +155,7 @@ from accel_plugins.parallelism.handlers import (
     TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )
 from accel_plugins.parallelism.tensor import get_model_tp_size as get_model_tp_size
-from accel_plugins.precision.contexts import (
+from accel_plugins.precision.build import (
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )

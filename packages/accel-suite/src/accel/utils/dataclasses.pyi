@@ -3,19 +3,20 @@ from accel_ops.modules import get_module_class_from_name as get_module_class_fro
 from accel_ops.tree import TensorInformation as TensorInformation
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin as DeepSpeedPlugin
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin as GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs as AutocastKwargs, GradScalerKwargs as GradScalerKwargs
 from accel_plugins.kwargs.base import KwargsHandler as KwargsHandler
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs as DistributedDataParallelKwargs
 from accel_plugins.kwargs.dynamo import TorchDynamoPlugin as TorchDynamoPlugin
 from accel_plugins.kwargs.fp8 import (
     AORecipeKwargs as AORecipeKwargs, FP8RecipeKwargs as FP8RecipeKwargs,
     MSAMPRecipeKwargs as MSAMPRecipeKwargs, TERecipeKwargs as TERecipeKwargs,
 )
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs as InitProcessGroupKwargs
 from accel_plugins.kwargs.profile import ProfileKwargs as ProfileKwargs
-from accel_plugins.kwargs.project import ProjectConfiguration as ProjectConfiguration
+from accel_plugins.kwargs.run import (
+    DataLoaderConfiguration as DataLoaderConfiguration,
+    GradientAccumulationPlugin as GradientAccumulationPlugin,
+    InitProcessGroupKwargs as InitProcessGroupKwargs, ProjectConfiguration as ProjectConfiguration,
+)
 from accel_plugins.megatron.plugin import MegatronLMPlugin as MegatronLMPlugin
 from accel_plugins.parallelism.handlers import (
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,

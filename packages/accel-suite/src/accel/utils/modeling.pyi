@@ -36,7 +36,7 @@ from accel_ops.weights.tied import (
     check_tied_parameters_in_config as check_tied_parameters_in_config,
     find_tied_parameters as find_tied_parameters, retie_parameters as retie_parameters,
 )
-from accel_plugins.precision.contexts import (
+from accel_plugins.precision.build import (
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )

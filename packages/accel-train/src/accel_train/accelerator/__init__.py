@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
     from accel_plugins.kwargs.base import KwargsHandler
-    from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
-    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.kwargs.run import (
+        DataLoaderConfiguration,
+        GradientAccumulationPlugin,
+        ProjectConfiguration,
+    )
     from accel_plugins.strategy import StrategySpec
     from accel_state.labels import DynamoBackend, PrecisionType, RNGType
     from accel_trackers.session import OnTrackerError

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from torch.profiler import profile
 
-    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.kwargs.run import ProjectConfiguration
 
 
 class ObserveFacet(Facet):

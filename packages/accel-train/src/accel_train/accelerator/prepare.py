@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LRScheduler
     from torch.utils.data import DataLoader
 
-    from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
+    from accel_plugins.kwargs.run import DataLoaderConfiguration
     from accel_state.labels import RNGType
     from accel_train.data.prepared import PreparedLoader
     from accel_train.optimizer import AcceleratedOptimizer

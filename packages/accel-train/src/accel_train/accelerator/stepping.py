@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.run import GradientAccumulationPlugin
 from accel_plugins.strategies.sync import sync_in_backward
 from accel_plugins.strategy import Feature
 from accel_train.accelerator.facet import Facet

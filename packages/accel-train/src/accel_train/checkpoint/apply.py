@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accel_ops.weights.names import SAFETENSORS_SUFFIX
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.tensors import id_tensor_storage
-from accel_plugins.dcp.names import plain_name
+from accel_plugins.dcp.tensors import plain_name
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import read_object

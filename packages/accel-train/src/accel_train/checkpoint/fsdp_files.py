@@ -10,9 +10,9 @@ from accel_ops.weights.write import save
 from accel_plugins import dcp
 from accel_plugins.dcp.layout import is_sharded_folder
 from accel_plugins.dcp.local import LocalFiles
-from accel_plugins.dcp.names import plain_name
 from accel_plugins.dcp.protocol import StateForm
-from accel_plugins.fsdp.forms import form_of
+from accel_plugins.dcp.tensors import plain_name
+from accel_plugins.fsdp.fields import form_of
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import read_object

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from accel_plugins.kwargs.project import ProjectConfiguration
+    from accel_plugins.kwargs.run import ProjectConfiguration
     from accel_plugins.recipe import Recipe
     from accel_plugins.roles import PrecisionPolicy
     from accel_plugins.strategy import Strategy

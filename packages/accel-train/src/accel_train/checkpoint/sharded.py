@@ -9,9 +9,8 @@ import torch
 
 from accel_plugins import dcp
 from accel_plugins.dcp.layout import is_sharded_folder, local_metadata_file, shard_file
-from accel_plugins.dcp.names import parameter_names
 from accel_plugins.dcp.protocol import StateForm
-from accel_plugins.dcp.tensors import numbered_state
+from accel_plugins.dcp.tensors import numbered_state, parameter_names
 from accel_plugins.deepspeed.folder import engine_folder, is_engine_folder, read_folder
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train.checkpoint import layout

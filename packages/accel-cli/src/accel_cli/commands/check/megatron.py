@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
-from accel_plugins.megatron.loaders import with_all_micro_batches
+from accel_plugins.megatron.dummy import MegatronLMDummyScheduler, with_all_micro_batches
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.sizes import stage_elements
 from accel_plugins.strategies.megatron import MegatronWrapper, Trained

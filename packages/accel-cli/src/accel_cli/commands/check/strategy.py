@@ -20,11 +20,10 @@ from accel_cli.commands.check.parts import on_parts
 from accel_cli.commands.check.recorder import Chosen
 from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.fsdp.forms import form_of
+from accel_plugins.fsdp.fields import form_of
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
-from accel_plugins.kwargs.accumulation import GradientAccumulationPlugin
-from accel_plugins.kwargs.dataloader import DataLoaderConfiguration
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
+from accel_plugins.kwargs.run import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.megatron.groups import groups_of
 from accel_plugins.precision.engine import EnginePrecision
 from accel_plugins.strategies.deepspeed import accumulation_of

@@ -15,7 +15,7 @@ import torch
 from accel_cli.commands.selftest.checks import CHECKS, DiffersError, Session
 from accel_cli.commands.selftest.results import FAILED, PASSED, RUNNING, SKIPPED, Outcome, Report
 from accel_cli.commands.selftest.speed import speeds
-from accel_plugins.kwargs.process_group import InitProcessGroupKwargs
+from accel_plugins.kwargs.run import InitProcessGroupKwargs
 from accel_state.partial_state import PartialState
 from accel_train.accelerator import Accelerator
 
