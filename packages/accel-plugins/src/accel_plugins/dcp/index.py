@@ -39,10 +39,7 @@ class Entry:
 
 
 def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """Merge the metadata files of all ranks into the index of a DCP folder, and remove them.
-
-    Returns:
-        The names of the metadata files.
+    """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them.
 
     Raises:
         CheckpointError: The shards do not add up to full tensors.

@@ -38,11 +38,8 @@ def load_local(
 ) -> Any:
     """Read what `save_local` wrote.
 
-    Args:
-        path: This rank's file.
-        world_size: Number of ranks now.
-        allocate: Allocates a destination tensor, sharded as in this run, from the keys that lead to it
-            and the shape and dtype of the full tensor.
+    `allocate` makes a destination tensor, sharded as in this run, from the keys that lead to it and the shape
+    and dtype of the full tensor.
 
     Raises:
         CheckpointError: The file is absent, or was written with another world size or another sharding.

@@ -166,10 +166,8 @@ def plain_name(name: str) -> str:
 def parameter_names(optimizer: Optimizer, models: Sequence[nn.Module]) -> list[list[str]]:
     """Return the names of an optimizer's parameters, group by group.
 
-    Args:
-        optimizer: The optimizer.
-        models: Models that may own the parameters, wrapped or not. If several own some, names begin with
-            the model's index; a parameter of none of them is named by its group and position.
+    If several models own some, names begin with the model's index; a parameter of none of them is named by
+    its group and position.
 
     Example:
         >>> import torch

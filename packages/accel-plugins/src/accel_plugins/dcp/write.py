@@ -57,12 +57,7 @@ class ShardWriter:
         return [one.getvalue() if isinstance(one, io.BytesIO) else one.detach() for one in values]
 
     def write_shards(self, values: Sequence[Tensor | bytes], sink: ByteSink) -> None:
-        """Write this rank's file of shards.
-
-        Args:
-            values: The result of `local_values`, or a copy of it.
-            sink: Receives the bytes.
-        """
+        """Write this rank's file of shards: the result of `local_values`, or a copy of it."""
         counted: Any = _Counted(sink)
         self._results = []
         for item, value in zip(self._plan.items, values, strict=True):

@@ -78,12 +78,9 @@ def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
 
 
 def batch_size_of(loaders: Sequence[Any], *, smallest: bool, split_into: int) -> int | None:
-    """Return the number of samples per batch and rank.
+    """Return the smallest or largest number of samples per batch and rank of several loaders.
 
-    Args:
-        loaders: The data loaders.
-        smallest: Whether to return the smallest of several batch sizes, else the largest.
-        split_into: Number of ranks over which a loader's batch is split.
+    `split_into` ranks share a loader's batch.
     """
     sizes: list[int] = []
     for loader in loaders:

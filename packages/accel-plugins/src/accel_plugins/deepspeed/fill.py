@@ -72,11 +72,9 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def fill(config: Mapping[str, Any], known: Mapping[str, KnownValue]) -> Filled:
-    """Replace every `"auto"` whose value is known, and compare the other values with the known ones.
+    """Replace every `"auto"` whose value is known by its dotted key, and compare the other values.
 
-    Args:
-        config: A configuration; not changed.
-        known: KnownValue values by dotted key. Keys that the configuration lacks are not added.
+    Keys that the configuration lacks are not added.
 
     Example:
         >>> known = {"a": KnownValue(value=1, source="us"), "b.c": KnownValue(value=2, source="us")}
@@ -142,11 +140,7 @@ def refuse_open(open_keys: Sequence[str]) -> None:
 
 
 def refuse_misspelt(config: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Check the top-level keys of a configuration for misspelt ones.
-
-    Returns:
-        Unknown keys that are not similar to a known one; DeepSpeed ignores them.
-    """
+    """Refuse misspelt top-level keys of a configuration; return other unknown ones, which have no effect."""
     known = sorted(set(names))
     unknown = [name for name in config if name not in known]
     for name in unknown:

@@ -57,11 +57,7 @@ def GatheredParameters(  # noqa: N802 - the documented name
 
 
 def find_classes(model: nn.Module, names: str) -> list[type[nn.Module]]:
-    """Find the classes of a model's modules by name.
-
-    Args:
-        model: The model.
-        names: Names of classes, separated by commas.
+    """Find the classes of a model's modules by their names, separated by commas.
 
     Example:
         >>> import torch

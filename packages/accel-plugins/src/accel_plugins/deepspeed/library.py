@@ -49,20 +49,14 @@ def load_library(what: str) -> ModuleType:
 
 
 def ds_module(name: str) -> Any:
-    """Import a submodule of DeepSpeed.
-
-    Args:
-        name: Name of the submodule, without the prefix `deepspeed.`.
-    """
+    """Import a submodule of DeepSpeed, named without the prefix `deepspeed.`."""
     return importlib.import_module(f"deepspeed.{name}")
 
 
 def start(runtime: Runtime) -> ModuleType:
     """Import DeepSpeed and initialise it with the device and the process group of this run.
 
-    Args:
-        runtime: Topology and device of this process. A single process gets a process group of one rank, which
-            DeepSpeed needs.
+    A single process gets a process group of one rank, which DeepSpeed needs.
 
     Raises:
         MissingDependencyError: DeepSpeed is not installed, or lacks what accel uses of it.

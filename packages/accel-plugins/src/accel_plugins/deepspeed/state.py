@@ -40,11 +40,9 @@ class EngineState:
 
     @torch.no_grad()
     def weights(self, *, keep: bool, exact: bool) -> dict[str, Any]:
-        """Gather the full state dict of the model.
+        """Gather the full state dict of the model, empty on ranks without `keep`.
 
-        Args:
-            keep: Whether this rank needs it; else it is empty.
-            exact: Whether to return the float32 master weights of 16-bit parameters.
+        `exact` asks for the float32 master weights of 16-bit parameters.
         """
         found: dict[str, Any] = {}
         seen: dict[int, Any] = {}  # tied weights are gathered once
@@ -106,10 +104,7 @@ class EngineState:
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:
-        """Gather the optimizer's full state dict, as a single process has it.
-
-        Args:
-            keep: Whether this rank needs it; else it is empty.
+        """Gather the optimizer's full state dict, as a single process has it, empty on ranks without `keep`.
 
         Raises:
             UnsupportedError: The optimizer's state cannot be split by parameter.

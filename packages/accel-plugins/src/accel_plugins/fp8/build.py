@@ -31,12 +31,7 @@ _SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
 
 
 def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
-    """Make the recipe.
-
-    Args:
-        settings: `fp8.backend` names a backend, unless a handler does.
-        runtime: Device and topology.
-        handlers: At most one of `AORecipeKwargs`, `TERecipeKwargs`, `MSAMPRecipeKwargs`, `FP8RecipeKwargs`.
+    """Make the recipe; `fp8.backend` of the settings names a backend, unless a handler does.
 
     Raises:
         SettingsError: There are two.

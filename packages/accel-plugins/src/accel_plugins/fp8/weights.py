@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 
 def plain_tensor(tensor: Tensor) -> Tensor:
-    """Return the values of a tensor without the type that a library has put around them.
-
-    Args:
-        tensor: A tensor; of a `DTensor` the shard is looked at. A plain one is returned as it is.
+    """Return the values of a tensor, or of a `DTensor`'s shard, without the type that a library put around.
 
     Example:
         >>> import torch

@@ -21,11 +21,7 @@ POLICIES: tuple[str, ...] = ("transformer_based_wrap", "size_based_wrap", "no_wr
 
 
 def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
-    """Find a model's module classes by name.
-
-    Args:
-        model: The model.
-        names: Names of classes; if `None`, those in the model's `_no_split_modules`.
+    """Find a model's module classes by name; without names, those in the model's `_no_split_modules`.
 
     Example:
         >>> classes_named(nn.Sequential(nn.Linear(1, 1)), ["Linear"])

@@ -84,11 +84,7 @@ _SHORT = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "half": "flo
 
 
 def policy_of(policy: Any, version: int) -> Any:
-    """Build an FSDP precision policy from a dictionary of its arguments.
-
-    Args:
-        policy: A policy, which is returned unchanged; or a dictionary, in which dtypes may be names.
-        version: Version of FSDP.
+    """Build an FSDP precision policy from a dictionary of its arguments, in which dtypes may be names.
 
     Example:
         >>> policy_of({"param_dtype": "bf16"}, 2).param_dtype

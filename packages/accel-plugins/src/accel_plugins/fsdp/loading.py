@@ -111,11 +111,7 @@ def materialize_from_rank0(
 ) -> None:
     """Materialise a model on the device of a run, and broadcast rank 0's weights if asked.
 
-    Args:
-        model: The model; parts of it may be on the meta device.
-        runtime: Topology, device and collectives of this process.
-        plugin: Its `param_init_fn` materialises meta modules; without one, they are allocated uninitialised.
-        broadcast: Whether all ranks receive the weights of rank 0.
+    The plugin's `param_init_fn` materialises meta modules; without one, they are allocated uninitialised.
     """
     tied = find_tied_parameters(model)
     for module in model.modules():

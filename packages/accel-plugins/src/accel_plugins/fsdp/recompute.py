@@ -33,9 +33,6 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     Layers of TransformerEngine have to be recomputed within its autocast and with the scales of the forward
     pass, which `transformer_engine.pytorch.checkpoint` sees to.
 
-    Args:
-        module: The block that is recomputed.
-
     Raises:
         UnsupportedError: The installed TransformerEngine cannot do it.
 
@@ -71,10 +68,8 @@ def _checkpoint_in_fp8(function: Callable[..., Any], *args: Any, **kwargs: Any) 
 def checkpoint_activations(module: nn.Module, *, recompute: bool = True, offload: bool = False) -> None:
     """Apply activation checkpointing to a module in place, without renaming or replacing modules.
 
-    Args:
-        module: The module, whose forward is replaced; a second call does nothing.
-        recompute: Whether activations are recomputed in the backward pass.
-        offload: Whether saved tensors are offloaded to the CPU, in pinned memory if there is an accelerator.
+    Its forward is replaced; a second call does nothing. `offload` moves saved tensors to the CPU, into pinned
+    memory if there is an accelerator.
 
     Example:
         >>> import torch

@@ -38,13 +38,9 @@ _WRAPPERS: Mapping[Hook, Callable[..., Any]] = {
 def register(
     model: DistributedDataParallel, hook: Hook, wrapper: Hook, power_sgd_options: Mapping[str, Any] | None
 ) -> None:
-    """Register a communication hook.
+    """Register a communication hook with a wrapped model that has none yet.
 
-    Args:
-        model: A wrapped model that has no hook yet.
-        hook: The hook.
-        wrapper: `FP16` or `BF16` to compress the hook's messages further, else `NO`.
-        power_sgd_options: Arguments of `PowerSGDState`; `None` for hooks that have no state.
+    A wrapper `FP16` or `BF16` compresses the hook's messages further.
     """
     function = _HOOKS[hook]
     if wrapper is not Hook.NO:

@@ -39,13 +39,8 @@ class BiasedAttention(_TorchAttention):
     ) -> Tensor:
         """Return the context of shape `[queries, batch, heads * features]`.
 
-        Args:
-            query: Of shape `[queries, batch, heads, features]`.
-            key: Of shape `[keys, batch, heads, features]`.
-            value: As `key`.
-            attention_mask: True where attention is masked; broadcast to `[batch, heads, queries, keys]`.
-            attention_bias: Added to the scores, likewise.
-            **_: Not used.
+        Queries have the shape `[queries, batch, heads, features]`, keys and values likewise. The mask is true
+        where attention is masked; it and the bias are broadcast to `[batch, heads, queries, keys]`.
         """
         bias = query.new_zeros(()) if attention_bias is None else attention_bias.to(query.dtype)
         bias = torch.where(attention_mask, torch.finfo(query.dtype).min, bias)
@@ -60,13 +55,9 @@ class ContextAttention(_TorchAttention):
     ) -> Tensor:
         """Return the context of shape `[queries, batch, heads * features]`.
 
-        Args:
-            query: This rank's chunks, of shape `[queries, batch, heads, features]`.
-            key: As `query`, with as many heads or fewer.
-            value: As `key`.
-            attention_mask: True where attention is masked, of shape `[batch, 1, queries, sequence]`; `None`
-                for the mask of the future.
-            **_: Not used.
+        All have this rank's chunks, of shape `[queries, batch, heads, features]`; keys and values may have
+        fewer heads. The mask, of shape `[batch, 1, queries, sequence]`, is true where attention is masked;
+        `None` stands for that of the future.
         """
         keys, values = gather_chunks(key), gather_chunks(value)
         if attention_mask is None:

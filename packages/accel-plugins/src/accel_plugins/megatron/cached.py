@@ -36,11 +36,8 @@ class CachedDecoder:
     def logits(self, tokens: Tensor) -> Tensor:
         """Return the logits of the token that follows, in float32 and the same on every rank.
 
-        Args:
-            tokens: Those that follow the ones before, of shape `[rows, tokens]`.
-
-        Returns:
-            A tensor of shape `[rows, vocabulary]`.
+        `tokens`, of shape `[rows, tokens]`, follow the ones before; the logits have the shape `[rows,
+        vocabulary]`.
         """
         engine, groups = self._engine, self._engine.groups
         transfer = core("inference.communication_utils")
@@ -72,11 +69,7 @@ class CachedDecoder:
         return found
 
     def select(self, rows: Tensor) -> None:
-        """Go on with other sequences.
-
-        Args:
-            rows: For each sequence, the index of the one whose past it takes over.
-        """
+        """Go on with other sequences: each row takes over the past of the one whose index is given."""
         self._context.swap_key_value_dict(rows)
 
 

@@ -190,11 +190,7 @@ class Sampler:
         self._top_p = self.choice.top_p
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Return a token for each row.
-
-        Args:
-            logits: Of shape `[rows, vocabulary]`.
-        """
+        """Return a token for each row of logits of shape `[rows, vocabulary]`."""
         processors = import_module("transformers.generation.logits_process")
         choice = self.choice
         scores = logits / choice.temperature

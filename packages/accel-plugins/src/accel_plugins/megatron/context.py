@@ -23,11 +23,7 @@ def own_chunks(batch: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def gather_chunks(tensor: Tensor) -> Tensor:
-    """Return the whole sequences; gradients of all ranks are summed up.
-
-    Args:
-        tensor: This rank's chunks, of shape `[sequence, ...]`.
-    """
+    """Return the whole sequences of chunks, `[sequence, ...]`; gradients of all ranks are summed up."""
     group = core("parallel_state").get_context_parallel_group()
     if group.size() == 1:
         return tensor

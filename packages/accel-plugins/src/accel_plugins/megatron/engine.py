@@ -153,14 +153,10 @@ class MegatronEngine(nn.Module):
         accumulation: int = 1,
         sync: bool = True,
     ) -> Any:
-        """Run the schedule over the micro-batches of a batch.
+        """Run the schedule over the micro-batches of a batch of tensors by name.
 
-        Args:
-            args: Must be empty.
-            batch: Tensors by name.
-            forward_only: Whether to leave out the backward passes.
-            accumulation: Batches of one optimizer step.
-            sync: Whether this is the last of them, after which gradients are reduced.
+        `accumulation` batches make one optimizer step; after the last of them, with `sync`, gradients are
+        reduced.
         """
         parts = self._micro_batches(args, batch)
         self._check_trainable(forward_only, accumulation)

@@ -24,10 +24,7 @@ FAMILIES = Registry(
 
 
 def find_family(model: Any) -> ModelFamily:
-    """Return the row of a model.
-
-    Args:
-        model: A model of transformers, its configuration, or a `model_type`.
+    """Return the row of a model of transformers, of its configuration, or of a `model_type`.
 
     Example:
         >>> find_family("gpt2").architectures

@@ -136,10 +136,7 @@ class Prompts:
 def check_prompts(inputs: Tensor, mask: Tensor | None, vocabulary: int) -> None:
     """Refuse prompts that cannot be embedded: the rank that does that must not fail alone.
 
-    Args:
-        inputs: Tokens of shape `[rows, width]`.
-        mask: Of the same shape, 0 for padding, which may be any number; `None` if there is none.
-        vocabulary: Number of tokens.
+    `inputs` has the shape `[rows, width]`; padding, where the mask is 0, may be any number.
     """
     if inputs.ndim != 2 or not inputs.numel() or (mask is not None and mask.shape != inputs.shape):
         own = "" if mask is None else f" and a mask of {[*mask.shape]}"
@@ -170,15 +167,10 @@ def with_start(inputs: Tensor, mask: Tensor | None, start: int) -> tuple[Tensor,
 
 
 def aligned(inputs: Tensor, attention_mask: Tensor | None, steps: int) -> Prompts:
-    """Move prompts to the left.
+    """Move prompts of shape `[rows, width]` to the left.
 
     A prompt that is padded on the left gets `steps` tokens; one on the right is continued in place of its
     padding, to the same width as the others.
-
-    Args:
-        inputs: Tokens of shape `[rows, width]`.
-        attention_mask: Of the same shape, 0 for padding.
-        steps: How many tokens may follow the width.
 
     Example:
         >>> mask = torch.tensor([[0, 1, 1], [1, 1, 1]])

@@ -66,12 +66,9 @@ def num_samples(plugin: MegatronLMPlugin) -> tuple[int, int, int]:
 def indexed_datasets(
     plugin: MegatronLMPlugin, options: Mapping[str, Any], samples: Sequence[int]
 ) -> tuple[Any, Any, Any]:
-    """Make the data sets for training, validation and test of a decoder.
+    """Make the data sets for training, validation and test of a decoder; `None` for splits without documents.
 
     Called on every rank: the first builds the indices, the others wait for it.
-
-    Returns:
-        The data sets; `None` where a split has no documents.
     """
     load_library("MegatronLMDummyDataLoader")
     datasets = core("datasets.gpt_dataset")

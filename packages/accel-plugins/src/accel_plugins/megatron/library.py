@@ -26,11 +26,7 @@ def load_library(what: str) -> None:
 
 
 def core(name: str) -> Any:
-    """Import a submodule of megatron-core.
-
-    Args:
-        name: Name of the submodule, without the prefix `megatron.core.`.
-    """
+    """Import a submodule of megatron-core, named without the prefix `megatron.core.`."""
     with warnings.catch_warnings():
         # Its users cannot change the deprecated calls that it makes while it is imported.
         for kind in (UserWarning, DeprecationWarning, FutureWarning):

@@ -153,8 +153,7 @@ def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler)
 def scheduler_arguments(args: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of megatron-core's `OptimizerParamScheduler`, which counts in samples.
 
-    Returns:
-        All arguments but the optimizer; one step of the optimizer is `step(global_batch_size)`.
+    One step of the optimizer is `step(global_batch_size)`.
     """
     batch = args["global_batch_size"]
     if args["train_samples"] is None:

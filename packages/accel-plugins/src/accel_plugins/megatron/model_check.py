@@ -27,14 +27,7 @@ if TYPE_CHECKING:
 
 
 def check_family_model(plugin: MegatronLMPlugin, model: Any, *, context: int, has_indexed: bool) -> None:
-    """Refuse a model of transformers that the plugin does not fit.
-
-    Args:
-        plugin: Has the options.
-        model: The model.
-        context: Context-parallel size.
-        has_indexed: Whether a `MegatronLMDummyDataLoader` is prepared with it.
-    """
+    """Refuse a model of transformers that the plugin, or indexed data sets prepared with it, do not fit."""
     family = find_family(model)
     kind, name = family.kind, family.name
     check_context(context, kind, name)
@@ -54,12 +47,7 @@ def check_family_model(plugin: MegatronLMPlugin, model: Any, *, context: int, ha
 
 
 def check_run(plugin: MegatronLMPlugin, family: ModelFamily | None) -> None:
-    """Refuse what is known where the model is trained, with the library: device, layers and train step.
-
-    Args:
-        plugin: Describes the model.
-        family: Its family; `None` with a `custom_model_provider_function`.
-    """
+    """Refuse what is known where the model is trained, with the library: device, layers and train step."""
     check_device()
     check_train_step(plugin)
     check_other_args(plugin)

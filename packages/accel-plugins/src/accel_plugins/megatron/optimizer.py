@@ -109,13 +109,7 @@ def _detach_shards(optimizer: Any) -> None:
 
 
 def parameter_factors(plugin: MegatronLMPlugin, name: str, parameter: nn.Parameter) -> tuple[float, float]:
-    """Return the factors of weight decay and learning rate of a parameter.
-
-    Args:
-        plugin: May have conditions for them.
-        name: Name of the parameter within its stage.
-        parameter: The parameter.
-    """
+    """Return the factors of weight decay and learning rate of a parameter, named as within its stage."""
     without, scaled = plugin.no_wd_decay_cond, plugin.scale_lr_cond
     decay = 0.0 if without is not None and without(name, parameter) else 1.0
     return decay, plugin.lr_mult if scaled is not None and scaled(name, parameter) else 1.0
@@ -164,11 +158,7 @@ class MegatronSchedule:
         self._samples = None if args["train_samples"] is not None else args["global_batch_size"]
 
     def step(self, samples: int) -> None:
-        """Advance by one optimizer step.
-
-        Args:
-            samples: Those of the step, which a schedule in samples counts; one in iterations counts steps.
-        """
+        """Advance by the samples of one optimizer step; a schedule in iterations counts steps."""
         self.schedule.step(samples if self._samples is None else self._samples)
 
     def get_last_lr(self) -> list[float]:

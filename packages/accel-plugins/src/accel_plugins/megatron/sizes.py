@@ -25,12 +25,7 @@ def stage_elements(
 ) -> list[int]:
     """Return how many elements of parameters a rank of each pipeline stage has.
 
-    Args:
-        model: A model of transformers.
-        tensor: Tensor-parallel size.
-        pipeline: Pipeline-parallel size.
-        context: Context-parallel size.
-        last: Layers of the last stage; as many as of the others by default.
+    `last` is the number of layers of the last stage; as many as of the others by default.
 
     Raises:
         SettingsError: The model has no row, or sizes that the ranks do not divide.

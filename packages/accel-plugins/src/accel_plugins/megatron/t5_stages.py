@@ -78,8 +78,7 @@ def build_t5(
 def recompute(modules: Iterable[nn.Module]) -> None:
     """Let modules recompute their activations in the backward pass.
 
-    Args:
-        modules: What they call is drawn from the random states of tensor parallelism or the default ones.
+    What they draw comes from the random states of tensor parallelism or the default ones.
     """
     for module in modules:
         module.forward = partial(_recomputed, module.forward)

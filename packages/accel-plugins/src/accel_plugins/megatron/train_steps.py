@@ -142,10 +142,7 @@ def gather_vocabulary(logits: Tensor) -> Tensor:
 def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:
     """Return losses beside the logits, on the last stage; hidden states as they are on the others.
 
-    Args:
-        model: The stage, with its wrappers.
-        output: Logits of shape `[batch, sequence, vocabulary]`, or hidden states.
-        labels: Tokens of shape `[batch, sequence]`.
+    Logits have the shape `[batch, sequence, vocabulary]`, labels `[batch, sequence]`.
     """
     inner = model
     while not hasattr(inner, "post_process"):
@@ -169,16 +166,14 @@ def _decoder_batch(data_iterator: Iterator[Any], *, padding_at_end: bool) -> tup
 
 
 def causal_mask(attention_mask: Tensor | None, *, padding_at_end: bool = False) -> Tensor | None:
-    """Return which positions a token may not attend to.
+    """Return which positions a token may not attend to: `[batch, 1, sequence, sequence]`, true where masked.
+
+    `None` if nothing is padded, for which megatron-core has a mask of its own.
 
     Args:
         attention_mask: Of shape `[batch, sequence]`, 0 for padding.
         padding_at_end: Whether padding can only follow tokens, where the mask of the future keeps it out:
             TransformerEngine's causal attention reads no other mask.
-
-    Returns:
-        A bool tensor `[batch, 1, sequence, sequence]`, true where attention is masked; `None` if nothing is
-        padded, for which megatron-core has a mask of its own.
 
     Example:
         >>> causal_mask(torch.tensor([[0, 1]])).tolist()

@@ -291,8 +291,7 @@ _made: dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh] = {}
 def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     """Return the mesh of all ranks with the given axes. A collective over all ranks.
 
-    Returns:
-        The mesh; the same one for equal arguments, until its process group is destroyed.
+    It is the same one for equal arguments, until its process group is destroyed.
     """
     key = (device_type, tuple(sizes.items()))
     known = _made.get(key)

@@ -176,11 +176,7 @@ class LossScaling:
 
 
 def stepping_with(scaler: GradScaler | None) -> Callable[..., bool | Tensor]:
-    """Make a function that steps an optimizer through a scaler.
-
-    Returns:
-        `step(optimizer, closure=None)`, which returns whether the optimizer stepped.
-    """
+    """Return `step(optimizer, closure=None)`, which steps through a scaler and returns whether it did."""
     return step_unscaled if scaler is None else LossScaling(scaler).step
 
 

@@ -80,17 +80,11 @@ def to_meta(
 def materialize_from_rank0(
     model: nn.Module, values: ModelState, runtime: Runtime, *, parameters_on: torch.device
 ) -> None:
-    """Broadcast rank 0's tensors one by one; every rank materialises its shards.
+    """Broadcast rank 0's tensors one by one; every rank materialises its shards, and frees what it has done.
 
     The values of rank 0 count also where every rank has some: ranks that seeded differently would otherwise
     train a model that is put together of several. That costs one broadcast of the model in `prepare`, as with
-    DDP.
-
-    Args:
-        model: On meta since `to_meta`, and sharded since then.
-        values: The result of `to_meta`, with tensors on rank 0, which are freed one by one.
-        runtime: Topology, device and collectives of this process.
-        parameters_on: Device of the parameters; buffers and collectives use the device of the run.
+    DDP. Buffers and collectives use the device of the run.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = dict(model.named_buffers(remove_duplicate=False))

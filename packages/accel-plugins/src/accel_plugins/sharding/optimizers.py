@@ -67,11 +67,9 @@ class ShardRemap:
 
 
 def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_Held]:
-    """Remove a model's parameters from optimizers, so that their memory can be freed.
+    """Remove a model's parameters, by id, from optimizers, so that their memory can be freed.
 
-    Args:
-        optimizers: Optimizers, which must not be used until `reattach_params`.
-        names: Names of the model's parameters by id.
+    The optimizers must not be used until `reattach_params`.
     """
     held: list[_Held] = []
     for optimizer in optimizers:
@@ -98,11 +96,9 @@ def reattach_params(held: Iterable[_Held], model: nn.Module) -> None:
 
 
 def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters of an optimizer, in place.
+    """Replace parameters of an optimizer, in place, by those that a mapping has for them.
 
-    Args:
-        optimizer: The optimizer; its groups keep their lists, its state is sharded like the new parameters.
-        mapping: Old to new parameters; parameters without an entry stay.
+    Groups keep their lists; state is sharded like the new parameters.
     """
     by_id = {id(old): new for old, new in mapping.items()}
     for group in optimizer.param_groups:
@@ -120,10 +116,8 @@ def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) ->
 def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
     """Split an optimizer's groups by mesh within the block, for its step.
 
-    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none.
-
-    Args:
-        optimizer: The optimizer; its groups are restored afterwards, with the values that the step wrote.
+    torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none. The
+    groups are restored afterwards, with the values that the step wrote.
     """
     groups = [*optimizer.param_groups]
     split = [_by_mesh(group) for group in groups]

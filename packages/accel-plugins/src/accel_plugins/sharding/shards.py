@@ -66,9 +66,7 @@ def names_of_each(state: Mapping[str, Any]) -> list[tuple[tuple[str, ...], Any]]
 def gather_full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """All-gather a full tensor, detached; a collective over the mesh if the tensor is a `DTensor`.
 
-    Args:
-        tensor: A `DTensor`, or a full tensor, which is returned without communication.
-        device: Device of the collective; a shard on another device is copied to it.
+    A shard on another device than that of the collective is copied to it.
     """
     detached: Any = tensor.detach()
     if not isinstance(detached, DTensor):

@@ -74,10 +74,7 @@ class DeepSpeedPersister:
     def full_state_dict(self, model: nn.Module, *, keep: bool = True, exact: bool = False) -> StateDict:
         """Gather the full state dict, under the names of the unwrapped model.
 
-        Args:
-            model: Prepared or not.
-            keep: Whether this rank needs the result.
-            exact: Return the float32 master weights instead of the 16-bit weights of the model.
+        `exact` asks for the float32 master weights instead of the 16-bit weights of the model.
         """
         state = self._state_of(model)
         return self._plain.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)

@@ -37,10 +37,9 @@ def check_materialised(bundle: Bundle) -> None:
 
 
 def move_to_device(bundle: Bundle, device: torch.device) -> list[nn.Module]:
-    """Move models to the device, except those whose placement the caller has forbidden.
+    """Move models to the device, in order, except those whose placement the caller has forbidden.
 
-    Returns:
-        The models, in order; parameters stay the same objects, so that optimizers keep pointing at them.
+    Parameters stay the same objects, so that optimizers keep pointing at them.
     """
     return [
         model.to(device) if bundle.may_move(index) else model for index, model in enumerate(bundle.models)

@@ -65,14 +65,9 @@ def _clip_value(parameters: Tensor | list[Tensor], clip_value: float) -> None:
 
 
 def norm_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Compute the norm over sharded gradients, along the axes of several meshes.
+    """Compute the norm over ordinary tensors, the same on every rank, and `DTensor`s of several meshes.
 
-    Args:
-        gradients: Ordinary tensors, of which every rank has the same, and `DTensor`s.
-        norm_type: The p of the norm.
-
-    Returns:
-        The same 0-d tensor on every rank.
+    The result is 0-d, and the same on every rank.
     """
     if not gradients:
         return torch.zeros(())

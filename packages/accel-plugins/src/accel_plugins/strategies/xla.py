@@ -126,11 +126,7 @@ class GradientAverage:
 
 
 def move_to_xla(bundle: Bundle, device: torch.device) -> list[nn.Module]:
-    """Move models to the device, except those whose placement the caller has forbidden.
-
-    Returns:
-        The models, in order; parameters stay the same objects.
-    """
+    """Move models to the device, as `move_to_device` does; parameters stay the same objects."""
     with _swapped():
         return move_to_device(bundle, device)
 

@@ -164,9 +164,6 @@ PRECISION_CHECKS: Mapping[str, Callable[[PrecisionSubject], None]] = {
 def check_precision(subject: PrecisionSubject) -> None:
     """Run every check.
 
-    Args:
-        subject: What to check.
-
     Raises:
         ConformanceError: At least one check failed; the message has all of them.
     """

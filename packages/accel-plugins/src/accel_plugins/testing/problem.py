@@ -88,10 +88,7 @@ class Problem:
     ) -> nn.Module:
         """Train the network of seed 0 on full batches with plain PyTorch.
 
-        Args:
-            steps: Number of optimizer steps.
-            optimizer: Makes the optimizer of the parameters.
-            before_step: Called with the model between backward pass and step.
+        `before_step` is called with the model between backward pass and step.
         """
         model = self.model()
         stepping = optimizer([*model.parameters()])
@@ -138,11 +135,7 @@ class Trained:
     ) -> None:
         """Run forward and backward on a batch; without `sync` inside `no_sync`, if there is one.
 
-        Args:
-            batch: Inputs and targets.
-            accumulation: As of the stepper.
-            sync: As of the stepper.
-            items: What the loss, a mean, is multiplied with.
+        The loss, a mean, is multiplied with the number of `items`.
         """
         may_hold = Feature.NO_SYNC in self.strategy.features
         with nullcontext() if sync or not may_hold else self.strategy.stepper.no_sync(self.model):

@@ -363,9 +363,6 @@ NEEDS: Mapping[str, Feature] = {
 def check_strategy(subject: StrategySubject) -> None:
     """Run every check that the declared features call for, on every rank.
 
-    Args:
-        subject: What to check.
-
     Raises:
         ConformanceError: At least one check failed on some rank; the message has all of them.
     """

@@ -68,11 +68,7 @@ class SpmdAllocator:
     mesh: Any
 
     def __call__(self, parameters: Mapping[str, Tensor]) -> StateAllocator:
-        """Return an allocator of tensors sharded like the parameter of the same name and shape, else full.
-
-        Args:
-            parameters: Parameters by name.
-        """
+        """Return an allocator of tensors sharded like the parameter of the same name and shape, else full."""
         allocate_plain = allocator_like({})
 
         def allocate(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -70,13 +70,10 @@ def first_dim(tensor: Tensor) -> tuple[str | None, ...]:
 
 
 def shard_model(model: nn.Module, blocks: Sequence[nn.Module], mesh: Any) -> None:
-    """Shard the parameters of a model that is on the device, and what its blocks return.
+    """Shard the parameters of a model that is on the device, in place, and what its blocks return.
 
-    Args:
-        model: Sharded in place.
-        blocks: The modules whose outputs are sharded along the batch, which makes the compiler gather
-            parameters block by block; the model is one.
-        mesh: Of `start_mesh`.
+    The outputs of blocks, of which the model is one, are sharded along the batch, which makes the compiler
+    gather parameters block by block.
     """
     spmd = xla_module("distributed.spmd")
     _shard_parameters(model, mesh)
