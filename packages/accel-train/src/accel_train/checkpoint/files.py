@@ -15,6 +15,7 @@ from accel_state.libc import libc
 from accel_train.checkpoint.manifest import FileRecord
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from accel_ops.weights.safetensors_file import SafetensorsFile
@@ -109,11 +110,15 @@ def _begin_to_write_out(descriptor: int, begin: int, length: int) -> None:
         library.sync_file_range(descriptor, offset, count, _SYNC_FILE_RANGE_WRITE)
 
 
-def write_text(path: Path, text: str, *, to_disk: bool) -> None:
-    """Write a new text file."""
+def write_file(path: Path, write: Callable[[FileWriter], object], *, to_disk: bool) -> FileRecord:
+    """Write a new file with a function, which gets what to write to."""
     writer = FileWriter(path, to_disk=to_disk)
-    writer.write(text.encode())
-    writer.finish()
+    try:
+        write(writer)
+    except BaseException:
+        writer.abandon()
+        raise
+    return writer.finish()
 
 
 def record_of(path: Path, *, to_disk: bool = False) -> FileRecord:

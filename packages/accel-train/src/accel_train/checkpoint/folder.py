@@ -7,10 +7,15 @@ import logging
 import os
 import secrets
 import time
+import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from accel_ops.weights.names import SAFETENSORS_SUFFIX
+from accel_ops.weights.safetensors_file import SafetensorsFile
+from accel_plugins.dcp.layout import INDEX_NAME, is_sharded_folder
+from accel_plugins.deepspeed.folder import is_engine_folder
 from accel_state.errors import CheckpointError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.files import (
@@ -19,9 +24,8 @@ from accel_train.checkpoint.files import (
     move,
     remove,
     sizes_in,
-    write_text,
+    write_file,
 )
-from accel_train.checkpoint.foreign import check_foreign
 from accel_train.checkpoint.lock import FolderLock, holder, lock, try_lock
 from accel_train.checkpoint.manifest import Manifest
 
@@ -39,6 +43,7 @@ _POLL = 0.02  # seconds between two looks
 _READERS = 4  # files that are hashed at the same time
 SMALL = 1 << 20
 """Bytes that are hashed sooner than threads start."""
+_ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +112,8 @@ def _clean(folder: Path, target: Path) -> None:
 
 def publish(staging: Path, target: Path, manifest: Manifest, *, to_disk: bool) -> None:
     """Commit a complete checkpoint: it is present afterwards, or absent after an error."""
-    write_text(staging / layout.MANIFEST_NAME, manifest.to_text(), to_disk=to_disk)
+    content = manifest.to_text().encode()
+    write_file(staging / layout.MANIFEST_NAME, lambda sink: sink.write(content), to_disk=to_disk)
     if to_disk:
         for folder in (*(path for path in staging.rglob("*") if path.is_dir()), staging):
             flush_folder(folder)
@@ -205,7 +211,7 @@ def check(folder: Path) -> Manifest | None:
     """
     manifest = read_manifest(folder)
     if manifest is None:
-        check_foreign(folder)
+        _check_foreign(folder)
         return None
     complaints = manifest.complaints(sizes_in(folder))
     if complaints:
@@ -213,6 +219,39 @@ def check(folder: Path) -> Manifest | None:
             f"The checkpoint {str(folder)!r} is damaged: {', '.join(complaints)}. Load another one."
         )
     return manifest
+
+
+def _check_foreign(folder: Path) -> None:
+    """Check a checkpoint of another library, which has no manifest, for truncated files."""
+    names = sorted(entry.name for entry in folder.iterdir() if layout.is_of_checkpoint(entry.name))
+    folders = [
+        entry for entry in folder.iterdir() if entry.is_dir() and layout.is_folder_of_checkpoint(entry.name)
+    ]
+    if not names and not folders:
+        raise CheckpointError(
+            f"{str(folder)!r} is no checkpoint: it has neither {layout.MANIFEST_NAME!r} nor any file that a "
+            "checkpoint consists of."
+        )
+    for name in names:
+        if name in layout.ENGINE_ROOT_FILES:
+            continue
+        if name.endswith(SAFETENSORS_SUFFIX):
+            SafetensorsFile(folder / name)
+        else:
+            _check_saved(folder / name)
+    for one in folders:
+        if not is_sharded_folder(one) and not is_engine_folder(one):
+            raise CheckpointError(
+                f"{str(one)!r} is not whole: it has no {INDEX_NAME!r}, which comes when all ranks are done."
+            )
+
+
+def _check_saved(path: Path) -> None:
+    with path.open("rb") as file:
+        has_zip_header = file.read(len(_ZIP)) == _ZIP
+    # What torch wrote before version 1.6 is no zip file, and cannot be judged from outside.
+    if path.stat().st_size == 0 or (has_zip_header and not zipfile.is_zipfile(path)):
+        raise CheckpointError(f"{str(path)!r} is not whole: it was cut off while it was written.")
 
 
 def verify(

@@ -16,7 +16,7 @@ from accel_plugins.fsdp.fields import form_of
 from accel_state.errors import CheckpointError, SettingsError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import read_object
-from accel_train.checkpoint.files import FileWriter, make_folder, remove
+from accel_train.checkpoint.files import make_folder, remove, write_file
 from accel_train.checkpoint.sharded import (
     MODEL_KEY,
     OPTIMIZER_KEY,
@@ -225,13 +225,7 @@ def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mappin
             remove(path)  # of an earlier save, of perhaps more ranks
     accelerator.wait_for_everyone()
     for part in parts_of_folder(access.run, folder.name, state):
-        writer = FileWriter(folder.parent / part.name, to_disk=True)
-        try:
-            part.write_to(writer)
-        except BaseException:
-            writer.abandon()
-            raise
-        writer.finish()
+        write_file(folder.parent / part.name, part.write_to, to_disk=True)
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
         dcp.write_index(folder, range(accelerator.num_processes))

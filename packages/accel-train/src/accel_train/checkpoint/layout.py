@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 
 from accel_ops.weights.names import MODEL_NAME, SAFE_MODEL_NAME, SAFETENSORS_SUFFIX
@@ -53,6 +54,24 @@ ENGINE_ROOT_FILES = frozenset({"latest", "zero_to_fp32.py", "zero_to_torch.py"})
 """What DeepSpeed writes beside the folders of its engines."""
 
 
+def _indexed(stem: str, index: int, suffix: str = ".bin") -> str:
+    return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
+
+
+optimizer_name = partial(_indexed, OPTIMIZER_NAME)
+"""The state of an optimizer by the order of preparation: `optimizer.bin`, `optimizer_1.bin`."""
+engine_name = partial(_indexed, MODEL_NAME, suffix="")
+"""The folder that DeepSpeed's engine writes: `pytorch_model`, `pytorch_model_1` and so on."""
+fsdp_weights_name = partial(_indexed, FSDP_MODEL_NAME)
+"""The weights of a sharded model in one file, as others write them: `pytorch_model_fsdp.bin`."""
+scheduler_name = partial(_indexed, SCHEDULER_NAME)
+"""The state of a scheduler, by the order of preparation: `scheduler.bin`, `scheduler_1.bin` and so on."""
+sampler_name = partial(_indexed, SAMPLER_NAME)
+"""A pickled sampler, which only other libraries write: `sampler.bin`, `sampler_1.bin` and so on."""
+loader_state_name = partial(_indexed, LOADER_STATE_NAME)
+"""The state of a torchdata loader: `dl_state_dict.bin`, `dl_state_dict_1.bin` and so on."""
+
+
 def weights_name(index: int, *, safe: bool) -> str:
     """The weights of the model that was prepared as number `index`.
 
@@ -61,11 +80,6 @@ def weights_name(index: int, *, safe: bool) -> str:
         ('model.safetensors', 'pytorch_model_1.bin')
     """
     return _indexed(SAFE_MODEL_NAME if safe else MODEL_NAME, index, SAFETENSORS_SUFFIX if safe else ".bin")
-
-
-def optimizer_name(index: int) -> str:
-    """The state of an optimizer by the order of preparation: `optimizer.bin`, `optimizer_1.bin`."""
-    return _indexed(OPTIMIZER_NAME, index)
 
 
 def sharded_model_name(index: int) -> str:
@@ -81,31 +95,6 @@ def sharded_model_name(index: int) -> str:
 def sharded_optimizer_name(index: int) -> str:
     """The folder with the shards of an optimizer: `optimizer_0`, `optimizer_1` and so on."""
     return f"{OPTIMIZER_NAME}_{index}"
-
-
-def engine_name(index: int) -> str:
-    """The folder that DeepSpeed's engine writes: `pytorch_model`, `pytorch_model_1` and so on."""
-    return _indexed(MODEL_NAME, index, "")
-
-
-def fsdp_weights_name(index: int) -> str:
-    """The weights of a sharded model in one file, as others write them: `pytorch_model_fsdp.bin`."""
-    return _indexed(FSDP_MODEL_NAME, index)
-
-
-def scheduler_name(index: int) -> str:
-    """The state of a scheduler, by the order of preparation: `scheduler.bin`, `scheduler_1.bin` and so on."""
-    return _indexed(SCHEDULER_NAME, index)
-
-
-def sampler_name(index: int) -> str:
-    """A pickled sampler, which only other libraries write: `sampler.bin`, `sampler_1.bin` and so on."""
-    return _indexed(SAMPLER_NAME, index)
-
-
-def loader_state_name(index: int) -> str:
-    """The state of a torchdata loader: `dl_state_dict.bin`, `dl_state_dict_1.bin` and so on."""
-    return _indexed(LOADER_STATE_NAME, index)
 
 
 def rng_name(rank: int) -> str:
@@ -213,7 +202,3 @@ def target_of_trash(name: str) -> str | None:
     """
     found = _STALE.fullmatch(name)
     return None if found is None else (found[2] or "")
-
-
-def _indexed(stem: str, index: int, suffix: str = ".bin") -> str:
-    return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -128,7 +127,7 @@ def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path
 def _answers(run: Run, asked: str | None, what: str) -> list[Answer]:
     """Gather the answers of all ranks; check that they got the same arguments."""
     mine = _find_candidates(run, asked) if run.commits else Answer(asked=asked)
-    answers = [Answer(**json.loads(text)) for text in run.main.exchange(what, json.dumps(asdict(mine)))]
+    answers = [Answer(**row) for row in run.main.exchange(what, asdict(mine))]
     shared = not run.project.save_on_each_node
     if any(answer.asked != asked for answer in answers if shared or None in {answer.asked, asked}):
         raise DistributedOperationException(

@@ -17,7 +17,7 @@ from accel_train.checkpoint.apply import (
 )
 from accel_train.checkpoint.contents import Contents, rank_files, shared_parts
 from accel_train.checkpoint.encode import read_object, write_object
-from accel_train.checkpoint.files import FileWriter, make_folder, move
+from accel_train.checkpoint.files import make_folder, move, write_file
 from accel_train.checkpoint.folder import read_manifest
 from accel_train.checkpoint.manifest import FileRecord, Manifest
 
@@ -171,13 +171,10 @@ def _write(path: Path, write: Callable[[Any], object]) -> FileRecord:
     """Write to a temporary file, then rename it."""
     temporary = path.with_name(f".{path.name}.new")
     temporary.unlink(missing_ok=True)
-    writer = FileWriter(temporary, to_disk=True)
     try:
-        write(writer)
+        record = write_file(temporary, write, to_disk=True)
     except BaseException:
-        writer.abandon()
         temporary.unlink(missing_ok=True)
         raise
-    record = writer.finish()
     move(temporary, path)
     return record

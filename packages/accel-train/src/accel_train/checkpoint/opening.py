@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -27,19 +26,6 @@ logger = logging.getLogger(__name__)
 
 WHAT = "load_state()"
 _ATTEMPTS = 50
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class View:
-    """The state of a checkpoint as a rank has read it.
-
-    Args:
-        committed: Whether it was the same checkpoint all the time.
-    """
-
-    digest: str
-    committed: bool
-    problem: str
 
 
 def open_newest_complete(run: Run, candidates: Sequence[Path], options: Mapping[str, Any]) -> Source:
@@ -155,17 +141,13 @@ def _damage(source: Source, names: Sequence[str]) -> str:
 def _exchange(run: Run, source: Source, problem: str, *, blocked: bool = False) -> str | None:
     """Return the first problem of all ranks; `None` if they have seen several checkpoints."""
     text = "" if source.manifest is None else source.manifest.to_text()
-    mine = View(
-        digest=xxhash.xxh3_64(text.encode()).hexdigest() if text else "",
-        committed=blocked or source.is_unchanged(),
-        problem=problem,
-    )
-    views = [View(**json.loads(one)) for one in run.main.exchange(WHAT, json.dumps(asdict(mine)))]
-    digests = {view.digest for view in views if view.digest}
+    digest = xxhash.xxh3_64(text.encode()).hexdigest() if text else ""
+    mine = digest, blocked or source.is_unchanged(), problem
+    digests, committed, problems = zip(*run.main.exchange(WHAT, mine), strict=True)
     one_folder = not run.project.save_on_each_node
-    if not all(view.committed for view in views) or (one_folder and len(digests) > 1):
+    if not all(committed) or (one_folder and len({*digests} - {""}) > 1):
         return None
-    return first_problem(view.problem for view in views)
+    return first_problem(problems)
 
 
 def _open_others(run: Run, source: Source) -> bool:

@@ -89,12 +89,12 @@ class Run:
 
     @cached_property
     def main(self) -> Agreement:
-        """All-gather of strings between the main threads of all ranks."""
+        """All-gather between the main threads of all ranks."""
         return agreement_of(self.runtime, "main", in_main_thread=True)
 
     @cached_property
     def background(self) -> Agreement:
-        """All-gather of strings between the writer threads."""
+        """All-gather between the writer threads."""
         return agreement_of(self.runtime, "writer", in_main_thread=False)
 
     @cached_property

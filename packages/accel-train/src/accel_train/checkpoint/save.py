@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_plugins.dcp.protocol import StateForm
 from accel_state.errors import (
@@ -66,17 +65,6 @@ class Answer:
     staging: str = ""
     problem: str = ""
     exists: bool = False
-
-    def to_text(self) -> str:
-        """Write for the store."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Answer:
-        """Read what `to_text` wrote."""
-        table: dict[str, Any] = json.loads(text)
-        request = Request(**table.pop("request"))
-        return cls(request=request, **table)
 
 
 def save(
@@ -174,7 +162,8 @@ def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | No
     begun, mine = _begin(request, target) if run.commits else (None, Answer(request=request))
     mine = replace(mine, request=common)
     try:
-        answers = [Answer.from_text(text) for text in run.main.exchange(WHAT, mine.to_text())]
+        rows = run.main.exchange(WHAT, asdict(mine))
+        answers = [Answer(**(row | {"request": Request(**row["request"])})) for row in rows]
         if any(answer.request != answers[0].request for answer in answers):
             raise DistributedOperationException(
                 "save_state() was called with different arguments: "

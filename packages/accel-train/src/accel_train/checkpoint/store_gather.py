@@ -1,4 +1,4 @@
-"""All-gather of short strings over the process group's store; usable from the writer thread.
+"""All-gather of small JSON values over the process group's store; usable from the writer thread.
 
 Not through collectives: those belong to the main thread, end in the process group's timeout, and say nothing
 about a rank that never came.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
@@ -30,37 +30,20 @@ MAX_PAUSE_S = 1.0  # and after ten seconds
 MAX_POLLS_PER_S = 20_000  # of all ranks together, at first
 
 
-class Agreement(Protocol):
-    """A way for all ranks to tell each other short texts."""
-
-    def exchange(self, operation: str, text: str, *, last: bool = False) -> list[str]:
-        """Tell the others a text, and get those of all ranks, in rank order.
-
-        Args:
-            operation: What all ranks are doing, for the messages.
-            text: What this rank says.
-            last: Whether nothing is exchanged afterwards, so that the process that keeps the store may end.
-
-        Raises:
-            DistributedOperationException: Another rank is elsewhere and will not come, or is gone.
-        """
-        ...
-
-
 class SingleProcess:
     """The agreement of a process that is alone."""
 
-    def exchange(self, operation: str, text: str, *, last: bool = False) -> list[str]:
-        """The text alone."""
+    def exchange(self, operation: str, value: Any, *, last: bool = False) -> list[Any]:
+        """The value alone."""
         del operation, last
-        return [text]
+        return [value]
 
 
 class StoreAgreement:
-    """An all-gather of strings over a store. Each thread that agrees needs one of its own.
+    """An all-gather of JSON values over a store. Each thread that agrees needs one of its own.
 
     Every rank makes a constant number of requests, and while it waits a constant number per second, whatever
-    the number of ranks: rank 0 collects, and puts all strings into one value that each of the others reads.
+    the number of ranks: rank 0 collects, and puts all values into one that each of the others reads.
 
     Args:
         store: A connection to the store of the process group that no other thread waits on.
@@ -88,17 +71,22 @@ class StoreAgreement:
         # Counted in the store: makers of several accelerators in a process count on.
         self._round = self._store.add(f"rounds/{rank}", 0)
 
-    def exchange(self, operation: str, text: str, *, last: bool = False) -> list[str]:
-        """Tell the others a text, and get those of all ranks, in rank order; see `Agreement`."""
+    def exchange(self, operation: str, value: Any, *, last: bool = False) -> list[Any]:
+        """Tell the others a value, and get those of all ranks, in rank order.
+
+        Args:
+            operation: What all ranks are doing, for the messages.
+            value: What this rank says, in the types of JSON.
+            last: Whether nothing is exchanged afterwards, so that the process that keeps the store may end.
+
+        Raises:
+            DistributedOperationException: Another rank is elsewhere and will not come, or is gone.
+        """
         self._round = self._store.add(f"rounds/{self._rank}", 1)
         round_name = f"{self._round}"
         try:
-            self._store.set(f"{round_name}/{self._rank}", text)
-            texts = (
-                self._collect(operation, round_name)
-                if self._rank == 0
-                else self._receive(operation, round_name)
-            )
+            self._store.set(f"{round_name}/{self._rank}", json.dumps(value))
+            values = (self._receive if self._rank else self._collect)(operation, round_name)
             if last:
                 self._leave(operation, round_name)
         except DistributedOperationException:
@@ -108,10 +96,10 @@ class StoreAgreement:
                 f"{operation}: the store of the process group cannot be reached; rank 0, which keeps it, has "
                 f"ended or failed ({str(error).splitlines()[0]})."
             ) from error
-        return texts
+        return values
 
-    def _collect(self, operation: str, round_name: str) -> list[str]:
-        """On rank 0: get the texts of all, and hand them out."""
+    def _collect(self, operation: str, round_name: str) -> list[Any]:
+        """On rank 0: get the values of all, and hand them out."""
         keys = [f"{round_name}/{rank}" for rank in range(self._world_size)]
         try:
             self._wait(operation, keys)
@@ -123,25 +111,25 @@ class StoreAgreement:
             else:
                 self._delete_round(round_name)
             raise
-        texts = [text.decode() for text in get_all(self._store, keys)]
-        self._store.set(f"{round_name}/all", json.dumps(texts))
+        values = [json.loads(text) for text in get_all(self._store, keys)]
+        self._store.set(f"{round_name}/all", json.dumps(values))
         self._store.delete_key(f"{round_name}/0")
         for part in ("all", "left"):  # everyone is through with the round before
             self._store.delete_key(f"{self._round - 1}/{part}")
-        return texts
+        return values
 
-    def _receive(self, operation: str, round_name: str) -> list[str]:
+    def _receive(self, operation: str, round_name: str) -> list[Any]:
         """On the other ranks: wait for what rank 0 hands out."""
         try:
             self._wait(operation, [f"{round_name}/all"])
         except DistributedOperationException:
             self._delete_round(round_name)
             raise
-        texts: list[str] | str = json.loads(self._store.get(f"{round_name}/all"))
+        values: list[Any] | str = json.loads(self._store.get(f"{round_name}/all"))
         self._store.delete_key(f"{round_name}/{self._rank}")  # rank 0 has read it
-        if isinstance(texts, str):
-            raise DistributedOperationException(texts)
-        return texts
+        if isinstance(values, str):
+            raise DistributedOperationException(values)
+        return values
 
     def _delete_round(self, round_name: str) -> None:
         """Undo a call that nobody has answered, so that ranks count alike if they go on after the error."""
@@ -187,6 +175,9 @@ class StoreAgreement:
         while True:
             yield
             time.sleep(min(max(shortest, (time.monotonic() - began) / 10), MAX_PAUSE_S))
+
+
+Agreement = SingleProcess | StoreAgreement
 
 
 def agreement_of(runtime: Runtime, channel: str, *, in_main_thread: bool) -> Agreement:
