@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_train.accelerator import Accelerator
 from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.prepare.order import STAGE_NAMES
+from accel_train.prepare import STAGE_NAMES
 from accel_train.prepare.sort import kind_of, sort_arguments, sort_one
 from accel_train.prepare.stages import STAGES
 from accel_train.scheduler import AcceleratedScheduler
@@ -42,7 +42,7 @@ def test_any_order_and_number_comes_back_as_given(kinds):
     assert all(a is b for a, b in zip(bundle.in_order(), arguments, strict=True))
     for kind in KINDS:
         assert len(getattr(bundle, kind)) == kinds.count(kind)
-    assert len(placements.models) == len(bundle.models)
+    assert len(placements["models"]) == len(bundle.models)
 
 
 def test_placements_are_sorted_with_their_arguments():
@@ -50,9 +50,9 @@ def test_placements_are_sorted_with_their_arguments():
     bundle, placements = sort_arguments(
         arguments, device_placement=[False, None, None, False, True], default=True
     )
-    assert placements.models == bundle.placements == (True, False)
-    assert placements.dataloaders == (False,)
-    assert placements.optimizers == (True,)
+    assert placements["models"] == bundle.placements == [True, False]
+    assert placements["dataloaders"] == [False]
+    assert placements["optimizers"] == [True]
 
 
 def test_a_list_of_placements_of_another_length_is_refused():

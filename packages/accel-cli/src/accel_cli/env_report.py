@@ -202,7 +202,7 @@ def _stages(order: Any) -> str:
 _LATE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "torch": ("torch", _torch),
     "devices": ("accel_state.devices.kinds", _devices),
-    "stages of prepare": ("accel_train.prepare.order", _stages),
+    "stages of prepare": ("accel_train.prepare", _stages),
 }
 
 

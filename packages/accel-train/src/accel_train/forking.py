@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -31,8 +32,8 @@ from accel_state.accelerator_state import AcceleratorState
 from accel_state.devices.kinds import KINDS
 from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.gradient_state import GradientState
+from accel_state.regular_file import read_json
 from accel_state.topology import detect
-from accel_train.failures import failed_ranks
 
 if sys.platform != "win32":  # which cannot fork
     import fcntl
@@ -41,10 +42,17 @@ if sys.platform != "win32":  # which cannot fork
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
 
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
 _FORK_TIMEOUT = 20.0  # seconds that a process waits until the last of its siblings is forked
 # Variables that torch's launcher leaves behind in this process, with its own defaults.
 _SET_BY_TORCH = {"torchelastic_signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT"}
 _SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+# The frames around a function: a line that names one of these files, and the lines below it.
+_OURS = re.compile(
+    r'  File "[^"]*(?:(?:accel_train/(?:forking|launching)|errors/__init__)\.py|<frozen runpy>)", .*\n'
+    r"(?:    .*\n)*"
+)
 _TORCHS_LOG = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
 
 
@@ -211,8 +219,40 @@ def _launched(config: LaunchConfig, entry: Callable[..., Any], args: Sequence[An
         return elastic_launch(config, entry)(*args)
     except ChildFailedError as error:
         folder = config.logs_specs.root_log_dir if config.logs_specs is not None else os.devnull
-        stories = failed_ranks(error.failures, Path(folder))
+        stories = _failed_ranks(error.failures, Path(folder))
         raise WorkerFailedError("\n".join(stories.values()), [*stories]) from None
+
+
+def _failed_ranks(failures: Mapping[int, ProcessFailure], folder: Path) -> dict[int, str]:
+    """Describe the failures of processes of this node, by rank, in the order in which they failed.
+
+    Torch reports one of them, which is any that it finds dead, with a time in whole seconds. Each process
+    that raised has left an error file.
+    """
+    stories = {rank: (float(failure.timestamp), _story(rank, failure)) for rank, failure in failures.items()}
+    first = next(rank - failure.local_rank for rank, failure in failures.items())  # of this machine
+    attempts = sorted(folder.glob("*/attempt_*"), key=lambda path: int(path.name.rpartition("_")[2]))
+    for file in attempts[-1].glob("*/error.json") if attempts else ():
+        rank = first + int(file.parent.name)
+        with contextlib.suppress(ValueError):  # one that was ended as it wrote
+            error = read_json(file, error=ValueError)["message"]
+            stories[rank] = file.stat().st_mtime, _story_of_error(rank, error)
+    return {rank: story for rank, (_, story) in sorted(stories.items(), key=lambda item: item[1][0])}
+
+
+def _story(rank: int, failure: ProcessFailure) -> str:
+    """Describe a failed process."""
+    stories: Any = failure.message
+    if isinstance(stories, dict):
+        return _story_of_error(rank, stories)
+    if failure.exitcode < 0:  # it was killed, and could not write down anything
+        return f"Rank {rank} failed: {stories}"
+    return f"Rank {rank} failed: it ended with exit code {failure.exitcode}."
+
+
+def _story_of_error(rank: int, error: Any) -> str:
+    """Describe a process by its error file."""
+    return f"Rank {rank} failed: {error['message']}\n{_OURS.sub('', error['extraInfo']['py_callstack'])}"
 
 
 @contextlib.contextmanager

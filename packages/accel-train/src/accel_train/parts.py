@@ -37,7 +37,7 @@ from accel_train.arguments import (
 )
 from accel_train.bound import EngineCalls, bind_backward, bind_step
 from accel_train.checkpoint.run import Run
-from accel_train.prepare.converted import Converter
+from accel_train.prepare.stages import Converter
 from accel_train.step_meter import StepMeter
 from accel_train.sync import Synchronizer
 from accel_train.token_normalizer import ItemWindow
@@ -189,7 +189,7 @@ def build_parts(arguments: Arguments) -> Parts:
         step_scheduler_with_optimizer=arguments.step_scheduler_with_optimizer,
         step_scheduler_per=scheduler_clock(arguments),
         prepared=prepared,
-        checkpoints=_checkpoints(strategy, precision, recipe, runtime, project, prepared, synchronizer),
+        checkpoints=Run(runtime, project, prepared, synchronizer, strategy, precision, recipe),
         trackers=trackers,
         meter=meter,
     )
@@ -209,26 +209,6 @@ def _loop_state(
 def _after_step(recipe: Recipe | None, prepared: Prepared) -> Callable[[], None] | None:
     act = None if recipe is None else recipe.after_step
     return None if act is None else lambda: act(prepared.models)
-
-
-def _checkpoints(
-    strategy: Strategy,
-    precision: PrecisionPolicy,
-    recipe: Recipe | None,
-    runtime: Runtime,
-    project: ProjectConfiguration,
-    prepared: Prepared,
-    synchronizer: Synchronizer,
-) -> Run:
-    return Run(
-        runtime=runtime,
-        project=project,
-        prepared=prepared,
-        synchronizer=synchronizer,
-        strategy=strategy,
-        precision=precision,
-        recipe=recipe,
-    )
 
 
 def _project_and_trackers(arguments: Arguments) -> tuple[ProjectConfiguration, TrackerSession]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -43,10 +44,23 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
         with handler.build() as profiler:
             yield profiler
         return
-    traces = Traces(Path(handler.output_trace_dir), runtime.topology.rank, handler)
-    with replace(handler, on_trace_ready=traces).build() as profiler:
+    directory, rank = Path(handler.output_trace_dir), runtime.topology.rank
+    cycles = count()
+
+    def write(profiler: profile) -> None:
+        if handler.on_trace_ready is not None:
+            handler.on_trace_ready(profiler)
+        directory.mkdir(parents=True, exist_ok=True)
+        cycle = next(cycles)
+        suffix = f"{rank}_{cycle}" if cycle else f"{rank}"
+        path = directory / PROFILE_PATTERN_NAME.format(suffix=suffix)
+        profiler.export_chrome_trace(str(path))
+        if handler.flame_graph:
+            import_module("accel_train.flame").write_flame_graph(path, path.with_suffix(".html"))
+
+    with replace(handler, on_trace_ready=write).build() as profiler:
         yield profiler
-    if not traces.written:
+    if next(cycles) == 0:
         logger.warning(
             "profile() wrote no trace: schedule_option=%r records nothing before step %d, and "
             "profiler.step() was called %d times.",
@@ -56,30 +70,3 @@ def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
             main_process_only=False,
         )
     runtime.barrier()
-
-
-class Traces:
-    """Writer of every complete trace of a process to a file of its own.
-
-    Args:
-        handler: Its own `on_trace_ready` is called first.
-    """
-
-    def __init__(self, directory: Path, rank: int, handler: ProfileKwargs) -> None:
-        self._directory = directory
-        self._rank = rank
-        self._handler = handler
-        self.written: list[Path] = []
-
-    def __call__(self, profiler: profile) -> None:
-        """Write the trace that the profiler has completed."""
-        if self._handler.on_trace_ready is not None:
-            self._handler.on_trace_ready(profiler)
-        cycle = len(self.written)
-        suffix = f"{self._rank}_{cycle}" if cycle else f"{self._rank}"
-        self._directory.mkdir(parents=True, exist_ok=True)
-        path = self._directory / PROFILE_PATTERN_NAME.format(suffix=suffix)
-        profiler.export_chrome_trace(str(path))
-        if self._handler.flame_graph:
-            import_module("accel_train.flame").write_flame_graph(path, path.with_suffix(".html"))
-        self.written.append(path)

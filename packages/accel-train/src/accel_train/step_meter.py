@@ -26,22 +26,6 @@ class StepMeter:
     Nothing waits for a device: time is the host's, and counted items stay tensors.
     """
 
-    __slots__ = (
-        "_gradient_state",
-        "_has_trained",
-        "_items",
-        "_memory",
-        "_memory_read",
-        "_optimizers",
-        "_runtime",
-        "_samples",
-        "_samples_per_batch",
-        "_since",
-        "_steps",
-        "_waited",
-        "_waits",
-    )
-
     def __init__(
         self, gradient_state: GradientState, optimizers: Sequence[AcceleratedOptimizer], runtime: Runtime
     ) -> None:

@@ -33,19 +33,6 @@ class ItemWindow:
         is_open (bool): Whether items have been counted since the last optimizer step.
     """
 
-    __slots__ = (
-        "_alone",
-        "_count",
-        "_divisor",
-        "_holds",
-        "_meter",
-        "_parameters",
-        "_refusing",
-        "_runtime",
-        "_total",
-        "is_open",
-    )
-
     def __init__(
         self,
         runtime: Runtime,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from accel_train.sync import Synchronizer
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Run:
     """The objects that one `Accelerator` saves and loads, and their folders.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -33,15 +32,6 @@ _KINDS: tuple[tuple[str, tuple[type, ...]], ...] = (
 _OTHERS = "others"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placements:
-    """Which objects may be moved to the device; one entry per object of a kind."""
-
-    models: tuple[bool, ...] = ()
-    optimizers: tuple[bool, ...] = ()
-    dataloaders: tuple[bool, ...] = ()
-
-
 def kind_of(argument: object) -> str:
     """Name the field of `Bundle` that an argument of `prepare` belongs to.
 
@@ -58,7 +48,7 @@ def sort_arguments(
     device_placement: Sequence[bool | None] | None,
     default: bool,
     prepared: Container[object] = (),
-) -> tuple[Bundle, Placements]:
+) -> tuple[Bundle, dict[str, list[bool]]]:
     """Sort the arguments of `prepare` by kind.
 
     Args:
@@ -68,12 +58,15 @@ def sort_arguments(
         default: The default.
         prepared: Objects that are prepared already; passed through.
 
+    Returns:
+        The sorted arguments, and by kind whether each of them may be moved to the device.
+
     Example:
         >>> bundle, placements = sort_arguments(
         ...     [nn.Linear(1, 1), "other"], device_placement=None, default=True
         ... )
-        >>> bundle.order, placements.models
-        ((('models', 0), ('others', 0)), (True,))
+        >>> bundle.order, placements["models"]
+        ((('models', 0), ('others', 0)), [True])
     """
     wishes = _wishes(arguments, device_placement)
     _warn_unprepared(arguments)
@@ -86,25 +79,19 @@ def sort_arguments(
         order.append((kind, len(found[kind])))
         found[kind].append(argument if again else _without_wrapper(argument))
         placed[kind].append(default if wish is None else wish)
-    placements = Placements(
-        models=tuple(placed["models"]),
-        optimizers=tuple(placed["optimizers"]),
-        dataloaders=tuple(placed["dataloaders"]),
-    )
     sorted_ = {kind: tuple(values) for kind, values in found.items()}
-    return Bundle(**sorted_, order=tuple(order), placements=placements.models), placements
+    return Bundle(**sorted_, order=tuple(order), placements=placed["models"]), placed
 
 
-def sort_one(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, Placements]:
+def sort_one(kind: str, argument: Any, *, move: bool) -> tuple[Bundle, dict[str, list[bool]]]:
     """Sort one argument whose kind is known."""
     types = dict(_KINDS)[kind]
     if kind != "schedulers" and not isinstance(argument, types):
         names = " or ".join(f"{one.__module__}.{one.__qualname__}" for one in types)
         raise TypeError(f"{argument!r} cannot be prepared as one of the {kind}: it is no {names}.")
     fields: dict[str, Any] = {kind: (_without_wrapper(argument),), "order": ((kind, 0),)}
-    placed = {kind: (move,)} if kind in Placements.__dataclass_fields__ else {}
-    placements = Placements(**placed)
-    return Bundle(**fields, placements=placements.models), placements
+    placed = {one: [move] if one == kind else [] for one, _ in _KINDS}
+    return Bundle(**fields, placements=placed["models"]), placed
 
 
 def _warn_unprepared(arguments: Sequence[Any]) -> None:

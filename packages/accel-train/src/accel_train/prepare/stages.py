@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.compile import compile_regions
 from accel_ops.modules import extract_model_from_parallel, has_compiled_regions, is_compiled_module
+from accel_plugins import sharding
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from accel_plugins.recipe import check_converted
 from accel_plugins.strategy import Feature
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DynamoBackend
@@ -19,19 +22,48 @@ from accel_train.bound import bind_step
 from accel_train.data.prepare import prepare_data_loader
 from accel_train.deepspeed import DeepSpeedOptimizerWrapper, DeepSpeedSchedulerWrapper
 from accel_train.optimizer import AcceleratedOptimizer
-from accel_train.prepare.order import STAGE_NAMES
+from accel_train.prepare import STAGE_NAMES
 from accel_train.scheduler import AcceleratedScheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.kwargs.dynamo import TorchDynamoPlugin
+    from accel_plugins.recipe import Recipe
+    from accel_state.runtime import Runtime
     from accel_train.parts import Parts
-    from accel_train.prepare.sort import Placements
     from accel_train.scheduler import StepPer
+
+
+@final
+class Converter:
+    """Converter that applies a precision recipe to prepared objects, also to optimizers that come later."""
+
+    def __init__(self, recipe: Recipe, runtime: Runtime) -> None:
+        self.recipe = recipe
+        self._runtime = runtime
+        self._replaced: Any = WeakIdKeyDictionary()
+
+    def convert(self, bundle: Bundle, mesh: DeviceMesh | None) -> Bundle:
+        """Convert the models of a bundle, and point its optimizers at their parameters."""
+        if self.recipe.initialize is not None:
+            bundle = self.recipe.initialize(bundle)
+        if bundle.models:
+            before = {id(one): name for model in bundle.models for name, one in model.named_parameters()}
+            replaced = self.recipe.convert(bundle, self._runtime, mesh)
+            check_converted(self.recipe, before, bundle, replaced)
+            for old, new in replaced.items():
+                self._replaced[old] = new
+        for optimizer in bundle.optimizers:
+            own = [one for group in optimizer.param_groups for one in group["params"]]
+            sharding.optimizers.switch_parameters(
+                optimizer, {one: self._replaced[one] for one in own if one in self._replaced}
+            )
+        return bundle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +71,7 @@ class Request:
     """The arguments of the stages of one call of `prepare`, besides the bundle."""
 
     parts: Parts
-    placements: Placements
+    placements: Mapping[str, Sequence[bool]]
     evaluation: bool = False
     slice_fn: Callable[..., Any] | None = None
     step_per: StepPer | None = None
@@ -130,7 +162,7 @@ def _optimizers(bundle: Bundle, request: Request) -> Bundle:
         return replace(bundle, optimizers=tuple(wrap(one, engine) for one in bundle.optimizers))
     wrapped = tuple(
         AcceleratedOptimizer(optimizer, move, parts.precision.scaler, step=parts.step, window=parts.items)
-        for optimizer, move in zip(bundle.optimizers, request.placements.optimizers, strict=True)
+        for optimizer, move in zip(bundle.optimizers, request.placements["optimizers"], strict=True)
     )
     return replace(bundle, optimizers=wrapped)
 
@@ -162,7 +194,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=parts.strategy.mesh,
         )
-        for loader, move in zip(bundle.dataloaders, request.placements.dataloaders, strict=True)
+        for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
     )
     for loader in loaders:
         loader.resume_mid_epoch = config.resume_mid_epoch
