@@ -25,7 +25,7 @@ sys.path.insert(0, {folder!r})
 from tracking import library_cases
 library_cases.check_all()
 """
-INSTALLED = [name for name in CASES if is_installed(VENDORS[name].installed)]
+INSTALLED = [name for name in CASES if is_installed(name)]
 
 
 ALWAYS_KILLED = {

@@ -32,7 +32,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.available import is_installed
-from accel_trackers.vendor import VENDORS
 from accel_train import Accelerator
 
 if TYPE_CHECKING:
@@ -212,10 +211,10 @@ def in_process(name: str, rounds: int, *, gpu: bool) -> dict[str, list[float]]:
 
 def installed(names: Sequence[str]) -> list[str]:
     """Those whose libraries are installed; says which are not."""
-    found = [name for name in names if is_installed(VENDORS[name].installed)]
+    found = [name for name in names if is_installed(name)]
     for name in names:
         if name not in found:
-            print(f"{name:>12} is left out: {VENDORS[name].installed} is not installed")
+            print(f"{name:>12} is left out: {name} is not installed")
     return found
 
 

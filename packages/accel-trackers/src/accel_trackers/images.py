@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from accel_state.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
 
 _CHANNELS = (1, 3, 4)
 
@@ -31,7 +34,9 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
     """
     if isinstance(value, list | tuple):
         return [image for one in value for image in to_images(name, one, dataformats)]
-    array = value.detach().float().cpu().numpy() if _is_float(value) else np.asarray(_on_host(value))
+    if isinstance(value, torch.Tensor):
+        value = (value.float() if value.is_floating_point() else value).detach().cpu().numpy()
+    array = np.asarray(value)
     axes = dataformats or _axes(array.shape)
     if axes is None or len(axes) != array.ndim or set(axes) - set("NHWC"):
         raise UnsupportedError(
@@ -47,12 +52,14 @@ def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.
     return list(np.ascontiguousarray(batch.astype(np.uint8)))
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu().numpy() if isinstance(value, torch.Tensor) else value
+def named_images(
+    values: Mapping[str, Any], dataformats: str | None, separator: str = "/"
+) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+    """Yield single images with their names, to which the numbers are added where one name has several."""
+    for name, value in values.items():
+        images = to_images(name, value, dataformats)
+        for number, image in enumerate(images):
+            yield name if len(images) == 1 else f"{name}{separator}{number}", image
 
 
 def _axes(shape: tuple[int, ...]) -> str | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from accel_state.available import is_installed, require
+from accel_state.available import is_installed
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 from accel_state.labels import LoggerType
@@ -19,7 +19,7 @@ from accel_trackers.libraries.swanlab import SwanLabTracker
 from accel_trackers.libraries.tensorboard import TensorBoardTracker
 from accel_trackers.libraries.trackio import TrackioTracker
 from accel_trackers.libraries.wandb import WandBTracker
-from accel_trackers.vendor import VENDORS
+from accel_trackers.vendor import VENDORS, require_vendor
 
 if TYPE_CHECKING:
     import os
@@ -93,7 +93,7 @@ def get_available_trackers() -> list[LoggerType | str]:
     Returns:
         Members of `LoggerType` for the libraries, names for the others.
     """
-    libraries = [name for name in VENDORS if is_installed(VENDORS[name].installed)]
+    libraries = [name for name in VENDORS if is_installed(name)]
     others = [name for name in _known_names() if name not in VENDORS]
     return [*(LoggerType(name) for name in libraries), *others]
 
@@ -150,12 +150,8 @@ def tracker_class(name: str) -> type[GeneralTracker]:
         return loaded
     names = [LoggerType.ALL.value, *_known_names()]
     hint = did_you_mean(name, names, "", cutoff=0.5)
-    known_names = f"It takes {', '.join(map(repr, names))}."
-    raise SettingsError(
-        f"log_with contains {name!r}: {hint} {known_names}"
-        if hint
-        else f"log_with contains {name!r}: {known_names}"
-    )
+    hint = f"{hint} " if hint else ""
+    raise SettingsError(f"log_with contains {name!r}: {hint}It takes {', '.join(map(repr, names))}.")
 
 
 def _known_names() -> list[str]:
@@ -168,9 +164,8 @@ def _check(chosen: str | GeneralTracker, logging_dir: str | os.PathLike[str] | N
         check_attributes(chosen)
         return
     wanted = tracker_class(chosen)
-    vendor = VENDORS.get(chosen)
-    if vendor is not None:
-        require(vendor.installed, f"log_with={chosen!r}", install=f"accel-trackers[{vendor.extra}]")
+    if chosen in VENDORS:
+        require_vendor(chosen, f"log_with={chosen!r}")
     if wanted.requires_logging_directory and logging_dir is None:
         raise SettingsError(
             f"log_with contains {chosen!r}, which writes files: say where with "

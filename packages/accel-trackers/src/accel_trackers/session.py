@@ -54,15 +54,8 @@ class TrackerSession:
     All methods may be called on every rank. Only the main process logs, except to trackers whose
     `main_process_only` is False.
 
-    Args:
-        log_with: As `filter_trackers` takes it.
-        logging_dir: Where trackers that write files write them.
-        on_error: What an error of a tracker does: `"raise"` raises it; `"warn"` says it in one line, and the
-            training goes on.
-
-    Raises:
-        SettingsError: A name is unknown, or there is no logging directory where one is required.
-        MissingDependencyError: A library is not installed.
+    `log_with` and `logging_dir` are the arguments of `filter_trackers`, and `on_error` is the
+    `on_tracker_error` of the `Accelerator`.
 
     Example:
         >>> session = TrackerSession(None)
@@ -105,16 +98,7 @@ class TrackerSession:
         config: Any = None,
         init_kwargs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Start every tracker and store the configuration. A run that is under way is finished first.
-
-        Args:
-            project_name: Name of the project or run, as the tracker understands it.
-            config: Hyperparameters: a mapping, dataclass or argparse namespace. It is not changed.
-            init_kwargs: More arguments for the construction of trackers, by their names.
-
-        Raises:
-            SettingsError: `config` is something else.
-        """
+        """Start every tracker and store the configuration, as `Accelerator.init_trackers`."""
         plain = {} if config is None else to_plain(config)
         if not isinstance(plain, dict):
             raise SettingsError(
@@ -143,19 +127,10 @@ class TrackerSession:
         step: int | None = None,
         log_kwargs: Mapping[Any, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Log values to every tracker.
+        """Log values to every tracker, as `Accelerator.log`.
 
         Tensors on a device are read when they are there: at the next call, in order, or when `write` is
         called.
-
-        Args:
-            values: Numbers, texts and tensors with one element by name, and what a library takes else.
-            step: At which step.
-            log_kwargs: More arguments of the trackers' `log`, by their names.
-
-        Raises:
-            TrackerError: The trackers were not started, or are finished.
-            UnsupportedError: A value cannot be logged.
         """
         if not self._logs or (type(values) is not dict and not isinstance(values, Mapping)):
             self._check_log(values)
@@ -178,18 +153,7 @@ class TrackerSession:
             self._raise_failure()
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
-        """Find a tracker.
-
-        Args:
-            name: Its name.
-            unwrap: Whether to return the library's own object.
-
-        Returns:
-            The tracker; on ranks where it does nothing, something whose every method does nothing.
-
-        Raises:
-            SettingsError: There is none of that name.
-        """
+        """Find a tracker, as `Accelerator.get_tracker`."""
         if not self.log_with:
             found: GeneralTracker = InertTracker(name)
         else:
@@ -246,9 +210,6 @@ class TrackerSession:
         """Go on with earlier runs: those that are under way are finished and the earlier ones opened.
 
         Before `start`, the runs are opened by it. Trackers that were given as objects stay as they are.
-
-        Args:
-            run_ids: What `run_ids` was.
         """
         self._resumed = dict(run_ids)
         if self._stage != "running" or self._start_arguments is None:
@@ -271,18 +232,16 @@ class TrackerSession:
         self, chosen: str | GeneralTracker, project_name: str, options: Mapping[str, Any]
     ) -> GeneralTracker:
         """Construct and start a tracker; return an inert one on other ranks, or if that failed."""
-        kind = chosen if isinstance(chosen, GeneralTracker) else accel_trackers.tracker_class(chosen)
+        kind: Any = chosen if isinstance(chosen, GeneralTracker) else accel_trackers.tracker_class(chosen)
         if kind.main_process_only and not runtime.current_topology().is_main:
             return InertTracker(kind.name)
-
         try:
-            tracker = chosen
-            if not isinstance(tracker, GeneralTracker):
-                made: Any = accel_trackers.tracker_class(tracker)
-                where = (self._logging_dir,) if made.requires_logging_directory else ()
-                known = self._resumed.get(tracker)
-                going_on = {} if known is None else made.resume_arguments(known)
-                tracker = made(project_name, *where, **{**going_on, **options.get(made.name, {})})
+            tracker = kind
+            if not isinstance(chosen, GeneralTracker):
+                where = (self._logging_dir,) if kind.requires_logging_directory else ()
+                known = self._resumed.get(chosen)
+                going_on = {} if known is None else kind.resume_arguments(known)
+                tracker = kind(project_name, *where, **{**going_on, **options.get(kind.name, {})})
             tracker.start()
         except Exception as error:  # noqa: BLE001 - raised, or said in one line
             self._failed(kind.name, "start", error)

@@ -7,7 +7,7 @@ import dataclasses
 import enum
 from collections.abc import Callable, Mapping
 from types import NoneType
-from typing import Any, TypeAlias, TypeGuard, cast
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -123,11 +123,6 @@ def _joined(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-def is_number(value: Any) -> TypeGuard[Number]:
-    """Whether a value is a built-in number."""
-    return isinstance(value, int | float)
-
-
 def to_number(name: str, value: Any) -> Any:
     """Convert tensors and numpy scalars with one element to numbers; leave everything else.
 
@@ -194,7 +189,7 @@ def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], d
     texts: dict[str, str] = {}
     for name, found in join_keys(values).items():
         value = found if type(found) in PLAIN else to_number(name, found)
-        if type(value) in NUMBERS or is_number(value):
+        if type(value) in NUMBERS or isinstance(value, int | float):
             numbers[name] = value
         elif isinstance(value, str):
             texts[name] = value

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_trackers.general import GeneralTracker, on_main_process
-from accel_trackers.images import to_images
+from accel_trackers.images import named_images
 from accel_trackers.values import split, to_flat
 from accel_trackers.vendor import import_vendor
 
@@ -84,12 +84,9 @@ class DVCLiveTracker(GeneralTracker):
         if kwargs:
             raise UnsupportedError(f"DVCLive has no options for images, not {', '.join(sorted(kwargs))}.")
         self._set_step(step)
-        for name, value in values.items():
-            images = to_images(name, value, dataformats)
-            for number, image in enumerate(images):
-                file = name if len(images) == 1 else f"{name}_{number}"
-                array = image.squeeze(-1) if image.shape[-1] == 1 else image
-                self.live.log_image(f"{file}.png", array)
+        for file, image in named_images(values, dataformats, separator="_"):
+            array = image.squeeze(-1) if image.shape[-1] == 1 else image
+            self.live.log_image(f"{file}.png", array)
 
     @on_main_process
     def log_table(

@@ -8,7 +8,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import GeneralTracker, on_main_process
-from accel_trackers.images import to_images
+from accel_trackers.images import named_images
 from accel_trackers.values import split, to_flat
 from accel_trackers.vendor import import_vendor
 
@@ -118,11 +118,8 @@ class MLflowTracker(GeneralTracker):
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; `kwargs` are `dataformats`, their axes, and arguments of `MlflowClient.log_image`."""
         dataformats = kwargs.pop("dataformats", None)
-        for name, value in values.items():
-            images = to_images(name, value, dataformats)
-            for number, image in enumerate(images):
-                key = name if len(images) == 1 else f"{name}/{number}"
-                self._client.log_image(self.run_id, image, key=key, step=step, **kwargs)
+        for key, image in named_images(values, dataformats):
+            self._client.log_image(self.run_id, image, key=key, step=step, **kwargs)
 
     @on_main_process
     def log_table(

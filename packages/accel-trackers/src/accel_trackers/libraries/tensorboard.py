@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import GeneralTracker, on_main_process
-from accel_trackers.images import to_images, to_numbers
+from accel_trackers.images import named_images, to_numbers
 from accel_trackers.values import PLAIN, split, to_flat
 from accel_trackers.vendor import import_vendor
 
@@ -82,11 +82,8 @@ class TensorBoardTracker(GeneralTracker):
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log images; `kwargs` are `dataformats`, the axes of arrays, and more arguments of `add_image`."""
         dataformats = kwargs.pop("dataformats", None)
-        for name, value in values.items():
-            images = to_images(name, value, dataformats)
-            for number, image in enumerate(images):
-                tag = name if len(images) == 1 else f"{name}/{number}"
-                self.writer.add_image(tag, image, global_step=step, dataformats="HWC", **kwargs)
+        for tag, image in named_images(values, dataformats):
+            self.writer.add_image(tag, image, global_step=step, dataformats="HWC", **kwargs)
 
     @on_main_process
     def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

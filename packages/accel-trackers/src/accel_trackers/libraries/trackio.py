@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import on_main_process
-from accel_trackers.images import to_images, to_numbers
+from accel_trackers.images import named_images, to_numbers
 from accel_trackers.libraries.project_run import ProjectRunTracker
 
 if TYPE_CHECKING:
@@ -32,12 +32,9 @@ class TrackioTracker(ProjectRunTracker):
         """Log images; `kwargs` are `dataformats`, their axes, and arguments of `trackio.Image`."""
         dataformats = kwargs.pop("dataformats", None)
         logged: dict[str, Any] = {}
-        for name, value in values.items():
-            images = to_images(name, value, dataformats)
-            for number, image in enumerate(images):
-                key = name if len(images) == 1 else f"{name}/{number}"
-                colours = image.repeat(3, axis=-1) if image.shape[-1] == 1 else image
-                logged[key] = self._library.Image(colours, **kwargs)
+        for key, image in named_images(values, dataformats):
+            colours = image.repeat(3, axis=-1) if image.shape[-1] == 1 else image
+            logged[key] = self._library.Image(colours, **kwargs)
         self.run.log(logged, step=step)
 
     @on_main_process
