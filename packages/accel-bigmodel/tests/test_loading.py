@@ -17,8 +17,7 @@ from accel_bigmodel import (
     load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
 )
-from accel_bigmodel.filesystem import is_network
-from accel_bigmodel.sources import local_checkpoint
+from accel_bigmodel.sources import is_network, local_checkpoint
 from accel_ops.weights.tied import find_tied_parameters
 from accel_ops.weights.write import save_state_dict
 from accel_state.errors import CheckpointError, SettingsError, UnsupportedError
@@ -354,7 +353,7 @@ def test_a_path_that_is_nothing_is_reported(tmp_path):
 
 def test_a046_a_network_file_system_is_read_not_mapped(toy, toy_class, tokens, tmp_path, monkeypatch):
     assert not is_network(tmp_path)
-    monkeypatch.setattr("accel_bigmodel.filesystem._mounts", lambda: {"/": "ext4", str(tmp_path): "nfs4"})
+    monkeypatch.setattr("accel_bigmodel.sources._mounts", lambda: {"/": "ext4", str(tmp_path): "nfs4"})
     save_state_dict(toy.state_dict(), tmp_path / "ck")
     assert is_network(tmp_path / "ck")
     model = load_checkpoint_and_dispatch(

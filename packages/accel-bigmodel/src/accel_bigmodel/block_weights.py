@@ -1,10 +1,14 @@
-"""The weights of offloaded blocks, acquired and released block by block; here without copies, for the CPU."""
+"""The weights of offloaded blocks, acquired and released block by block; here without copies, for the CPU.
+
+What is acquired may be used by what the thread does next, and acquired again; it is released after its last
+use was issued by this thread.
+"""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from accel_state.errors import SettingsError
 
@@ -17,22 +21,6 @@ if TYPE_CHECKING:
 
     from accel_bigmodel.offload import OffloadedWeightsLoader
     from accel_ops.weights.safetensors_file import SafetensorsFile
-
-
-class BlockWeights(Protocol):
-    """Gives blocks their weights. Safe from several threads."""
-
-    def acquire(self, block: str) -> Mapping[str, Tensor]:
-        """Return a block's tensors, usable by what this thread does next. May be acquired several times."""
-        ...
-
-    def release(self, block: str) -> None:
-        """Undo one `acquire`, after the last use was issued by this thread."""
-        ...
-
-    def prefetch(self, block: str) -> None:
-        """Start to copy the block that is probably next; return at once."""
-        ...
 
 
 class MappedBlocks:

@@ -8,17 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import distributed
 
-from accel_bigmodel.sources import open_checkpoint
+from accel_bigmodel.sources import Source, open_checkpoint
 from accel_state import runtime
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Sequence
 
     from torch import Tensor
-
-    from accel_bigmodel.sources import Source
 
 
 def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
@@ -52,11 +49,9 @@ def broadcast_sources(checkpoint: str | os.PathLike[str]) -> list[Source]:
     ]
 
 
-class BroadcastSource:
+class BroadcastSource(Source):
     """One file, known everywhere, read on rank 0. Asking for a tensor is a collective."""
 
-    in_place = False
-    mapped = False
     broadcast = True
 
     def __init__(
@@ -80,10 +75,6 @@ class BroadcastSource:
         # As bytes: not every backend knows every element type.
         distributed.broadcast(tensor.view(-1).view(torch.uint8), src=0)
         return tensor
-
-    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Send or receive tensors, on to their device."""
-        return {name: self.get(name).to(device) for name in names}
 
 
 def _collective_device() -> torch.device:

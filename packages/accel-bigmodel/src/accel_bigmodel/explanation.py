@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from accel_bigmodel.device_map.check import check_device_map
 from accel_bigmodel.placement import sites_of
 from accel_bigmodel.sizes import byte_count
-from accel_ops.weights.read import device_of
+from accel_ops.weights.read import entry_of
 from accel_ops.weights.sizes import convert_bytes
 from accel_state.available import require
 from accel_state.html_table import html_table
@@ -148,15 +148,16 @@ def explain(
         tensor = site.table[site.leaf]
         prefix, _, leaf = name.rpartition(".")
         size = tensor.nbytes if count is None else count(f"{prefix}." if prefix else "", leaf, tensor)
-        device = device_of(name, device_map)
-        if device is None:
+        entry = entry_of(name, device_map)
+        if entry is None:
             continue
+        device = device_map[entry]
         if (device == "disk" or (str(device) == "cpu" and str(main) != "cpu")) and not site.is_buffer:
             moved[device] += size
         if id(tensor) not in seen:
             seen.add(id(tensor))
             held[device] += size
-            by_entry[_entry_of(name, device_map)] += size
+            by_entry[entry] += size
     total = sum(held.values())
     rows = tuple(
         DeviceUsage(
@@ -170,10 +171,3 @@ def explain(
         for device in devices
     )
     return Explanation(rows=rows, main=main, total=total)
-
-
-def _entry_of(name: str, device_map: Mapping[str, int | str | torch.device]) -> str:
-    """Return the entry that places a tensor: its own name, or the nearest module above it."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return name

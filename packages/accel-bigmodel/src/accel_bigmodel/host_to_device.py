@@ -8,27 +8,20 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor
 
+    from accel_bigmodel.stored_tensor import StoredTensor
     from accel_ops.weights.safetensors_file import SafetensorsFile
     from accel_state.streams import DeviceStreams, Event
 
 SLOT_BYTES = 32 << 20
 SLOTS = 4
 """Large enough for full bandwidth on both sides, small enough that pinning them is quick."""
-
-
-class ByteSource(Protocol):
-    """Bytes on the host or in a file."""
-
-    def read_into(self, target: Tensor, begin: int) -> None:
-        """Fill a flat uint8 tensor on the CPU with the bytes from `begin` on. Called from any thread."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +34,7 @@ class Span:
         target: Flat uint8, on the device.
     """
 
-    source: ByteSource
+    source: SafetensorsFile | StoredTensor
     begin: int
     target: Tensor
 

@@ -16,7 +16,7 @@ from accel_bigmodel.placement import set_module_tensor_to_device, torch_dtype
 from accel_bigmodel.stored_tensor import StoredTensor, file_identity
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.stream import as_bytes
-from accel_ops.weights.tensors import id_tensor_storage
+from accel_ops.weights.tensors import tensor_memory
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 
 if TYPE_CHECKING:
@@ -100,13 +100,7 @@ def offload_state_dict(save_dir: str | os.PathLike[str], state_dict: Mapping[str
     index: Index = {}
     written: dict[tuple[object, ...], str] = {}
     for name, tensor in state_dict.items():
-        key = (
-            *id_tensor_storage(tensor),
-            tensor.storage_offset(),
-            tensor.shape,
-            tensor.stride(),
-            tensor.dtype,
-        )
+        key = (tensor_memory(tensor), tensor.dtype)
         first = written.setdefault(key, name) if tensor.numel() else name
         if first == name or not _link(Path(save_dir), first, name):
             offload_weight(tensor, name, save_dir, index)

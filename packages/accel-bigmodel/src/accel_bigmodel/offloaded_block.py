@@ -11,6 +11,7 @@ from accel_bigmodel.block_stream import StreamedBlocks
 from accel_bigmodel.block_weights import MappedBlocks
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_hooks_of
 from accel_bigmodel.hooks.base import add_hook_to_module
+from accel_ops.weights.read import entry_of
 from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
 from accel_state.streams import device_streams
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from accel_bigmodel.block_weights import BlockWeights
     from accel_bigmodel.hooks.slot import Slot
     from accel_bigmodel.offload import OffloadedWeightsLoader
 
@@ -111,13 +111,13 @@ class BlockOrder:
     At first that is the next one of the model; after the last block comes the first, as in generation.
     """
 
-    weights: BlockWeights
+    weights: MappedBlocks | StreamedBlocks
 
     def __init__(self) -> None:
         self._following: dict[str, str] = {}
         self._last: str | None = None
 
-    def start(self, names: Sequence[str], weights: BlockWeights) -> None:
+    def start(self, names: Sequence[str], weights: MappedBlocks | StreamedBlocks) -> None:
         """Set the blocks, in order of registration, and what gives them their weights."""
         self.weights = weights
         self._following = dict(zip(names, [*names[1:], *names[:1]], strict=True))
@@ -164,7 +164,7 @@ def make_blocks(
         for hook in align_hooks_of(module):
             if not hook.offload or hook.block is not None or not hook.slots:
                 continue
-            root = _root_of(name, roots)
+            root = entry_of(name, roots)
             if root is None:
                 resident += _make_resident(hook, name, weights, device)
                 continue
@@ -209,14 +209,6 @@ def _module_at(model: nn.Module, name: str) -> nn.Module | None:
 
 def _is_below(name: str, ancestor: str) -> bool:
     return name != ancestor and (not ancestor or name.startswith(f"{ancestor}."))
-
-
-def _root_of(name: str, roots: Mapping[str, nn.Module]) -> str | None:
-    while name not in roots:
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return name
 
 
 def _make_resident(

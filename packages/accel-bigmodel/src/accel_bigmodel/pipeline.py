@@ -21,6 +21,7 @@ from accel_ops.tree import (
     ignorant_find_batch_size,
     initialize_tensors,
     recursively_apply,
+    slice_tensors,
 )
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError
@@ -79,7 +80,7 @@ def prepare_pippy(
     if stages == 1:
         return model
     size = math.ceil(rows / chunks)
-    args, kwargs = _padded(_rows((example_args, kwargs), slice(0, size)), size)
+    args, kwargs = _padded(slice_tensors((example_args, kwargs), slice(0, size)), size)
     structure = _structure_of_output(model, args, kwargs)
     schedule = build_pipeline(model, split_points, args, kwargs, chunks)
 
@@ -153,7 +154,9 @@ def _forward_in_slices(
     with torch.no_grad():
         for begin in range(0, rows, most):
             part = slice(begin, min(begin + most, rows))
-            some_args, some_kwargs = _rows((args, kwargs), part) if state.is_main_process else ((), {})
+            some_args, some_kwargs = (
+                slice_tensors((args, kwargs), part) if state.is_main_process else ((), {})
+            )
             count = part.stop - begin
             outputs.append(_one_batch(forward, count, most, state, gather, some_args, some_kwargs))
     return outputs[0] if len(outputs) == 1 or outputs[0] is None else concatenate(outputs)
@@ -175,7 +178,7 @@ def _one_batch(
         else:
             output = forward()
     if state.is_last_process:
-        output = _rows(output, slice(0, rows))
+        output = slice_tensors(output, slice(0, rows))
     return _from_last(output, state) if gather else output
 
 
@@ -187,10 +190,6 @@ def _from_last(output: Any, state: PartialState) -> Any:
     if not state.is_last_process:
         output = recursively_apply(lambda tensor: tensor.to(state.device), initialize_tensors(structure))
     return broadcast(output, last)
-
-
-def _rows(data: Any, part: slice) -> Any:
-    return recursively_apply(lambda tensor: tensor[part] if tensor.ndim else tensor, data)
 
 
 def _padded(data: Any, wanted: int) -> Any:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from accel_bigmodel.filesystem import is_network
+import psutil
+
 from accel_bigmodel.host_to_device import HostToDevice, upload
 from accel_ops.weights.names import (
     SAFE_WEIGHTS_INDEX_NAME,
@@ -31,6 +33,12 @@ _PATTERNS = (
     (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, f"*{SAFETENSORS_SUFFIX}"),
     (WEIGHTS_NAME, WEIGHTS_INDEX_NAME, "*.bin"),
 )
+_NETWORK = frozenset(
+    {
+        "9p", "afs", "beegfs", "ceph", "cifs", "fuse.glusterfs", "fuse.juicefs", "fuse.s3fs", "fuse.sshfs",
+        "gpfs", "lustre", "ncpfs", "nfs", "nfs4", "smb3", "smbfs", "wekafs",
+    }
+)  # fmt: skip
 
 
 class Source(Protocol):
@@ -45,24 +53,23 @@ class Source(Protocol):
 
     path: Path
     tensors: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    in_place: bool
-    mapped: bool
-    broadcast: bool
+    in_place: bool = False
+    mapped: bool = False
+    broadcast: bool = False
 
     def get(self, name: str) -> Tensor:
         """Return one tensor, on the CPU."""
         ...
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return tensors on an accelerator."""
-        ...
+        """Return tensors on an accelerator, one by one."""
+        return {name: self.get(name).to(device) for name in names}
 
 
-class SafetensorsSource:
+class SafetensorsSource(Source):
     """A safetensors file: mapped; read in large pieces where mapping is slow, on a network file system."""
 
     in_place = True
-    broadcast = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,11 +93,9 @@ class SafetensorsSource:
         return upload(self.file, names, pipeline)
 
 
-class BinSource:
+class BinSource(Source):
     """A file that `torch.save` wrote; the zip format is mapped, the older one is read whole."""
 
-    in_place = False
-    broadcast = False
     mapped = True
 
     def __init__(self, path: Path) -> None:
@@ -102,9 +107,18 @@ class BinSource:
         """Return one tensor."""
         return self._state[name]
 
-    def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-        """Return tensors on an accelerator, one by one."""
-        return {name: self.get(name).to(device) for name in names}
+
+def is_network(path: Path) -> bool:
+    """Return whether a path is known to be on a network, where many small mapped reads are slow."""
+    real, mounts = path.resolve(), _mounts()
+    nearest = next((str(folder) for folder in (real, *real.parents) if str(folder) in mounts), None)
+    return nearest is not None and mounts[nearest] in _NETWORK
+
+
+@functools.cache
+def _mounts() -> dict[str, str]:
+    """Return mount point to type of file system."""
+    return {mount.mountpoint: mount.fstype for mount in psutil.disk_partitions(all=True)}
 
 
 def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
-from accel_ops import checked, exchange, recorded
+from accel_ops import exchange, recorded
 from accel_ops.packing import (
     Flat,
     below_autograd,
@@ -22,7 +22,7 @@ from accel_ops.packing import (
     size_of,
 )
 from accel_ops.reduction import COMBINED, PendingReduce, Scaling, combine_rows, reduce_copy, reduce_in_place
-from accel_ops.same_call import HEADER_BYTES, check_same_call
+from accel_ops.same_call import HEADER_BYTES, check_same_call, compare_in_debug_mode
 from accel_ops.tree import recursively_apply
 from accel_state.runtime import current_or_single
 
@@ -79,7 +79,7 @@ def gather(tensor: T, *, same_shapes: bool = False) -> T:
     if collectives.world_size == 1:
         return tensor
     if runtime.debug:
-        checked.check(
+        compare_in_debug_mode(
             collectives, "gather", tensor, detail=f"same_shapes={same_shapes}", rows_differ=not same_shapes
         )
     flat = flatten(tensor, "gather")
@@ -109,7 +109,7 @@ def gather_object(object: Any) -> Any:  # noqa: A002 - the documented name
     if runtime.collectives.world_size == 1:
         return object
     if runtime.debug:
-        checked.check(runtime.collectives, "gather_object")
+        compare_in_debug_mode(runtime.collectives, "gather_object")
     if not isinstance(object, (list, tuple)):
         raise TypeError(f"gather_object concatenates lists, not a {type(object)}; pass [object] instead.")
     return [item for part in runtime.collectives.all_gather_object(object) for item in part]
@@ -141,7 +141,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         return tensor
     _check_source(from_process, collectives)
     if runtime.debug:
-        checked.check(collectives, "broadcast", tensor, detail=f"from_process={from_process}")
+        compare_in_debug_mode(collectives, "broadcast", tensor, detail=f"from_process={from_process}")
     flat = flatten(tensor, "broadcast")
     if recorded.is_recorded(runtime.device):
         recorded.broadcast(collectives, flat, from_process, runtime.device)
@@ -174,7 +174,7 @@ def broadcast_object_list(object_list: T, from_process: int = 0) -> T:
         return object_list
     _check_source(from_process, collectives)
     if runtime.debug:
-        checked.check(collectives, "broadcast_object_list", detail=f"from_process={from_process}")
+        compare_in_debug_mode(collectives, "broadcast_object_list", detail=f"from_process={from_process}")
     if not isinstance(object_list, list):
         raise TypeError(f"broadcast_object_list fills a list in place, and got a {type(object_list)}.")
     call = f"broadcast_object_list(from_process={from_process})"
@@ -214,7 +214,7 @@ def reduce(tensor: T, reduction: Reduction = "mean", scale: float = 1.0) -> T:
     runtime = current_or_single()
     collectives = runtime.collectives
     if runtime.debug and collectives.world_size > 1:
-        checked.check(collectives, "reduce", tensor, detail=f"{reduction!r}, scale={scale!r}")
+        compare_in_debug_mode(collectives, "reduce", tensor, detail=f"{reduction!r}, scale={scale!r}")
     divisor = collectives.world_size if reduction == "mean" else None
     scaling = Scaling(op=_REDUCTIONS[reduction], divisor=divisor, scale=scale)
     if collectives.world_size == 1:

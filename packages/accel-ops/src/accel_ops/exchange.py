@@ -231,13 +231,7 @@ def _exchange(
 ) -> tuple[Tensor, Tensor]:
     """All-gather chunks, or prefixes where they do not fit; return them with 64-bit prefixes by rank."""
     if header.nbytes <= capacity:
-        buffer, new = cached_buffer(
-            flat.plan, "gather", flat.plan.buckets, device, capacity=capacity, start=header.start
-        )
-        if new:
-            buffer.content[: len(header.content)].copy_(header.content)
-        buffer.fill(flat.leaves)
-        chunk = buffer.content
+        chunk = _chunk(header, flat, "gather", capacity, device)
     else:
         chunk = torch.empty(capacity, dtype=torch.uint8, device=device)
         chunk[:PREFIX].copy_(header.content[:PREFIX])
@@ -260,15 +254,20 @@ def _send_chunks(
     """Exchange as `_exchange` does, where ranks may send different numbers of bytes."""
     chunk = header.content[:PREFIX]
     if header.nbytes <= capacity:
-        buffer, new = cached_buffer(
-            flat.plan, "chunk", flat.plan.buckets, device, capacity=header.nbytes, start=header.start
-        )
-        if new:
-            buffer.content[: len(header.content)].copy_(header.content)
-        buffer.fill(flat.leaves)
-        chunk = buffer.content
+        chunk = _chunk(header, flat, "chunk", header.nbytes, device)
     rows = collectives.exchange_chunks(chunk, draft.prepare if draft is not None else None)
     return rows.view(-1), rows.view(torch.int64)
+
+
+def _chunk(header: Header, flat: Flat, key: str, capacity: int, device: torch.device) -> Tensor:
+    """Return header and leaves in a buffer of a size."""
+    buffer, new = cached_buffer(
+        flat.plan, key, flat.plan.buckets, device, capacity=capacity, start=header.start
+    )
+    if new:
+        buffer.content[: len(header.content)].copy_(header.content)
+    buffer.fill(flat.leaves)
+    return buffer.content
 
 
 def _grid(owner: Plan, world_size: int, capacity: int, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from accel_ops.dtensors import is_dtensor
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -102,8 +104,7 @@ def has_compiled_regions(module: nn.Module) -> bool:
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Whether any parameter of a model is a `DTensor`, that is, sharded or replicated across ranks."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # who has made one has imported it
-    return tensors is not None and any(isinstance(one, tensors.DTensor) for one in model.parameters())
+    return any(map(is_dtensor, model.parameters()))
 
 
 def wrap_forward(model: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

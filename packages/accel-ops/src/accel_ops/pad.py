@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from accel_ops import checked, exchange
+from accel_ops import exchange
 from accel_ops.packing import flatten
 from accel_ops.plan import digest
 from accel_ops.recorded import HOST, is_recorded
-from accel_ops.same_call import mismatch
+from accel_ops.same_call import compare_in_debug_mode, mismatch
 from accel_ops.tree import recursively_apply, stray_leaf, walk
 from accel_state.errors import DistributedOperationException
 from accel_state.runtime import current_or_single
@@ -60,7 +60,7 @@ def pad_across_processes(
     runtime = current_or_single()
     collectives = runtime.collectives
     if runtime.debug and collectives.world_size > 1:
-        checked.check(collectives, "pad_across_processes", detail=f"dim={dim!r}")
+        compare_in_debug_mode(collectives, "pad_across_processes", detail=f"dim={dim!r}")
     leaves = list(walk(tensor))
     if not all(isinstance(leaf, torch.Tensor) for _, leaf in leaves):
         raise stray_leaf(tensor, "pad_across_processes")

@@ -8,12 +8,14 @@ of the digest and of its negative: both stay as they are if and only if all rank
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_ops import plan
 from accel_ops.plan import describe
+from accel_ops.tree import walk
+from accel_state.calls import Description, compare_calls
 from accel_state.errors import DistributedOperationException
 
 if TYPE_CHECKING:
@@ -67,6 +69,25 @@ def check_same_call(
     if not same:
         raise mismatch(call, collectives, _facts(structure))
     return rows
+
+
+def compare_in_debug_mode(
+    collectives: Collectives, operation: str, *data: Any, detail: str = "", rows_differ: bool = False
+) -> None:
+    """Check that all ranks are about to call the same collective; called by every rank before each.
+
+    Raises:
+        DistributedOperationException: They are not. Every rank raises it, with a table of where each rank
+            is, what it calls, and on what.
+    """
+    leaves = (_describe(path, leaf) for part in data for path, leaf in walk(part))
+    compare_calls(collectives, operation, leaves, detail=detail, rows_differ=rows_differ)
+
+
+def _describe(path: str, leaf: Any) -> Description:
+    if isinstance(leaf, torch.Tensor):
+        return path, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)
+    return path, type(leaf).__name__, None
 
 
 def _facts(structure: Plan | int) -> dict[str, tuple[Hashable, str]]:

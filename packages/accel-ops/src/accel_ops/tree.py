@@ -126,7 +126,7 @@ def recursively_apply(
                 return func(part, *args, **kwargs)
             if not is_dataclass_instance(part):
                 if error_on_other_type:
-                    raise _stray_leaf(data, test_type, _name(func))
+                    raise stray_leaf(data, _name(func), test_type)
                 return part
         return rebuild(part, [apply(value) for _, value in children(part) or ()])
 
@@ -151,9 +151,14 @@ def walk(data: Any, path: str = "") -> Iterable[tuple[str, Any]]:
         yield from walk(value, path + step)
 
 
-def stray_leaf(data: Any, operation: str) -> TypeError:
-    """Return the error for data whose leaves are not all tensors, with the first other leaf and its path."""
-    return _stray_leaf(data, is_torch_tensor, operation)
+def stray_leaf(data: Any, operation: str, test_type: Callable[[Any], bool] = is_torch_tensor) -> TypeError:
+    """Return the error for data with a leaf that fails a test, with the first such leaf and its path."""
+    path, leaf = next((path, leaf) for path, leaf in walk(data) if not test_type(leaf))
+    return TypeError(
+        f"Unsupported type {type(leaf)} at {'data' + path} passed to `{operation}`. Only nested "
+        f"lists, tuples, dicts and dataclasses of objects that are valid for `{_name(test_type)}` can be "
+        f"passed; take the others out first."
+    )
 
 
 def find_batch_size(data: Any) -> int:
@@ -292,15 +297,6 @@ def _rebuild_dataclass(data: Any, values: Iterable[Any]) -> Any:
     for field, value in zip(dataclasses.fields(data), values, strict=True):
         object.__setattr__(new, field.name, value)
     return new
-
-
-def _stray_leaf(data: Any, test_type: Callable[[Any], bool], operation: str) -> TypeError:
-    path, leaf = next((path, leaf) for path, leaf in walk(data) if not test_type(leaf))
-    return TypeError(
-        f"Unsupported type {type(leaf)} at {'data' + path} passed to `{operation}`. Only nested "
-        f"lists, tuples, dicts and dataclasses of objects that are valid for `{_name(test_type)}` can be "
-        f"passed; take the others out first."
-    )
 
 
 def _stable(key: Any, position: int) -> str:

@@ -109,18 +109,14 @@ def attach_layerwise_casting_hooks(
         (torch.float16, torch.float32, torch.float32)
     """
     if skip_modules_pattern is None and skip_modules_classes is None:
-        add_hook_to_module(
-            module, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True
-        )
-        return
-    patterns = (
-        (skip_modules_pattern,) if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
-    )
-    skipped = skip_modules_classes or ()
-    for layer in _castable(module, "", patterns, skipped):
-        add_hook_to_module(
-            layer, LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking), append=True
-        )
+        layers = [module]
+    else:
+        one = isinstance(skip_modules_pattern, str)
+        patterns = [skip_modules_pattern] if one else skip_modules_pattern or ()
+        layers = _castable(module, "", patterns, skip_modules_classes or ())
+    for layer in layers:
+        hook = LayerwiseCastingHook(storage_dtype, compute_dtype, non_blocking)
+        add_hook_to_module(layer, hook, append=True)
 
 
 def _castable(

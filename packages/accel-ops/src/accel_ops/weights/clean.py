@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from accel_ops.weights.tensors import id_tensor_storage
+from accel_ops.weights.tensors import tensor_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,9 +38,8 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
         if not isinstance(value, Tensor) or value.is_meta:
             cleaned[name] = value
             continue
-        storage = id_tensor_storage(value)
-        shape, stride = tuple(value.shape), value.stride()
-        same = (storage, value.storage_offset(), shape, stride, value.dtype)
+        memory = tensor_memory(value)
+        storage, same = memory[0], (memory, value.dtype)
         if value.numel() and same in first:
             dropped.append(f"{name} (kept as {first[same]})")
             continue

@@ -23,7 +23,7 @@ from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
+    from collections.abc import Container, Mapping
 
     from torch import Tensor
 
@@ -125,13 +125,17 @@ def device_of(
         >>> device_of("layers.0.weight", {"layers": 0, "layers.0": "cpu"})
         'cpu'
     """
-    prefix = name
-    while True:
-        if prefix in device_map:
-            return device_map[prefix]
-        if not prefix:
+    entry = entry_of(name, device_map)
+    return None if entry is None else device_map[entry]
+
+
+def entry_of(name: str, entries: Container[str]) -> str | None:
+    """Return the entry for a dotted name: itself, else the nearest one above it."""
+    while name not in entries:
+        if not name:
             return None
-        prefix = prefix.rpartition(".")[0]
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _moved(tensor: Tensor, device: int | str | torch.device | None) -> Tensor:

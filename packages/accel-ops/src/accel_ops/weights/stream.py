@@ -1,7 +1,8 @@
-"""Write safetensors as a stream: a header, then every tensor's bytes from where they are, without copies."""
+"""Write safetensors: as a stream, from where the tensors are; or mapped, to be filled in any order."""
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -12,8 +13,10 @@ from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 _ALIGNMENT = 8
+_MAPPED_ALIGNMENT = 16
 
 
 class ByteSink(Protocol):
@@ -48,6 +51,50 @@ def write_safetensors(tensors: Mapping[str, Tensor], sink: ByteSink) -> None:
     for _, tensor in ordered:
         if tensor.numel():
             sink.write(as_bytes(tensor.detach().cpu()))
+
+
+def create_safetensors(
+    path: Path, rows: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+) -> dict[str, Tensor]:
+    """Make a safetensors file with room for some tensors.
+
+    The system writes out what is filled in when it needs the memory; the file is complete when the tensors
+    are filled and no longer used.
+
+    Raises:
+        CheckpointError: The format has no such element type.
+        OSError: The disk has no room for all of it.
+
+    Example:
+        >>> import tempfile, safetensors.torch
+        >>> from pathlib import Path
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "new.safetensors"
+        ...     create_safetensors(path, {"a": ((2,), torch.float32)})["a"].fill_(0.5)
+        ...     safetensors.torch.load_file(path)
+        tensor([0.5000, 0.5000])
+        {'a': tensor([0.5000, 0.5000])}
+    """
+    ordered = sorted(rows.items(), key=lambda item: -item[1][1].itemsize)
+    header, spans = make_header(((name, shape, dtype) for name, (shape, dtype) in ordered), _MAPPED_ALIGNMENT)
+    size = spans[-1][1] if spans else len(header)
+    with path.open("xb") as file:
+        file.write(header)
+        file.flush()
+        _reserve(file.fileno(), size)
+    everything = torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+    return {
+        name: everything[begin:end].view(dtype).view(shape)
+        for (name, (shape, dtype)), (begin, end) in zip(ordered, spans, strict=True)
+    }
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    # Writing through a mapping to a full disk would kill the process; this says so before.
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.truncate(descriptor, size)
 
 
 def as_bytes(tensor: Tensor) -> memoryview:

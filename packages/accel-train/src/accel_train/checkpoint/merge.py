@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_ops.weights.mapped import create_safetensors
 from accel_ops.weights.names import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from accel_ops.weights.stream import create_safetensors
 from accel_plugins import dcp
 from accel_plugins.dcp.layout import is_sharded_folder
 from accel_state.errors import CheckpointError
