@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.bundle import Bundle
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.precision import build_precision, stepping_with
+from accel_plugins.precision import LossScaling, build_precision, step_unscaled
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_state.errors import SettingsError, UnsupportedError
 
@@ -136,11 +136,11 @@ def test_a_scaler_alone_can_step_an_optimizer():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    step = stepping_with(scaler)
+    step = LossScaling(scaler).step
     scaler.scale(model(torch.ones(1, 1)).sum() * float("inf")).backward()
     assert not step(optimizer, None)
     assert scaler.get_scale() == 4.0
-    assert stepping_with(None)(optimizer, None)
+    assert step_unscaled(optimizer, None)
 
 
 def test_states_of_other_precisions_are_refused_aloud(caplog: pytest.LogCaptureFixture):

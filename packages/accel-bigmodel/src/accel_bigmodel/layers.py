@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
+from accel_ops.weights.tensors import tables_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import Tensor, nn
 
@@ -69,13 +69,17 @@ class _Reader:
         self._owner: dict[int, int] = {}
 
     def visit(self, module: nn.Module, name: str, prefix: str) -> None:
-        layers, children = self.layers, child_table(module)
-        if not children or type(module).__name__ in self._unsplit:
-            self._add_layer(name, self._tables_below(module, prefix))
+        parameters, buffers, children = tables_of(module)
+        if not children:
+            self._add_layer(name, ((prefix, parameters, 0), (prefix, buffers, 1)))
             return
+        if type(module).__name__ in self._unsplit:
+            self._add_layer(name, _tables_below(module, prefix))
+            return
+        layers = self.layers
         index, first = len(layers.modules), len(layers.names)
         layers.modules.append((name, 0, 0, 0))
-        for is_buffer, table in enumerate((parameter_table(module), buffer_table(module))):
+        for is_buffer, table in enumerate((parameters, buffers)):
             for leaf, tensor in table.items():
                 if tensor is not None:
                     self._add_layer(prefix + leaf, [(prefix, {leaf: tensor}, is_buffer)])
@@ -85,19 +89,6 @@ class _Reader:
                 self.visit(child, path, path + ".")
         layers.modules[index] = (name, first, len(layers.names), len(layers.modules))
 
-    def _tables_below(self, module: nn.Module, prefix: str) -> list[_Table]:
-        """List the tables of tensors of a module and of all below it."""
-        tables: list[_Table] = []
-        if parameters := parameter_table(module):
-            tables.append((prefix, parameters, 0))
-        if buffers := buffer_table(module):
-            tables.append((prefix, buffers, 1))
-        if children := child_table(module):
-            for leaf, child in children.items():
-                if child is not None:
-                    tables += self._tables_below(child, f"{prefix}{leaf}.")
-        return tables
-
     def _add_layer(self, name: str, tables: Iterable[_Table]) -> None:
         layers, owners, count = self.layers, self._owner, self._count
         layer = len(layers.names)
@@ -106,15 +97,17 @@ class _Reader:
             for leaf, tensor in table.items():
                 if tensor is None:
                     continue
-                owner = owners.get(id(tensor), -1)
+                identity = id(tensor)
+                owner = owners.get(identity)
                 if owner == layer:
                     continue
                 taken = tensor.nbytes if count is None else count(prefix, leaf, tensor)
                 total += taken
-                if owner < 0:
-                    owners[id(tensor)] = layer
+                if owner is None:
+                    owners[identity] = layer
                     size += taken
-                    buffers += taken * is_buffer
+                    if is_buffer:
+                        buffers += taken
                 else:
                     layers.ties.append((owner, layer))
         layers.modules.append((name, layer, layer + 1, len(layers.modules) + 1))
@@ -122,3 +115,13 @@ class _Reader:
         layers.sizes.append(size)
         layers.totals.append(total)
         layers.buffers.append(buffers)
+
+
+def _tables_below(module: nn.Module, prefix: str) -> Iterator[_Table]:
+    """The tables of tensors of a module and of all below it."""
+    parameters, buffers, children = tables_of(module)
+    yield prefix, parameters, 0
+    yield prefix, buffers, 1
+    for leaf, child in children.items():
+        if child is not None:
+            yield from _tables_below(child, f"{prefix}{leaf}.")

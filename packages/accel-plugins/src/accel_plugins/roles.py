@@ -288,7 +288,7 @@ class PrecisionPolicy(Protocol):
         ...
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to call `backward` on."""
+        """The loss to call `backward` on, of a policy with a loss scaler."""
         ...
 
     def unscale(self, optimizers: Iterable[Optimizer]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_ops.move import send_to_device
-from accel_plugins.precision import stepping_with
+from accel_plugins.precision import LossScaling, step_unscaled
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
 
@@ -97,7 +97,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.scaler = scaler
         self.device_placement = device_placement
         self.gradient_state = GradientState()
-        self._step = step or stepping_with(scaler)
+        if step is None and scaler is not None:
+            step = LossScaling(scaler).step
+        self._step = None if step is step_unscaled else step  # None: the optimizer's own
         self._window = window
         self._stepped: bool | torch.Tensor = True
         self.num_steps = 0
@@ -127,7 +129,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             window.normalize()
             window.close(used=True)
         if closure is None:
-            self._stepped = self._step(self.optimizer, None)
+            if self._step is None:
+                self.optimizer.step()
+            else:
+                self._stepped = self._step(self.optimizer, None)
             return None
         losses: list[float] = []
 
@@ -135,7 +140,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             losses.append(closure())
             return losses[-1]
 
-        self._stepped = self._step(self.optimizer, recorded)
+        self._stepped = (self._step or step_unscaled)(self.optimizer, recorded)
         return losses[0] if losses else None
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -38,7 +38,10 @@ def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, b
 
 
 class Synchronizer:
-    """Counter of micro-batches that keeps gradients local until an accumulation window is complete."""
+    """Counter of micro-batches that keeps gradients local until an accumulation window is complete.
+
+    Itself the context manager of a micro-batch that is a whole window; `Accumulation` is that of all others.
+    """
 
     __slots__ = ("_no_sync", "_state", "step")
 
@@ -50,10 +53,6 @@ class Synchronizer:
         self._state = state
         self._no_sync = no_sync
         self.step = 0
-
-    def micro_batch(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
-        """Return a context manager that counts one micro-batch, and keeps gradients local within a window."""
-        return self if self._state.num_steps == 1 else Accumulation(self, models)
 
     def __enter__(self) -> None:
         """Begin a micro-batch that is a whole window."""

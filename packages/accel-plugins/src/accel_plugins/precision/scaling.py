@@ -175,11 +175,6 @@ class LossScaling:
         self._versions.clear()
 
 
-def stepping_with(scaler: GradScaler | None) -> Callable[..., bool | Tensor]:
-    """Return `step(optimizer, closure=None)`, which steps through a scaler and returns whether it did."""
-    return step_unscaled if scaler is None else LossScaling(scaler).step
-
-
 def step_unscaled(optimizer: Optimizer, closure: Callable[[], float] | None = None) -> bool:
     """Step an optimizer; return True."""
     if closure is None:  # some optimizers take no closure at all

@@ -54,7 +54,8 @@ class TorchStepper:
         del sync  # said by `no_sync` around the forward pass
         if accumulation != 1:
             loss = loss / accumulation
-        loss = self.precision.scale(loss)
+        if self.precision.scaler is not None:
+            loss = self.precision.scale(loss)
         if self.around_backward is None:
             loss.backward(**kwargs)
         else:

@@ -18,6 +18,7 @@ from accel_train.accelerator.facet import Facet
 from accel_train.data.prepared import override_even_batches
 from accel_train.lomo import fused_backward
 from accel_train.optimizer import AcceleratedOptimizer
+from accel_train.sync import Accumulation
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -150,7 +151,9 @@ class SteppingFacet(Facet):
             0.5
             0.5
         """
-        return self._parts.synchronizer.micro_batch(models)
+        parts = self._parts
+        synchronizer = parts.synchronizer
+        return synchronizer if parts.gradient_state.num_steps == 1 else Accumulation(synchronizer, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Keep the gradients of a model local in backward passes within the block.

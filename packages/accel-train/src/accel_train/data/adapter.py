@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, defau
 
 from accel_train.data.batch_shard import BatchSamplerShard
 from accel_train.data.indices import INDEXING, IndexSource, index_source
-from accel_train.data.iterable_shard import BatchWithMeta, EpochAware, IterableDatasetShard, MetaCollate
+from accel_train.data.iterable_shard import BatchWithMeta, IterableDatasetShard, MetaCollate, set_epoch_of
 from accel_train.data.reading import (
     FakeWorkerInfo,
     Position,
@@ -132,11 +132,9 @@ class DataLoaderAdapter(MaybeStateful):
         self.iteration = epoch
         part: Any = self.batch_sampler if self.batch_sampler is not None else self.sampler
         while part is not None:
-            if isinstance(part, EpochAware):
-                part.set_epoch(epoch)
+            set_epoch_of(part, epoch)
             part = getattr(part, "batch_sampler", getattr(part, "sampler", None))
-        if isinstance(self.dataset, EpochAware):
-            self.dataset.set_epoch(epoch)
+        set_epoch_of(self.dataset, epoch)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, and within a pass what was consumed, up to the last batch.

@@ -297,31 +297,37 @@ class BatchSamplerShard(BatchSampler):
             position: As for `length_from`.
             order: What replays the order of the epoch, or None for `replays`, or whatever comes.
         """
+        # What is not sharded comes from torch's own iterator, with no call of ours per batch.
+        return chain.from_iterable(self._epoch_from(position, order))
+
+    def _epoch_from(self, position: int, order: OrderState | None) -> Iterator[Iterator[list[int]]]:
+        """Draw the epoch; yield its batches after a position, all at once, and end it."""
         if order is None:
             order, self.replays = self.replays, None
-        padded, self.padded_rows = {}, None
-        self.padded = padded
+        self.padded, self.padded_rows = {}, None
         sampler, plan = self.sampler, self.plan
-        batches: Iterable[list[int]] = ()
         with replay_order(sampler, order):  # whatever is random is drawn inside
             self.order = record_order(sampler) if order is None else order
             known = known_order(sampler) if self.counts_samples else None
             epoch = sampler.epoch if isinstance(sampler, SeedableRandomSampler) else 0
-            shards = plan.num_processes > 1 or plan.pads
-            if known is not None and shards:
-                batches, parts = iter(()), _cut(known, plan.spans(len(known), position))
+            if plan.num_processes == 1 and not plan.pads:
+                batches, _ = self._rest(position, known)
+            elif known is not None:
+                batches = self._noting_padding(_cut(known, plan.spans(len(known), position)))
             else:
-                batches, head = self._rest(position, known)
-                parts = plan.assign(batches, head) if shards else None
-        for number, (batch, real) in enumerate(parts or ()):
+                batches = self._noting_padding(plan.assign(*self._rest(position, known)))
+        yield batches
+        if isinstance(sampler, SeedableRandomSampler):
+            sampler.end_epoch(epoch)
+
+    def _noting_padding(self, parts: Iterable[tuple[list[int], int]]) -> Iterator[list[int]]:
+        """The batches of these pairs; those with fewer real samples are put into `padded`."""
+        padded = self.padded
+        for number, (batch, real) in enumerate(parts):
             if real != len(batch):
                 padded[number] = real
                 self.padded_rows = len(batch) if self.padded_rows in {None, len(batch)} else 0
             yield batch
-        if parts is None:
-            yield from batches
-        if isinstance(sampler, SeedableRandomSampler):
-            sampler.end_epoch(epoch)
 
     def _rest(
         self, position: int, known: Sequence[int] | None

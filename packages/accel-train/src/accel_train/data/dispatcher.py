@@ -45,8 +45,8 @@ class MainReading(Reading):
         self._shard_of = shard_of
         self._read: deque[list[Any]] = deque()
 
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each part of the main process, with whether it is the last one."""
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        """Each part of the main process, with what follows."""
         if self._collectives.world_size == 1:
             return prefetch_batches((part for (part,) in self._parts()), start_copy)
         return with_copies_started(Sender(self._parts(), self._collectives).pairs(), start_copy)
@@ -83,8 +83,8 @@ class RemoteReading(Reading):
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
 
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each part of this process, with whether it is the last one."""
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        """Each part of this process, with what follows."""
         return with_copies_started(Receiver(self._collectives).pairs(), start_copy)
 
     def advance(self, loaded: BatchWithMeta | None) -> None:

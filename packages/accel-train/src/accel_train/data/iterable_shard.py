@@ -26,13 +26,11 @@ class SeekableDataset(Protocol):
         ...
 
 
-@runtime_checkable
-class EpochAware(Protocol):
-    """A dataset or sampler whose order depends on the epoch."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that comes next."""
-        ...
+def set_epoch_of(source: Any, epoch: int) -> None:
+    """Set the epoch of a dataset or sampler, where its order depends on one."""
+    set_epoch = getattr(source, "set_epoch", None)
+    if set_epoch is not None:
+        set_epoch(epoch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +173,7 @@ class IterableDatasetShard(IterableDataset[Any]):
             epoch: Counted from 0.
         """
         self._epoch.fill_(epoch)
-        if isinstance(self.dataset, EpochAware):
-            self.dataset.set_epoch(epoch)
+        set_epoch_of(self.dataset, epoch)
 
     def starting_at(self, starts: tuple[int, ...]) -> IterableDatasetShard:
         """Return the same samples without those that are already consumed.
@@ -235,9 +232,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         return islice(stream, start - len(head), None), head
 
     def _follow_epoch(self, *, in_worker: bool) -> None:
-        if isinstance(self.dataset, EpochAware):
+        if getattr(self.dataset, "set_epoch", None) is not None:
             if in_worker and self._epoch >= 0:
-                self.dataset.set_epoch(self.epoch)
+                set_epoch_of(self.dataset, self.epoch)
             return
         generator = getattr(self.dataset, "generator", None)
         alone = self.static_shapes and self.num_processes == 1  # then the order is the dataset's own

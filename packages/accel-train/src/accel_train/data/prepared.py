@@ -12,6 +12,7 @@ from accel_ops.tree import ignorant_find_batch_size
 from accel_state.gradient_state import GradientState
 from accel_train.data.adapter import DataLoaderAdapter
 from accel_train.data.iterable_shard import BatchWithMeta, IterableDatasetShard
+from accel_train.data.reading import END
 from accel_train.data.samplers import innermost_sampler
 
 if TYPE_CHECKING:
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from accel_train.step_meter import StepMeter
 
 logger = logging.getLogger(__name__)
-
-_END: Any = object()
 
 
 class DataLoaderStateMixin:
@@ -192,7 +191,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
             )
             if self.shard_sequences is not None:
                 start_copy = _sharding_first(self.shard_sequences, start_copy)
-            for item, is_last in reading.pairs(start_copy):
+            for item, following in reading.pairs(start_copy):
                 if padded is None:  # by now the order is drawn
                     padded, self.remainder = reading.opened()
                 loaded = item if type(item) is BatchWithMeta else None
@@ -206,8 +205,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                 if finish_copy is not None:
                     batch = finish_copy(batch)
                 facts["_batch"] = batch
-                facts["end_of_dataloader"] = is_last
-                if is_last:
+                if following is END:
+                    facts["end_of_dataloader"] = True
                     self._last(loaded)
                 yield batch
         finally:

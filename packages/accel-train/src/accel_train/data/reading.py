@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import get_worker_info
@@ -64,36 +65,32 @@ class Position:
 StartCopy = Callable[[Any], Any]
 
 
+END: Any = object()
+"""Follows the last item of a pass."""
+
+
 def prefetch_batches(
     batches: Iterator[Any], start_copy: StartCopy | None = None
-) -> Iterator[tuple[Any, bool]]:
-    """Yield every item with whether it is the last one; one more is always read already.
+) -> Iterator[tuple[Any, Any]]:
+    """Yield every item with the one that follows, which is read already; `END` follows the last one.
 
     Example:
-        >>> list(prefetch_batches(iter("abc")))
+        >>> [(item, following is END) for item, following in prefetch_batches(iter("abc"))]
         [('a', False), ('b', False), ('c', True)]
     """
     if start_copy is not None:
         batches = map(start_copy, batches)
-    item = next(batches, _END)
-    while item is not _END:
-        upcoming = next(batches, _END)
-        yield item, upcoming is _END
-        item = upcoming
+    return pairwise(chain(batches, (END,)))
 
 
 def with_copies_started(
     pairs: Iterator[tuple[Any, bool]], start_copy: StartCopy | None
-) -> Iterator[tuple[Any, bool]]:
-    """The same pairs; with `start_copy`, one more is always read, and its copy started."""
+) -> Iterator[tuple[Any, Any]]:
+    """Items with whether each is the last, as `Reading.pairs`; with `start_copy`, one is read ahead."""
     if start_copy is None:
-        yield from pairs
-        return
-    for (item, is_last), _ in prefetch_batches((start_copy(item), is_last) for item, is_last in pairs):
-        yield item, is_last
-
-
-_END: Any = object()
+        return ((item, END if is_last else None) for item, is_last in pairs)
+    started = ((start_copy(item), END if is_last else None) for item, is_last in pairs)
+    return (pair for pair, _ in prefetch_batches(started))
 
 
 class Reading(ABC):
@@ -110,8 +107,11 @@ class Reading(ABC):
     taken: int = 0
     advance: Any = None
 
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each of the batches, with whether it is the last one; `start_copy` is called one batch ahead."""
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        """Each of the batches, with what follows: `END` after the last one, else anything.
+
+        `start_copy` is called one batch ahead.
+        """
         return prefetch_batches(self.batches, start_copy)
 
     def opened(self) -> tuple[dict[int, int], int]:

@@ -79,8 +79,8 @@ class StatefulReading(Reading):
             self._states.append(self._iterator.state_dict())
             yield batch
 
-    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, bool]]:
-        """Each of the batches, with whether it is the last one."""
+    def pairs(self, start_copy: StartCopy | None = None) -> Iterator[tuple[Any, Any]]:
+        """Each of the batches, with what follows."""
         return self._inner.pairs(start_copy)
 
     def opened(self) -> tuple[dict[int, int], int]:
