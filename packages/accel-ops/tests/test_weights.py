@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_ops.weights.clean import clean_state_dict_for_safetensors
 from accel_ops.weights.names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -31,6 +30,7 @@ from accel_ops.weights.read import device_of, find_checkpoint_files, load, load_
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_ops.weights.shards import filled, groups_of, numbered
 from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int, dtype_byte_size
+from accel_ops.weights.stream import clean_state_dict_for_safetensors
 from accel_ops.weights.tensors import get_non_persistent_buffers, named_module_tensors
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
 from accel_ops.weights.write import save, save_state_dict, save_state_parts

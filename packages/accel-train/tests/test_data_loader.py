@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, get_work
 from accel_plugins.deepspeed.sequence import SequenceShard
 from accel_state.gradient_state import GradientState
 from accel_train.data.batch_shard import BatchSamplerShard
-from accel_train.data.data_parallel_rank import shard_of_ranks
+from accel_train.data.dispatcher import shard_of_ranks
 from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
 from accel_train.data.prepare import prepare_data_loader

@@ -19,7 +19,7 @@ from accel_state.errors import SettingsError
 from accel_state.ports import is_port_in_use
 from accel_state.progress import tqdm
 from accel_train import Accelerator, forking, launchers
-from accel_train.forking import Machines, WorkerFailedError
+from accel_train.forking import WorkerFailedError, launch_config
 from accel_train.launchers import PrepareForLaunch, debug_launcher, notebook_launcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded, use of fork")
@@ -214,10 +214,10 @@ def test_a_driver_that_another_library_holds_is_found(monkeypatch, tmp_path):
 
 
 def test_machines_tell_who_they_are():
-    config = Machines(endpoint="a:1", num_nodes=2, node_rank=1, conf={"timeout": 5}).config(4, max_restarts=3)
+    config = launch_config(4, num_nodes=2, node_rank=1, rdzv_conf={"timeout": 5}, max_restarts=3)
     assert config.rdzv_configs.items() >= {"rank": 1, "timeout": 5}.items()
     assert (config.min_nodes, config.max_nodes, config.nproc_per_node, config.max_restarts) == (2, 2, 4, 3)
-    assert Machines(endpoint="a:1", backend="c10d").config(1).rdzv_configs["is_host"] is True
+    assert launch_config(1, rdzv_backend="c10d").rdzv_configs["is_host"] is True
 
 
 def test_a_function_prepared_for_launch_knows_its_place(monkeypatch):

@@ -1,4 +1,4 @@
-"""How much host memory a rank may take: what is free within its control group, by local ranks."""
+"""Host memory: how much a rank may take, and the return of what it has freed."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from accel_state import runtime
+from accel_state.libc import libc
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,6 +31,16 @@ def available_host_memory() -> int:
     headroom = cgroup_headroom()
     ranks = runtime.current_topology().local_world_size
     return (free if headroom is None else min(free, headroom)) // ranks
+
+
+def trim_heap() -> None:
+    """Return freed memory to the system, as far as the C library can.
+
+    glibc keeps it when large and small blocks were freed alternately.
+    """
+    trim = getattr(libc(), "malloc_trim", None)  # musl has none
+    if trim is not None:
+        trim(0)
 
 
 def cgroup_headroom(proc: Path = _PROC, mount: Path = _MOUNT) -> int | None:

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -69,51 +68,40 @@ class WorkerFailedError(AccelError, RuntimeError):
         self.ranks = tuple(ranks)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machines:
-    """The nodes of a job and their rendezvous."""
-
-    endpoint: str
-    num_nodes: int = 1
-    node_rank: int = 0
-    backend: str = "static"
-    conf: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    run_id: str = "none"
-
-    def config(self, processes: int, **options: Any) -> LaunchConfig:
-        """Return the configuration of torch's launcher."""
-        # What a machine needs to know about itself; the second is only guessed from host names otherwise.
-        own: Mapping[str, dict[str, Any]] = {
-            "static": {"rank": self.node_rank},
-            "c10d": {"is_host": self.node_rank == 0},
-        }
-        rest: dict[str, Any] = {"max_restarts": 0, **options}
-        return LaunchConfig(
-            min_nodes=self.num_nodes,
-            max_nodes=self.num_nodes,
-            nproc_per_node=processes,
-            run_id=self.run_id,
-            rdzv_endpoint=self.endpoint,
-            rdzv_backend=self.backend,
-            rdzv_configs={**own.get(self.backend, {}), **self.conf},
-            start_method="fork",
-            **rest,
-        )
+def launch_config(
+    processes: int,
+    *,
+    num_nodes: int = 1,
+    node_rank: int = 0,
+    rdzv_backend: str = "static",
+    rdzv_conf: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LaunchConfig:
+    """Return the configuration of torch's launcher, of which `options` are further fields."""
+    # What a machine needs to know about itself; the second is only guessed from host names otherwise.
+    own: Mapping[str, dict[str, Any]] = {
+        "static": {"rank": node_rank},
+        "c10d": {"is_host": node_rank == 0},
+    }
+    rest: dict[str, Any] = {"max_restarts": 0, "run_id": "none", **options}
+    return LaunchConfig(
+        min_nodes=num_nodes,
+        max_nodes=num_nodes,
+        nproc_per_node=processes,
+        rdzv_backend=rdzv_backend,
+        rdzv_configs={**own.get(rdzv_backend, {}), **(rdzv_conf or {})},
+        start_method="fork",
+        **rest,
+    )
 
 
 @contextlib.contextmanager
 def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]:
     """Listen on the port of torch's launcher, so that no other process takes it until the launcher does.
 
-    The launcher's own store, made in this process for the same port, shares what listens here.
-
-    Args:
-        port: The port; 0 for any free one.
-        option: The name of the port for a message.
-        or_any: Take any free port if that one is taken.
-
-    Yields:
-        The port.
+    The launcher's own store, made in this process for the same port, shares what listens here. Port 0 stands
+    for any free one, which is taken with `or_any` also where another process listens; `option` is the name of
+    the port for messages. Yields the port.
     """
     try:
         server = _server(port)

@@ -16,7 +16,7 @@ from accel_state.partial_state import PartialState
 from accel_state.settings import from_environ
 from accel_state.settings.model import Precision
 from accel_state.topology import DEFAULT_PORT
-from accel_train.forking import Machines, launch, listening, refuse_initialised_devices, run_forked
+from accel_train.forking import launch, launch_config, listening, refuse_initialised_devices, run_forked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -100,16 +100,14 @@ def notebook_launcher(
         refuse_initialised_devices()
     shown = log_line_prefix_template is not None
     with listener as port, environ.patch_environment(**variables):
-        machines = Machines(
+        config = launch_config(
+            count,
             num_nodes=num_nodes,
             node_rank=node_rank,
-            endpoint=rdzv_endpoint or f"{master_addr}:{port}",
-            backend=rdzv_backend,
-            conf=rdzv_conf or {},
+            rdzv_endpoint=rdzv_endpoint or f"{master_addr}:{port}",
+            rdzv_backend=rdzv_backend,
+            rdzv_conf=rdzv_conf,
             run_id=rdzv_id,
-        )
-        config = machines.config(
-            count,
             max_restarts=max_restarts,
             monitor_interval=monitor_interval,
             log_line_prefix_template=log_line_prefix_template,
@@ -143,7 +141,7 @@ def debug_launcher(
     """
     _check_numbers(num_processes, 1, 0, 0)
     with listening(0, "debug_launcher: port") as port, environ.patch_environment(accelerate_use_cpu="yes"):
-        return launch(function, args, Machines(endpoint=f"127.0.0.1:{port}").config(num_processes))
+        return launch(function, args, launch_config(num_processes, rdzv_endpoint=f"127.0.0.1:{port}"))
 
 
 class PrepareForLaunch:

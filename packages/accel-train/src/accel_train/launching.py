@@ -19,8 +19,8 @@ from accel_state.errors import SettingsError
 from accel_state.settings import Settings, combine, parse_file, worker_environ
 from accel_state.settings.model import value_at
 from accel_state.topology import DEFAULT_PORT
-from accel_train.forking import Machines, listening, refuse_initialised_devices
 from accel_train.forking import launch as run_in_forks
+from accel_train.forking import launch_config, listening, refuse_initialised_devices
 from accel_train.launchers import device_count
 
 if TYPE_CHECKING:
@@ -89,14 +89,12 @@ def launch(
         variables[kind.visible_devices_env] = ",".join(ids)
     with _rendezvous(settings) as endpoint, environ.clear_environment():
         environ.publish(variables)
-        machines = Machines(
-            endpoint=endpoint,
+        started = launch_config(
+            count // chosen.num_machines,
             num_nodes=chosen.num_machines,
             node_rank=chosen.machine_rank,
-            backend=chosen.rdzv_backend,
-        )
-        started = machines.config(
-            count // chosen.num_machines,
+            rdzv_endpoint=endpoint,
+            rdzv_backend=chosen.rdzv_backend,
             max_restarts=chosen.max_restarts,
             monitor_interval=chosen.monitor_interval,
         )

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import save_file
 
 from accel_ops.tree import recursively_apply, walk
-from accel_ops.weights.clean import clean_state_dict_for_safetensors
 from accel_ops.weights.names import (
     INDEX_SUFFIX,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -23,6 +22,7 @@ from accel_ops.weights.names import (
 )
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE, ShardPlan, filled, groups_of, numbered
 from accel_ops.weights.sizes import convert_file_size_to_int
+from accel_ops.weights.stream import clean_state_dict_for_safetensors
 from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
 from accel_state.devices.kinds import WITHOUT_STORAGE, own_runtime_of

@@ -11,8 +11,8 @@ import torch
 
 from accel_bigmodel.device_map.infer import automatic_device_map
 from accel_bigmodel.dispatch import dispatch_model
-from accel_bigmodel.heap import trim_heap
 from accel_bigmodel.hooks.offload import default_device
+from accel_bigmodel.host_memory import trim_heap
 from accel_bigmodel.offload import load_offloaded_weight, offload_weight
 from accel_bigmodel.offload_index import save_offload_index
 from accel_bigmodel.placement import set_module_tensor_to_device, sites_of

@@ -73,7 +73,6 @@ from accel_ops.tree import (
     is_torch_tensor as is_torch_tensor, listify as listify, recursively_apply as recursively_apply,
     slice_tensors as slice_tensors,
 )
-from accel_ops.weights.clean import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ops.weights.names import (
     MODEL_NAME as MODEL_NAME, SAFE_MODEL_NAME as SAFE_MODEL_NAME,
     SAFE_WEIGHTS_INDEX_NAME as SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME as SAFE_WEIGHTS_NAME,
@@ -85,6 +84,7 @@ from accel_ops.weights.sizes import (
     convert_bytes as convert_bytes, convert_file_size_to_int as convert_file_size_to_int,
     dtype_byte_size as dtype_byte_size,
 )
+from accel_ops.weights.stream import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ops.weights.tensors import (
     id_tensor_storage as id_tensor_storage, named_module_tensors as named_module_tensors,
 )

@@ -12,9 +12,9 @@ from accel_ops.names import (
     get_module_children_bottom_up as get_module_children_bottom_up, get_pretty_name as get_pretty_name,
     merge_dicts as merge_dicts, recursive_getattr as recursive_getattr,
 )
-from accel_ops.weights.clean import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ops.weights.read import load as load
 from accel_ops.weights.sizes import convert_bytes as convert_bytes
+from accel_ops.weights.stream import clean_state_dict_for_safetensors as clean_state_dict_for_safetensors
 from accel_ops.weights.write import save as save
 from accel_plugins.parallelism.tensor import get_model_tp_size as get_model_tp_size
 from accel_state.devices.info import check_os_kernel as check_os_kernel

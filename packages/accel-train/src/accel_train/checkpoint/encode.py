@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from accel_ops.weights.clean import clean_state_dict_for_safetensors
-from accel_ops.weights.stream import write_safetensors
+from accel_ops.weights.stream import clean_state_dict_for_safetensors, write_safetensors
 from accel_state.errors import CheckpointError
 from accel_state.versions import is_torch_version
 from accel_train.checkpoint.staging import on_host

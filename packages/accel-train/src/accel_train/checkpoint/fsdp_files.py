@@ -61,13 +61,12 @@ def save_fsdp_model(
         use_dcp: Whether shards go to a folder that any number of ranks can read; else every rank writes a
             file for itself.
     """
-    access = _Access(accelerator)
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
     folder = _made(output_dir)
-    form = _form(fsdp_plugin, use_dcp=use_dcp)
-    if form is StateForm.FULL:
+    if access.form is StateForm.FULL:
         state = access.persister.full_state_dict(model, keep=access.topology.is_main)
         save(_adapter_of(model, state, adapter_only), folder / layout.fsdp_weights_name(model_index))
-    elif form is StateForm.NATIVE:
+    elif access.form is StateForm.NATIVE:
         access.local.save_model(model, folder, model_index)
     else:
         state = _adapter_of(model, access.shards.model_tensors(model), adapter_only)
@@ -99,14 +98,13 @@ def load_fsdp_model(
     Raises:
         CheckpointError: There is no such model, or it does not fit.
     """
-    access = _Access(accelerator)
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
     folder = Path(input_dir)
-    form = _form(fsdp_plugin, use_dcp=use_dcp)
     strict = {"strict": False} if adapter_only and _has_adapter(model) else {}
-    if form is StateForm.FULL:
+    if access.form is StateForm.FULL:
         state: Any = read_object(_existing(folder / layout.fsdp_weights_name(model_index)))
         access.persister.load_full_state_dict(model, state, **strict)
-    elif form is StateForm.NATIVE:
+    elif access.form is StateForm.NATIVE:
         access.local.load_model(model, folder, model_index)
     else:
         source = _folder(folder, layout.sharded_model_name(model_index))
@@ -134,13 +132,12 @@ def save_fsdp_optimizer(
         optimizer_index: Number of the optimizer, part of the name.
         use_dcp: As for `save_fsdp_model`.
     """
-    access = _Access(accelerator)
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
     folder, inner = _made(output_dir), _inner(optimizer)
-    form = _form(fsdp_plugin, use_dcp=use_dcp)
-    if form is StateForm.FULL:
+    if access.form is StateForm.FULL:
         state = access.persister.full_optimizer_state(inner, [model], keep=access.topology.is_main)
         save(state, folder / layout.optimizer_name(optimizer_index))
-    elif form is StateForm.NATIVE:
+    elif access.form is StateForm.NATIVE:
         access.local.save_optimizer(inner, model, folder, optimizer_index)
     else:
         state = access.shards.optimizer_tensors(inner, [model])
@@ -176,13 +173,12 @@ def load_fsdp_optimizer(
         CheckpointError: There is no such optimizer, or it is of other parameters.
     """
     del adapter_only
-    access = _Access(accelerator)
+    access = _Access(accelerator, fsdp_plugin, use_dcp=use_dcp)
     folder, inner = Path(input_dir), _inner(optimizer)
-    form = _form(fsdp_plugin, use_dcp=use_dcp)
-    if form is StateForm.FULL:
+    if access.form is StateForm.FULL:
         state: Any = read_object(_existing(folder / layout.optimizer_name(optimizer_index)))
         access.persister.load_full_optimizer_state(inner, [model], state)
-    elif form is StateForm.NATIVE:
+    elif access.form is StateForm.NATIVE:
         access.local.load_optimizer(inner, model, folder, optimizer_index)
     else:
         source = _folder(folder, layout.sharded_optimizer_name(optimizer_index))
@@ -193,28 +189,20 @@ def load_fsdp_optimizer(
 class _Access:
     """The parts of an accelerator's strategy that these functions use."""
 
-    def __init__(self, accelerator: Any) -> None:
+    def __init__(self, accelerator: Any, plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> None:
         parts = accelerator._parts
+        form = form_of(plugin)
+        self.form = StateForm.NATIVE if form is StateForm.SHARDED and not use_dcp else form
         self.run: Run = parts.checkpoints
         self.persister: Persister = parts.strategy.persister
         self.topology: Topology = parts.process.runtime.topology
         if parts.strategy.shards is None:
             raise SettingsError(
                 f"The strategy {parts.strategy.name!r} shards nothing; use save_state() and load_state(), "
-                "which work "
-                "under every strategy."
+                "which work under every strategy."
             )
         self.shards: ShardedStates = parts.strategy.shards
-
-    @property
-    def local(self) -> LocalFiles:
-        """One file per rank."""
-        return LocalFiles(shards=self.shards, topology=self.topology)
-
-
-def _form(plugin: FullyShardedDataParallelPlugin, *, use_dcp: bool) -> StateForm:
-    form = form_of(plugin)
-    return StateForm.NATIVE if form is StateForm.SHARDED and not use_dcp else form
+        self.local = LocalFiles(shards=self.shards, topology=self.topology)
 
 
 def _write_folder(access: _Access, accelerator: Any, folder: Path, state: Mapping[str, Any]) -> None:

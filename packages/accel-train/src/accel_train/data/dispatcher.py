@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_state.runtime import current_or_single
-from accel_train.data.data_parallel_rank import shard_of_ranks
 from accel_train.data.device_transfer import batch_transfer
 from accel_train.data.iterable_shard import BatchWithMeta
 from accel_train.data.prepared import PreparedLoader
@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
     from accel_state.backends.base import Collectives
+
+
+SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
+"""The axes along which all ranks have the same batches."""
 
 
 class MainReading(Reading):
@@ -190,3 +194,26 @@ class DataLoaderDispatcher(PreparedLoader):
             reading = RemoteReading(self._collectives)
         self._progress.reading = reading
         return reading
+
+
+def shard_of_ranks(mesh: Any) -> list[int]:
+    """Return the shard of the data of every rank of a mesh, whose axes have names.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> import torch
+        >>> ranks = torch.arange(4).reshape(2, 2)
+        >>> shard_of_ranks(SimpleNamespace(mesh=ranks, mesh_dim_names=("dp_shard", "tp")))
+        [0, 0, 1, 1]
+    """
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"torch_device_mesh={mesh!r} has no mesh_dim_names, which say what its axes are for."
+        )
+    sharded_axes = [axis for axis, name in enumerate(names) if name not in SHARED_AXES]
+    shared = [axis for axis, name in enumerate(names) if name in SHARED_AXES]
+    groups = mesh.mesh.permute(*sharded_axes, *shared)
+    rows = groups.reshape(math.prod(groups.shape[: len(sharded_axes)]), -1).tolist()
+    owners = {rank: shard for shard, ranks in enumerate(rows) for rank in ranks}
+    return [owners[rank] for rank in range(len(owners))]

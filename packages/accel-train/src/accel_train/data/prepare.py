@@ -12,9 +12,8 @@ from accel_state.devices.kinds import own_runtime_of
 from accel_state.labels import RNGType
 from accel_state.runtime import current_or_single
 from accel_train.data.batch_shard import BatchSamplerShard
-from accel_train.data.data_parallel_rank import shard_of_ranks
 from accel_train.data.device_transfer import warn_of_padding
-from accel_train.data.dispatcher import DataLoaderDispatcher
+from accel_train.data.dispatcher import DataLoaderDispatcher, shard_of_ranks
 from accel_train.data.indices import INDEXING, index_source, loader_options
 from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
