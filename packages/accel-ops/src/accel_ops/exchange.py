@@ -123,11 +123,7 @@ class Draft:
 
 
 def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
-    """Gather leaves whose sizes of dimension 0 may differ between ranks.
-
-    Raises:
-        DistributedOperationException: The ranks' structures differ; raised on every rank.
-    """
+    """Gather leaves whose sizes of dimension 0 may differ between ranks; see `collect.gather`."""
     extras = flat.plan.extras
     header = _header(flat.plan, device)
     guess = guess_of(collectives)

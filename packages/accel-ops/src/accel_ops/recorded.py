@@ -40,20 +40,7 @@ def is_recorded(device: torch.device) -> bool:
 
 
 def gather(collectives: Collectives, flat: Flat, device: torch.device, *, same_shapes: bool) -> Any:
-    """Gather leaves, padded to the largest size of dimension 0 for the message.
-
-    Args:
-        collectives: The collectives of the run.
-        flat: The structure and its leaves, on any device.
-        device: The device of the collective.
-        same_shapes: All shapes are known to be equal on all ranks.
-
-    Returns:
-        The structure with, for every leaf, the concatenation over the ranks, on `device`.
-
-    Raises:
-        DistributedOperationException: The ranks' structures differ; raised on every rank.
-    """
+    """Gather leaves, padded to the largest size of dimension 0 for the message; see `collect.gather`."""
     if own_runtime_of(device).is_global():
         return flat.data
     world_size = collectives.world_size
@@ -80,17 +67,7 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device, *, same_s
 
 
 def broadcast(collectives: Collectives, flat: Flat, source: int, device: torch.device) -> None:
-    """Overwrite leaves by those of a rank.
-
-    Args:
-        collectives: The collectives of the run.
-        flat: The structure and its leaves, on any device.
-        source: The rank to broadcast from.
-        device: The device of the collective.
-
-    Raises:
-        DistributedOperationException: The ranks' calls differ; raised on every rank.
-    """
+    """Overwrite leaves by those of a rank; see `collect.broadcast`."""
     if own_runtime_of(device).is_global():
         return
     check_same_call(collectives, HOST, f"broadcast(from_process={source})", flat.plan)
@@ -103,21 +80,7 @@ def broadcast(collectives: Collectives, flat: Flat, source: int, device: torch.d
 
 
 def reduce(collectives: Collectives, flat: Flat, scaling: Scaling, device: torch.device, call: str) -> Any:
-    """Reduce leaves over the ranks.
-
-    Args:
-        collectives: The collectives of the run.
-        flat: The structure and its leaves, on any device.
-        scaling: Reduction and scaling.
-        device: The device of the collective.
-        call: The operation and its arguments, which have to be the same on all ranks.
-
-    Returns:
-        The structure with new tensors, on `device`.
-
-    Raises:
-        DistributedOperationException: The ranks' calls differ; raised on every rank.
-    """
+    """Reduce leaves over the ranks, all of which make the same `call`; see `collect.reduce`."""
     if own_runtime_of(device).is_global():
         collectives, scaling = SingleCollectives(), replace(scaling, divisor=scaling.divisor and 1)
     check_same_call(collectives, HOST, call, flat.plan)

@@ -41,7 +41,7 @@ def check_same_call(
 
     Args:
         collectives: The collectives of the run.
-        device: The device of the run.
+        device: Its device.
         call: The operation and its arguments besides the data, such as `"reduce('sum', scale=1.0)"`.
         structure: What the data is: paths, element types and shapes of its leaves, or a number of objects.
         chunk: Bytes to send along if they can be: data behind `HEADER_BYTES` for the digest, on the CPU.

@@ -18,15 +18,8 @@ _CHANNELS = (1, 3, 4)
 def to_images(name: str, value: Any, dataformats: str | None = None) -> list[np.ndarray[Any, Any]]:
     """Convert images to a list of arrays of shape (H, W, C) and dtype uint8, C being 1, 3 or 4.
 
-    Args:
-        name: Of the images, for messages.
-        value: An image, a batch or a list of images: arrays or tensors, integers from 0 to 255 or floats from
-            0 to 1, or PIL images.
-        dataformats: The axes, such as `"CHW"` or `"NHWC"`; if `None`, the channels are last if the last axis
-            has 1, 3 or 4 elements, and first otherwise.
-
-    Raises:
-        UnsupportedError: They are no images.
+    The values are those of `GeneralTracker.log_images`, and `dataformats` their axes, such as `"NCHW"`; if
+    `None`, the channels are last if the last axis has 1, 3 or 4 elements, and first otherwise.
 
     Example:
         >>> [image.shape for image in to_images("samples", torch.zeros(2, 3, 5, 7))]

@@ -15,23 +15,15 @@ if TYPE_CHECKING:
 
 
 def gather_real(data: Any, loader: Any, *, as_objects: bool = False, repeats: bool | None = None) -> Any:
-    """Gather the results for the real samples of the last batch of a loader.
+    """Gather the results for the real samples of the last batch of a loader, as `gather_for_metrics`.
 
     Every rank keeps as many rows as it has real samples in the batch, and what is left is gathered, of
     whatever lengths. Data with another number of rows than the batch has is gathered whole, and as many rows
     are kept as there are samples in the last batches together: Accelerate does that, and
     `transformers.Trainer` relies on it for the weight of the last batch's loss.
 
-    Args:
-        data: Nested tensors with one row per sample, or a list of one object per sample.
-        loader: The active prepared loader, `None` outside of all: then nothing is cut off.
-        as_objects: Gather as objects even if there are only tensors.
-        repeats: Where ranks share batches, whether this one has only what another has, too, and is left out;
-            `None` where each has batches of its own.
-
-    Raises:
-        ValueError: There is padding in the batch, and the data is neither tensors nor a list.
-        DistributedOperationException: That is so on another rank.
+    Without an active loader nothing is cut off. Where ranks share batches, `repeats` says whether this one
+    has only what another has, too, and is left out.
     """
     real, is_padded = _real_samples(loader)
     if as_objects or not all_tensors(data):

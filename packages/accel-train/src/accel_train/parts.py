@@ -102,13 +102,8 @@ class Parts:
         after_step: Runs after a step of an optimizer.
         converter: Converts models, where the precision is a recipe.
         items: Counts items, where losses are sums.
-        trigger: The flag that processes share.
         handlers: Every given kwargs handler, and every plugin, by its type.
-        rng_types: Which sources of randomness loaders synchronise at their beginning.
-        device_placement: Whether `prepare` moves things to the device unless told otherwise.
-        step_scheduler_with_optimizer: Whether schedulers follow their optimizers.
-        step_scheduler_per: By which clock they do.
-        meter: Measures the loop for them; `None` if nobody asked for it.
+        meter: Measures the loop; `None` if nobody asked for it.
     """
 
     process: PartialState

@@ -28,16 +28,7 @@ logger = get_logger(__name__)
 
 @contextmanager
 def profiling(handler: ProfileKwargs, runtime: Runtime) -> Generator[profile]:
-    """Profile the block, and write traces if the handler has a directory for them.
-
-    Args:
-        handler: What to record, and where to.
-        runtime: The runtime of this process. All ranks wait until every trace is written.
-
-    Raises:
-        SettingsError: The profiler cannot be built as the handler says.
-        MissingDependencyError: A flame graph needs plotly, which is not installed.
-    """
+    """Profile the block, as `Accelerator.profile`; all ranks wait until every trace is written."""
     if handler.flame_graph:
         require("plotly", "ProfileKwargs(flame_graph=True)", install="accel-train[plot]")
     if handler.output_trace_dir is None:

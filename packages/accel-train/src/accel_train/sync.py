@@ -15,15 +15,10 @@ if TYPE_CHECKING:
 
 
 def next_micro_batch(done: int, *, num_steps: int, at_end: bool) -> tuple[int, bool]:
-    """Count one micro-batch.
-
-    Args:
-        done: Micro-batches since the last optimizer step.
-        num_steps: Micro-batches that make one optimizer step.
-        at_end: The micro-batch is the last one of its loader, which ends a window early.
+    """Count one micro-batch; the last one of a loader ends a window early.
 
     Returns:
-        The new count, and whether this micro-batch ends the window; the count is then 0.
+        The micro-batches since the last optimizer step, and whether this one ends the window.
 
     Example:
         >>> next_micro_batch(0, num_steps=2, at_end=False)

@@ -43,12 +43,7 @@ def write_weights(state: Mapping[str, Any], sink: ByteSink, *, safe: bool) -> No
 
 
 def write_object(obj: Any, sink: Any) -> None:
-    """Write an object as `torch.save` does, with tensors of devices on the CPU.
-
-    Args:
-        obj: Tensors and plain containers, if it must load with `weights_only=True`.
-        sink: Receives the bytes.
-    """
+    """Write an object as `torch.save` does, with tensors of devices on the CPU."""
     # The manifest has better checksums than `torch.save`. Before torch 2.15 the option may be that of
     # all threads, the user's among them: there it stays as it is.
     with _crc_off() if _IS_PER_THREAD else nullcontext():

@@ -332,10 +332,7 @@ def _checkpoint_files(folder: Path) -> set[str]:
 
 
 def outdated(complete: Iterable[int], *, newest: int, limit: int | None) -> list[int]:
-    """Return the checkpoints to prune after a commit.
-
-    Returns:
-        Numbers from the oldest on. What is not complete is not counted, nor deleted.
+    """Return the complete checkpoints to prune after a commit, from the oldest on.
 
     Example:
         >>> outdated([1, 2, 3, 4], newest=4, limit=2)

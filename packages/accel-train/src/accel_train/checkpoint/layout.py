@@ -191,10 +191,7 @@ def trash_path(target: Path, nonce: str) -> Path:
 
 
 def target_of_trash(name: str) -> str | None:
-    """Return the checkpoint of a staging or trash folder that a died process has left.
-
-    Returns:
-        The name of the checkpoint beside it, `""` for the one around it, `None` if it is no such folder.
+    """Return the checkpoint beside a staging or trash folder, `""` for the one around it; else `None`.
 
     Example:
         >>> target_of_trash(".checkpoint_3.saving-12ab"), target_of_trash("checkpoint_3")

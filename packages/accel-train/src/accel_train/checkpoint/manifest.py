@@ -104,11 +104,7 @@ class Manifest:
         )
 
     def complaints(self, sizes: Mapping[str, int]) -> list[str]:
-        """Return the problems of a folder, by the sizes of its files.
-
-        Returns:
-            One phrase for each file that is absent or has another size; files that the manifest does not name
-            do not matter.
+        """Return one phrase for each file that is absent or has another size.
 
         Example:
             >>> Manifest(world_size=1, step=0, files={"a": FileRecord(size=1, checksum="")}).complaints({})

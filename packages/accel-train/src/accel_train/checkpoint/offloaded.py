@@ -28,11 +28,7 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
 
 
 def with_offloaded_weights(state: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Replace meta tensors by the offloaded weights; those on the disk are mapped.
-
-    Raises:
-        CheckpointError: A tensor is on the meta device, and no hook keeps its values.
-    """
+    """Replace meta tensors by the offloaded weights, as `get_state_dict_offloaded_model`."""
     core = extract_model_from_parallel(model, keep_torch_compile=False)
     return {
         name: _offloaded(core, name) if isinstance(value, Tensor) and value.is_meta else value

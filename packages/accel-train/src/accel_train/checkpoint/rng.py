@@ -21,10 +21,7 @@ _HOST_KEYS = (PYTHON_KEY, NUMPY_KEY, TORCH_KEY)
 
 
 def read_rng(device: torch.device) -> dict[str, Any]:
-    """Return the states of all generators, in the usual format of checkpoints.
-
-    Args:
-        device: Device of this process. Generators of other kinds of devices are read if they are in use.
+    """Return the states of all generators, of devices in use, too, in the usual format of checkpoints.
 
     Example:
         >>> sorted(read_rng(torch.device("cpu")))
@@ -41,11 +38,7 @@ def read_rng(device: torch.device) -> dict[str, Any]:
 
 
 def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
-    """Set all generators.
-
-    Returns:
-        One sentence for each generator that could not be restored.
-    """
+    """Set all generators; return one sentence for each that could not be restored."""
     complaints = [f"{key!r} is absent" for key in _HOST_KEYS if key not in states]
     if PYTHON_KEY in states:
         version, words, gauss = states[PYTHON_KEY]

@@ -86,12 +86,7 @@ def check_shared(run: Run) -> None:
 
 
 def native_parts(run: Run, staging: Path) -> list[Part]:
-    """Return this rank's files of models and optimizers in the strategy's native form.
-
-    Args:
-        run: What is saved.
-        staging: The folder of the checkpoint, to which the strategy may write small files at once.
-    """
+    """Return this rank's files in the strategy's native form, which may write small files at once."""
     prepared, native = run.prepared, _native(run)
     parts: list[Part] = []
 
@@ -113,11 +108,7 @@ def owner_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> nn.Module:
 
 
 def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] | None:
-    """Return the loader of a sharded model; nothing is loaded yet.
-
-    Returns:
-        Called with the model and arguments of `Module.load_state_dict`; `None` if there is one file, or none.
-    """
+    """Return what loads a sharded model, with options of `load_state_dict`; `None` without shards."""
     folder = source.folder / layout.sharded_model_name(index)
     if is_sharded_folder(folder):
         dcp.read_index(folder)
@@ -133,11 +124,7 @@ def model_loader(run: Run, source: Source, index: int) -> Callable[..., object] 
 
 
 def optimizer_loader(run: Run, source: Source, index: int) -> Callable[[Optimizer], object] | None:
-    """Return the loader of a sharded optimizer; nothing is loaded yet.
-
-    Returns:
-        Called with the optimizer; `None` if there is one file, or none.
-    """
+    """Return what loads a sharded optimizer; `None` without shards."""
     folder = source.folder / layout.sharded_optimizer_name(index)
     models = run.prepared.models
     if is_sharded_folder(folder):

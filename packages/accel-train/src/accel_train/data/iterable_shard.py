@@ -167,20 +167,12 @@ class IterableDatasetShard(IterableDataset[Any]):
         return max(0, int(self._epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose samples come next, here, in the dataset, and in workers that live on.
-
-        Args:
-            epoch: Counted from 0.
-        """
+        """Choose the epoch whose samples come next, here, in the dataset, and in workers that live on."""
         self._epoch.fill_(epoch)
         set_epoch_of(self.dataset, epoch)
 
     def starting_at(self, starts: tuple[int, ...]) -> IterableDatasetShard:
-        """Return the same samples without those that are already consumed.
-
-        Args:
-            starts: How many, for every worker of the loader.
-        """
+        """Return the same samples without those that are already consumed, for every worker of the loader."""
         rest = copy(self)
         rest.starts = starts
         return rest

@@ -7,6 +7,7 @@ import math
 import pickle  # what is unpickled was pickled by rank 0 of the same run
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import compress
 from typing import Any
 
 import torch
@@ -56,16 +57,9 @@ def flatten_batch(loaded: BatchWithMeta | None, template: BatchSpec | None = Non
     if template is None or leaves is None:
         template = BatchSpec.of(batch)
         leaves = template.take(batch) or []
-    tensors = [
-        leaf
-        for leaf, tensor_spec in zip(leaves, template.tensor_specs, strict=True)
-        if tensor_spec.dtype is not None
-    ]
-    objects = [
-        leaf
-        for leaf, tensor_spec in zip(leaves, template.tensor_specs, strict=True)
-        if tensor_spec.dtype is None
-    ]
+    is_tensor = [tensor_spec.dtype is not None for tensor_spec in template.tensor_specs]
+    tensors = [*compress(leaves, is_tensor)]
+    objects = [leaf for leaf, one in zip(leaves, is_tensor, strict=True) if not one]
     content = _to_bytes(objects) if loaded is not None and objects else b""
     facts = (0, -1, -1) if loaded is None else (1, _known(loaded.real), _known(loaded.real_in_step))
     shapes = [size for tensor in tensors for size in tensor.shape]
@@ -87,14 +81,7 @@ class Slot:
         self._views: list[Tensor] = []
 
     def write(self, parcel: TensorPayload, following: Next, following_bytes: int, *, is_last: bool) -> None:
-        """Write a message.
-
-        Args:
-            parcel: What to send.
-            following: What comes next.
-            following_bytes: How large the message is that comes next.
-            is_last: Whether the receiver gets no batch after this one.
-        """
+        """Write a message, what follows it, and whether the receiver gets no batch after this one."""
         if self._written != (parcel.template, parcel.shapes):
             self._lay_out(parcel)
         header = [following, following_bytes, is_last, *parcel.facts, len(parcel.objects), *parcel.shapes]
