@@ -35,12 +35,11 @@ def get_pretty_name(obj: Any) -> str:
         >>> get_pretty_name(dict.get), get_pretty_name({})
         ('dict.get', 'dict')
     """
-    for named in (obj, type(obj)):
-        for attribute in ("__qualname__", "__name__"):
-            name = getattr(named, attribute, None)
-            if isinstance(name, str):
-                return name
-    return str(obj)
+    for attribute in ("__qualname__", "__name__"):
+        name = getattr(obj, attribute, None)
+        if isinstance(name, str):
+            return name
+    return type(obj).__qualname__
 
 
 def merge_dicts(source: Mapping[Any, Any], destination: MutableMapping[Any, Any]) -> MutableMapping[Any, Any]:

@@ -156,7 +156,9 @@ def accumulation_plugin(
         )
     if plugin.num_steps is None:
         plugin = replace(plugin, num_steps=settings.training.gradient_accumulation_steps)
-    configured = configured_accumulation(plugins.get("deepspeed_plugin"))
+    engine: Any = plugins.get("deepspeed_plugin")
+    engine = next(iter(engine.values())) if isinstance(engine, dict) else engine
+    configured: int | None = None if engine is None else engine.gradient_accumulation_steps
     if configured is not None and configured != plugin.num_steps:
         logger.warning_once(
             "Accelerator has gradient_accumulation_steps=%r, and the DeepSpeed configuration %r, which is "
@@ -251,9 +253,3 @@ def unchanged_by_failure() -> Generator[None]:
         shared.clear()
         shared.update(before)
         raise
-
-
-def configured_accumulation(plugin: Any) -> int | None:
-    """Return the micro-batches of a step in a DeepSpeed configuration; `None` if it has none."""
-    first = next(iter(plugin.values())) if isinstance(plugin, dict) else plugin
-    return None if first is None else first.gradient_accumulation_steps

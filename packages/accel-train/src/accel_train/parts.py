@@ -246,7 +246,8 @@ def _state(
     compiler: TorchDynamoPlugin,
     plugins: Mapping[str, Any],
 ) -> AcceleratorState:
-    options = _process_group(handlers)
+    handler = handlers.get(InitProcessGroupKwargs)
+    options = {} if handler is None else handler.to_kwargs()
     PartialState._from_settings(settings, variables, arguments.cpu, options)  # pyright: ignore[reportPrivateUsage] - ours
     precision = arguments.mixed_precision
     if precision is None and not is_initialized():  # else that of the state stays
@@ -259,8 +260,3 @@ def _state(
         **plugins,
         **options,
     )
-
-
-def _process_group(handlers: Mapping[type, Any]) -> dict[str, Any]:
-    handler = handlers.get(InitProcessGroupKwargs)
-    return {} if handler is None else handler.to_kwargs()

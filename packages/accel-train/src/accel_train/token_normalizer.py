@@ -66,7 +66,7 @@ class ItemWindow:
         gradients = self._gradients()
         if self._count is not None and gradients:
             if self._divisor is not None:
-                _multiply(gradients, self._divisor)
+                _scale(torch._foreach_mul_, gradients, self._divisor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
             count = self._count + count
         self._count, self._divisor, self.is_open = count, None, True
 
@@ -84,7 +84,7 @@ class ItemWindow:
         self._total = total
         # The gradients are the mean over the processes of what each has summed up.
         self._divisor = torch.where(total == 0, torch.ones_like(total), total / processes)
-        _divide(self._gradients(), self._divisor)
+        _scale(torch._foreach_div_, self._gradients(), self._divisor)  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
 
     def close(self, *, used: bool = False) -> None:
         """Begin a new window."""
@@ -146,11 +146,6 @@ class ItemWindow:
         return [one.grad for one in known.values() if one.grad is not None]
 
 
-def _divide(gradients: list[torch.Tensor], divisor: torch.Tensor) -> None:
+def _scale(operation: Callable[..., object], gradients: list[torch.Tensor], number: torch.Tensor) -> None:
     for group in by_device(gradients):
-        torch._foreach_div_(group, divisor.to(group[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
-
-
-def _multiply(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
-    for group in by_device(gradients):
-        torch._foreach_mul_(group, factor.to(group[0].device))  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - documented
+        operation(group, number.to(group[0].device))

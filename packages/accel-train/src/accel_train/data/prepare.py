@@ -112,8 +112,10 @@ def prepare_data_loader(
     order = _order(
         dataloader, shards, together, rng_types=rng_types or (), seedable=use_seedable_sampler, seed=data_seed
     )
-    options = loader_options(dataloader) | order.options() | _copied_arguments(dataloader)
+    options = loader_options(dataloader) | order.options()
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
+    options["skip_batches"] = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
+    options["_drop_last"] = _drops_last(dataloader)
     options["device"] = device
     options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
@@ -238,12 +240,6 @@ def _order(
 
 def _warn(argument: str, reason: str) -> None:
     logger.warning("%s has no effect: %s.", argument, reason)
-
-
-def _copied_arguments(dataloader: DataLoader[Any]) -> dict[str, Any]:
-    """What a prepared loader takes over from a loader besides what torch's loaders know."""
-    skip = dataloader.skip_batches if isinstance(dataloader, SkipDataLoader) else 0
-    return {"skip_batches": skip, "_drop_last": _drops_last(dataloader)}
 
 
 def _drops_last(dataloader: DataLoader[Any]) -> bool:

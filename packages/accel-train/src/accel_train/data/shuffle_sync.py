@@ -53,7 +53,9 @@ def sync_shuffle(
     elif num_processes > 1 and isinstance(found, _RANDOM) and not isinstance(found, SeedableRandomSampler):
         if found.generator is None and RNGType.TORCH not in types:
             sampler = copy(found)
-            sampler.generator = _generator()
+            # It starts from torch's own, so that `set_seed` decides about it.
+            seed_drawn = int(torch.empty((), dtype=torch.int64).random_().item())
+            sampler.generator = torch.Generator().manual_seed(seed_drawn)
         if sampler.generator is not None:
             types.append(RNGType.GENERATOR)
     generator = getattr(sampler, "generator", None)
@@ -82,11 +84,6 @@ def _seedable(sampler: RandomSampler, seed: int | None, num_processes: int) -> S
         generator=generator,
         data_seed=seed,
     )
-
-
-def _generator() -> torch.Generator:
-    """A generator that starts from torch's own, so that `set_seed` decides about it."""
-    return torch.Generator().manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
 
 
 def _replaced(indices: Any, old: object, new: object) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, cast, final
 
 import torch
@@ -158,19 +157,17 @@ def _compile(bundle: Bundle, request: Request) -> Bundle:
 def _optimizers(bundle: Bundle, request: Request) -> Bundle:
     parts, wrap = request.parts, request.parts.strategy.wrap_optimizer
     if wrap is not None:
-        engine = partial(_engine_optimizer, parts.after_step)
+
+        def engine(optimizer: Any, *, step: Callable[..., Any], discard: Any) -> DeepSpeedOptimizerWrapper:
+            step = bind_step(step, parts.after_step)
+            return DeepSpeedOptimizerWrapper(optimizer, step=step, discard=discard)
+
         return replace(bundle, optimizers=tuple(wrap(one, engine) for one in bundle.optimizers))
     wrapped = tuple(
         AcceleratedOptimizer(optimizer, move, parts.precision.scaler, step=parts.step, window=parts.items)
         for optimizer, move in zip(bundle.optimizers, request.placements["optimizers"], strict=True)
     )
     return replace(bundle, optimizers=wrapped)
-
-
-def _engine_optimizer(
-    hooks: Sequence[Callable[[], None] | None], optimizer: Any, *, step: Callable[..., Any], discard: Any
-) -> DeepSpeedOptimizerWrapper:
-    return DeepSpeedOptimizerWrapper(optimizer, step=bind_step(step, hooks), discard=discard)
 
 
 def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
@@ -208,9 +205,9 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
 def _schedulers(bundle: Bundle, request: Request) -> Bundle:
     parts = request.parts
     known = [*parts.prepared.optimizers, *bundle.optimizers]
-    wrap = parts.strategy.wrap_scheduler or _unwrapped
+    wrap = parts.strategy.wrap_scheduler
     wrapped = tuple(
-        wrap(scheduler, known, DeepSpeedSchedulerWrapper)
+        (wrap and wrap(scheduler, known, DeepSpeedSchedulerWrapper))
         or AcceleratedScheduler(
             scheduler,
             _optimizers_of(scheduler, known),
@@ -222,9 +219,6 @@ def _schedulers(bundle: Bundle, request: Request) -> Bundle:
         for scheduler in bundle.schedulers
     )
     return replace(bundle, schedulers=wrapped)
-
-
-def _unwrapped(*_: Any) -> None: ...
 
 
 def _optimizers_of(scheduler: Any, known: list[Any]) -> list[Any]:
