@@ -144,7 +144,8 @@ class HashedReader(io.RawIOBase):
                 self._file.seek(position + done)
                 count = self._file.readinto(view[done:])
             if not count:
-                raise OSError(f"{self._file.name!r} ends at byte {position + done}, not {self._size}")
+                size = os.fstat(self._file.fileno()).st_size  # another thread may be behind
+                raise OSError(f"{self._file.name!r} ends at byte {size}, not {self._size}")
             done += count
 
 
