@@ -121,8 +121,8 @@ class AcceleratedScheduler:
             if optimizer.step_was_skipped:
                 self._samples = 0
                 return
-        if self._steps_once:
-            scheduler.step(*args, **kwargs)
+        if self._steps_once and not args and not kwargs:
+            scheduler.step()
         else:
             self._advance(*args, **kwargs)
 
