@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -20,6 +18,7 @@ from transformers import (
     LlamaForCausalLM,
 )
 
+from accel_cli.main import main
 from accel_ops.modules import extract_model_from_parallel
 from accel_plugins.megatron.context import gather_chunks, own_chunks
 from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
@@ -341,18 +340,15 @@ def test_a_rank_holds_as_many_elements_as_are_estimated(make, options):
 
 
 @pytest.mark.parametrize("context", [pytest.param("1", marks=pytest.mark.thorough), "2"])
-def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(context, tmp_path):
+def test_estimate_memory_has_rows_of_megatron_for_the_stage_that_has_most(context, tmp_path, capsys):
     config = make_gpt2().config
     config.architectures = ["GPT2LMHeadModel"]
     config.save_pretrained(tmp_path)
     line = ["estimate-memory", str(tmp_path), "--num_devices", "8", "--mixed_precision", "no", "--json"]
     sizes = ["--megatron_lm_tp_degree", "2", "--megatron_lm_pp_degree", "2"]
     sizes += ["--megatron_lm_context_parallel_size", context]
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_cli", *line, *sizes], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["training"]
+    assert main([*line, *sizes]) == 0
+    rows = json.loads(capsys.readouterr().out)["training"]
     most = max(stage_elements(make_gpt2(), 2, 2))
     for name, replicas in (("Megatron", 1), ("Megatron, distributed optimizer", 2)):
         parts = rows[name]["parts"]
