@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sysconfig
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,4 +42,22 @@ def python(clients_environ: dict[str, str]) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return ENVIRONMENT / "bin" / "python"
+    python = ENVIRONMENT / "bin" / "python"
+    share_bytecode(python)
+    return python
+
+
+def share_bytecode(python: Path) -> None:
+    """Give an environment the bytecode of the libraries that this one has, too: to compile them takes 20 s.
+
+    Python compiles those anew whose sources have another size or date.
+    """
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    done = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
+    here, there = Path(sysconfig.get_path("purelib")), Path(done.stdout.strip())
+    for file in here.glob("**/__pycache__/*.pyc"):
+        target = there / file.relative_to(here)
+        if target.parent.parent.is_dir() and not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            with suppress(OSError):  # on another file system
+                target.hardlink_to(file)

@@ -2,33 +2,70 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from clients.running import run_client
-
-PROGRAM = Path(__file__).with_name("train_bert.py")
-
+from clients import small_bert
+from harness.programs import TORCHRUN, Ended, Program, run_programs
 
 TRAIN_SIZE = 48
+SOURCE = f"""
+import sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+import train_bert
+train_bert.main(".", {TRAIN_SIZE}, {{eval_size}}, {{stage}})
+"""
+CASES = {
+    "ragged, alone": (1, 21, 0),
+    "two ranks": (2, 32, 0),
+    "ZeRO-2": (2, 32, 2),
+    "ZeRO-3": (2, 32, 3),
+}
+"""The number of processes and of samples to evaluate, and DeepSpeed's stage, 0 for none."""
+THOROUGH = ("ZeRO-2", "ZeRO-3")
 
 
-def plain_loop(train_bert, processes: int, eval_size: int):
+@pytest.fixture(scope="module")
+def ends(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, list[Ended]]]:
+    """The folder of the cases that were chosen, and how their ranks ended; all train at once."""
+    chosen = [
+        item.callspec.params["case"]
+        for item in request.session.items
+        if item.path == request.path and isinstance(item, pytest.Function)
+    ]
+    programs = {
+        case: Program(
+            SOURCE.format(eval_size=eval_size, stage=stage),
+            world_size=processes,
+            variables=TORCHRUN if processes > 1 else {},
+        )
+        for case, (processes, eval_size, stage) in CASES.items()
+        if case in chosen
+    }
+    base = tmp_path_factory.mktemp("trained")
+    # `import accelerate` is accel, as for a program that `python -m accel_compat` runs.
+    imports = ("transformers.trainer", "transformers.models.bert.modeling_bert", "accel_train.parts")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        return base, run_programs(programs, base, imports, run_by=("-m", "accel_compat"))
+
+
+def plain_loop(processes: int, eval_size: int):
     """Do what the Trainer's defaults say: a linear schedule, gradients clipped to a norm of 1.
 
     The Trainer of several processes multiplies losses by their number, on Accelerate as on accel.
     """
-    model = train_bert.model()
+    model = small_bert.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(train_bert.Sums(TRAIN_SIZE), batch_size=8 * processes)
+    loader = DataLoader(small_bert.Sums(TRAIN_SIZE), batch_size=8 * processes)
     steps = 2 * len(loader)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (steps - step) / steps)
-    samples = train_bert.Sums(eval_size)
+    samples = small_bert.Sums(eval_size)
     evals = []
     for _ in range(2):
         model.train()
@@ -46,30 +83,16 @@ def plain_loop(train_bert, processes: int, eval_size: int):
 
 
 @pytest.mark.parametrize(
-    ("processes", "eval_size", "stage"),
-    [
-        pytest.param(1, 21, 0, id="ragged, alone"),
-        pytest.param(2, 32, 0, id="two ranks"),
-        pytest.param(2, 32, 2, id="ZeRO-2", marks=pytest.mark.thorough),
-        pytest.param(2, 32, 3, id="ZeRO-3", marks=pytest.mark.thorough),
-    ],
+    "case", [pytest.param(case, marks=[pytest.mark.thorough] * (case in THOROUGH)) for case in CASES]
 )
-def test_trainer_equals_a_plain_loop(
-    processes: int, eval_size: int, stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run_client(
-        *(sys.executable, PROGRAM, str(tmp_path), str(TRAIN_SIZE), str(eval_size), str(stage)),
-        ranks=processes,
-        on_accel=True,
-        environ={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        folder=tmp_path,
-    )
-    found = torch.load(tmp_path / "out.pt")
+def test_trainer_equals_a_plain_loop(case: str, ends: tuple[Path, dict[str, list[Ended]]]) -> None:
+    base, ranks = ends
+    for end in ranks[case]:
+        assert end.code == 0, end.errors
+    found = torch.load(base / case / "out.pt")
     assert found["home"].startswith("accel_train.")
-    monkeypatch.syspath_prepend(str(PROGRAM.parent))
-    import train_bert
-
-    evals, weights = plain_loop(train_bert, processes, eval_size)
+    processes, eval_size, _ = CASES[case]
+    evals, weights = plain_loop(processes, eval_size)
     assert found["eval"] == pytest.approx(evals, abs=1e-6)
     assert found["weights"].keys() == weights.keys()
     for name, value in weights.items():

@@ -2,35 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset, SequentialSampler
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
-
-CONFIG = {
-    "vocab_size": 50,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "hidden_dropout_prob": 0.0,
-    "attention_probs_dropout_prob": 0.0,
-}
-
-
-class Sums(Dataset):
-    """Rows of numbers, and whether their sum is odd."""
-
-    def __init__(self, size: int) -> None:
-        self.rows = torch.randint(0, 50, (size, 8), generator=torch.Generator().manual_seed(size))
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self.rows[index], "labels": self.rows[index].sum() % 2}
+from small_bert import Sums, model
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainingArguments
 
 
 class InOrder(Trainer):
@@ -38,12 +15,6 @@ class InOrder(Trainer):
 
     def _get_train_sampler(self, *_: object) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
-
-
-def model() -> BertForSequenceClassification:
-    """Make the model, always the same."""
-    torch.manual_seed(0)
-    return BertForSequenceClassification(BertConfig(**CONFIG))
 
 
 def zero(stage: int) -> dict[str, Any] | None:
@@ -78,7 +49,3 @@ def main(folder: str, train_size: int, eval_size: int, stage: int) -> None:
         evals = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
         home = type(trainer.accelerator).__module__
         torch.save({"eval": evals, "weights": weights, "home": home}, f"{folder}/out.pt")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

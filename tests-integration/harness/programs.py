@@ -46,7 +46,7 @@ class Ended:
 
 
 def run_programs(
-    programs: dict[str, Program], base: Path, imports: Sequence[str] = ()
+    programs: dict[str, Program], base: Path, imports: Sequence[str] = (), run_by: Sequence[str] = ()
 ) -> dict[str, list[Ended]]:
     """Run all programs at the same time, forked from one process.
 
@@ -54,6 +54,7 @@ def run_programs(
         programs: What to run, by name.
         base: An empty folder; each program gets one of its own in it, named after it.
         imports: Modules that several programs import, imported once for all of them.
+        run_by: What Python runs the program with that forks the ranks: `-m` and a module.
 
     Returns:
         For each program, how its ranks ended, in rank order.
@@ -71,7 +72,7 @@ def run_programs(
             jobs.append({"script": script, "world_size": program.world_size, "variables": variables})
     (base / "programs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
-        [sys.executable, str(FOLDER / "fork_ranks.py"), str(base / "programs.json"), *imports],
+        [sys.executable, *run_by, str(FOLDER / "fork_ranks.py"), str(base / "programs.json"), *imports],
         capture_output=True,
         text=True,
         check=False,
