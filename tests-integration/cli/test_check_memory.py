@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,8 +19,8 @@ from accel_ops.dtensors import local_part
 from accel_plugins.megatron.sizes import stage_elements
 from accel_state.available import is_installed
 from harness import distributed
+from harness.checks import run_checks
 
-FORK_CHECKS = Path(__file__).resolve().parents[1] / "harness/fork_checks.py"
 WIDTH, LAYERS = 256, 4
 NET = """\
 import sys
@@ -200,29 +196,18 @@ CASES = {
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory):
     """What `accel check` finds in each case, and the folders that it leaves; forked from one process."""
-    base, jobs = tmp_path_factory.mktemp("checks"), {}
+    base, lines = tmp_path_factory.mktemp("checks"), {}
     for name, (world, ranks, text) in CASES.items():
         folder = base / name
         folder.mkdir()
         (folder / "train.py").write_text(text)
-        words = ["--world", str(world), "--ranks", ranks, "--json", "train.py"]
-        jobs[name] = {"folder": str(folder), "words": words}
+        lines[name] = ["--world", str(world), "--ranks", ranks, "--json", "train.py"]
     make_llama().save_pretrained(base / "a model of transformers" / "model")
-    (base / "jobs").write_text(json.dumps(jobs))
-    done = subprocess.run(
-        [sys.executable, FORK_CHECKS, base / "jobs"],
-        env={**os.environ, "HF_HOME": str(base / "hf")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
     found = {}
-    for name in CASES:
-        said = (base / name / "out").read_text()
-        assert said, (base / name / "err").read_text()
-        left = {path.name for path in (base / name).iterdir() if path.is_dir()} - {"model", "__pycache__"}
-        found[name] = {**json.loads(said), "left": left}
+    for name, check in run_checks(lines, base, {"HF_HOME": str(base / "hf")}).items():
+        assert check.output, check.errors
+        left = {path.name for path in check.folder.iterdir() if path.is_dir()} - {"model", "__pycache__"}
+        found[name] = {**json.loads(check.output), "left": left}
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from accel_cli.commands.selftest.results import CHECK_NAMES
+from harness.checks import Checked, run_checks
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "packages/accel-suite/examples"
@@ -97,38 +98,76 @@ def test_a_script_is_checked_for_many_ranks_without_memory_or_devices(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_transformer_engine_is_checked_where_it_is_not_as_what_it_stores(tmp_path, monkeypatch):
-    """The driver's tool is asked about this machine for FP8 alone."""
-    tool = tmp_path / "nvidia-smi"
+CONFIG = "mixed_precision: {}\nfp8_config:\n  backend: TE\n"
+MISSED = {"layers": 2, "condition": "accelerator.is_main_process"}
+FILES = {
+    "bf16": {"train.py": GOOD.format(layers=2, condition="True"), "run.yaml": CONFIG.format("bf16")},
+    "fp8": {"train.py": GOOD.format(layers=2, condition="True"), "run.yaml": CONFIG.format("fp8")},
+    "missed": {"train.py": GOOD.format(**MISSED)},
+    "fails": {"fails.py": "import accel\n\nraise ValueError('no such thing')\n"},
+    "example": {},
+}
+"""What is in the folder of each check of `checked`."""
+JSON = ("--world", "128", "--json")
+LINES = {
+    "bf16": (*JSON, "--config_file", "run.yaml", "--ranks", "1", "train.py"),
+    "fp8": (*JSON, "--config_file", "run.yaml", "--ranks", "1", "train.py"),
+    "missed": (*JSON, "--ranks", "0,1", "train.py"),
+    "fails": ("--world", "4", "--ranks", "0", "fails.py"),
+    "example": ("--world", "2", "--ranks", "1", "--json", str(EXAMPLES / "by_feature/checkpointing.py")),
+}
+
+
+@pytest.fixture(scope="module")
+def checked(tmp_path_factory) -> dict[str, Checked]:
+    """How checks end on a machine whose tool of the driver leaves a file where it is asked."""
+    base = tmp_path_factory.mktemp("checked")
+    for name, files in FILES.items():
+        (base / name).mkdir()
+        for file, text in files.items():
+            (base / name / file).write_text(text)
+    tool = base / "nvidia-smi"
     tool.write_text("#!/bin/sh\ntouch asked\n")
     tool.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    path = os.pathsep.join([str(base), os.environ["PATH"]])
+    return run_checks(LINES, base, {"PATH": path, "HF_HOME": str(base / "hf")})
+
+
+def told(check):
+    """The exit code of a check and what it found."""
+    assert check.output, check.errors
+    return check.code, json.loads(check.output)
+
+
+def test_transformer_engine_is_checked_where_it_is_not_as_what_it_stores(checked):
+    """The driver's tool is asked about this machine for FP8 alone."""
     memory = {}
     for name in ("bf16", "fp8"):
-        Path("run.yaml").write_text(f"mixed_precision: {name}\nfp8_config:\n  backend: TE\n")
-        line = ("--config_file", "run.yaml", "--ranks", "1")
-        code, found = check(tmp_path, *line, layers=2, condition="True")
+        code, found = told(checked[name])
         assert (code, found["problems"]) == (0, [])
-        assert name == "fp8" or not Path("asked").exists()
+        assert (checked[name].folder / "asked").exists() == (name == "fp8")
         memory[name] = found["ranks"]["1"]["memory"]
     assert memory["fp8"] == memory["bf16"]
 
 
-def test_a_collective_that_one_rank_would_miss_is_named(tmp_path):
-    code, found = check(tmp_path, "--ranks", "0,1", layers=2, condition="accelerator.is_main_process")
+def test_a_collective_that_one_rank_would_miss_is_named(checked):
+    code, found = told(checked["missed"])
     assert code == 1
     (problem,) = found["problems"]
     assert "rank 0 calls gather at train.py:18" in problem
     assert "rank 1 calls save_state at train.py:19" in problem
 
 
-def test_an_example_with_epochs_and_numbered_checkpoints_is_followed_to_its_end(tmp_path):
-    script = EXAMPLES / "by_feature/checkpointing.py"
-    done = accel("check", "--world", "2", "--ranks", "1", "--json", str(script))
-    found = json.loads(done.stdout)
-    assert (done.returncode, found["problems"]) == (0, [])
+def test_an_example_with_epochs_and_numbered_checkpoints_is_followed_to_its_end(checked):
+    code, found = told(checked["example"])
+    assert (code, found["problems"]) == (0, [])
     assert sum(line.startswith("backward") for line in found["ranks"]["1"]["collectives"]) == 9
-    assert not (tmp_path / "digits-run").exists()
+    assert not (checked["example"].folder / "digits-run").exists()
+
+
+def test_an_error_of_the_script_is_reported_with_its_line(checked):
+    assert checked["fails"].code == 1
+    assert "ValueError at fails.py:3: no such thing" in checked["fails"].output
 
 
 def test_ranks_that_never_end_or_end_at_once_are_reported(tmp_path):
@@ -140,13 +179,6 @@ def test_ranks_that_never_end_or_end_at_once_are_reported(tmp_path):
     late, gone = done.stdout.splitlines()
     assert late.startswith("problem: rank 0: it has not ended after 6 s (--timeout); values are made up")
     assert gone == "problem: rank 1: it ended with exit code 3: bye"
-
-
-def test_an_error_of_the_script_is_reported_with_its_line(tmp_path):
-    (tmp_path / "fails.py").write_text("import accel\n\nraise ValueError('no such thing')\n")
-    done = accel("check", "--world", "4", "--ranks", "0", "fails.py")
-    assert done.returncode == 1
-    assert "ValueError at fails.py:3: no such thing" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["launch", "config", "estimate", "env", "test", "merge", "to_fsdp2", "tpu"])

@@ -1,8 +1,8 @@
 """Run `accel check` several times, all forked from one process: `fork_checks.py JOBS`.
 
 JOBS is a JSON file: `{"NAME": {"folder": ..., "words": [...]}, ...}`. torch is imported once. Each check runs
-in its folder and leaves there what it prints, as `out` and `err`; its ranks are forked from it, as those of
-several ranks are from the process that the command starts.
+in its folder and leaves there what it prints, as `out` and `err`, and its exit code, as `code`; its ranks are
+forked from it, as those of several ranks are from the process that the command starts.
 """
 
 from __future__ import annotations
@@ -44,13 +44,15 @@ def main(jobs: dict[str, dict[str, Any]]) -> None:
             os.chdir(job["folder"])
             for name, descriptor in (("out", 1), ("err", 2)):
                 os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT), descriptor)
+            code = 1
             try:
-                accel(["check", *job["words"]])
+                code = accel(["check", *job["words"]])
             finally:
                 sys.stdout.flush()
                 sys.stderr.flush()
-                os._exit(0)
-        os.waitpid(pid, 0)
+                os._exit(code)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        Path(job["folder"], "code").write_text(str(code))
 
 
 rank_worker.import_often_needed(Path(__file__))
