@@ -91,7 +91,7 @@ class Result:
     flaky: tuple[str, ...] = ()
 
 
-STEPS = (  # those that take long first, so that the last ones end at about the same time
+STEPS = (  # long ones first; not all those together that would compile the same libraries where they are new
     Step(
         name="integration",
         about="SPMD tests on pooled ranks, and real launches",
@@ -101,6 +101,14 @@ STEPS = (  # those that take long first, so that the last ones end at about the 
         ),
         thorough=ALL_TESTS,
         once_more=ONCE_MORE,
+    ),
+    Step(name="types", about="pyright, strict", command=(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
+    Step(
+        name="xla",
+        about="training on XLA devices, as on the CPU",
+        command=XLA,
+        thorough=("--all",),
+        once_more=XLA,
     ),
     Step(
         name="unit",
@@ -126,20 +134,12 @@ STEPS = (  # those that take long first, so that the last ones end at about the 
         once_more=ONCE_MORE,
     ),
     Step(
-        name="xla",
-        about="training on XLA devices, as on the CPU",
-        command=XLA,
-        thorough=("--all",),
-        once_more=XLA,
-    ),
-    Step(
         name="isolation",
         about="each wheel installs alone, imports, and runs the examples of its README",
         command=(PYTHON, "tools/check_isolation.py"),
         thorough=("--tests",),
     ),
     Step(name="site", about="the site builds, and can be read", command=(PYTHON, "tools/check_docs.py")),
-    Step(name="types", about="pyright, strict", command=(PYTHON, "-m", "pyright", "--pythonpath", PYTHON)),
     Step(name="format", about="ruff format", command=(PYTHON, "-m", "ruff", "format", "--check", ".")),
     Step(name="lint", about="ruff check", command=(PYTHON, "-m", "ruff", "check", ".")),
     Step(
