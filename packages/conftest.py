@@ -7,12 +7,22 @@ from typing import TYPE_CHECKING
 
 from hypothesis import HealthCheck, settings
 
-from shared_test_rules import leaves_nothing_behind, one_thread, pytest_collection_modifyitems
+from shared_test_rules import (
+    leaves_nothing_behind,
+    one_thread,
+    pytest_collection_finish,
+    pytest_collection_modifyitems,
+)
 
 if TYPE_CHECKING:
     import pytest
 
-__all__ = ["leaves_nothing_behind", "one_thread", "pytest_collection_modifyitems"]
+__all__ = [
+    "leaves_nothing_behind",
+    "one_thread",
+    "pytest_collection_finish",
+    "pytest_collection_modifyitems",
+]
 
 # A `sitecustomize` acts when it is imported.
 collect_ignore_glob = ["accel-compat/src/accel_compat/startup/*"]
