@@ -144,7 +144,8 @@ def folder_near_cache() -> Path | None:
 class Workshop:
     """The wheels, the locked versions, and a few benches: environments built anew for each package.
 
-    A bench always has the same path: compiled bytecode, kept outside of it, then serves all its packages.
+    A bench always has the same path: compiled bytecode, kept outside of it, then serves all its packages, and
+    by links those of the other benches.
     """
 
     def __init__(self, folder: Path, packages: dict[str, Package], *, tests: bool) -> None:
@@ -152,8 +153,13 @@ class Workshop:
         self.packages = packages
         self.tests = tests
         self.benches = Queue[Path]()
+        self.bytecode = folder / "bytecode"
+        first = self.bytecode.joinpath(*folder.absolute().parts[1:], "bench0")
+        first.mkdir(parents=True)
         for number in range(BENCHES):
             self.benches.put(folder / f"bench{number}")
+            if number:
+                first.with_name(f"bench{number}").symlink_to(first)
         self.constraints = folder / "constraints.txt"
         started = time.monotonic()
         uv("build", "--all-packages", "--wheel", "--quiet", "--out-dir", str(folder / "wheels"))
@@ -253,7 +259,7 @@ class Workshop:
         """Run a command with a bench's programs first on the path; return its exit status."""
         hidden = ("PYTEST_", "ACCELERATE_", "PYTHONPATH", "VIRTUAL_ENV")
         environment = {name: value for name, value in os.environ.items() if not name.startswith(hidden)}
-        environment["PYTHONPYCACHEPREFIX"] = str(self.folder / "bytecode")
+        environment["PYTHONPYCACHEPREFIX"] = str(self.bytecode)
         environment["PATH"] = os.pathsep.join([str(bench / "bin"), environment.get("PATH", "")])
         environment["OMP_NUM_THREADS"] = "1"  # as many processes as benches compute at once
         return subprocess.run(
