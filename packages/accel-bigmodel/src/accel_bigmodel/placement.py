@@ -190,11 +190,8 @@ def _shared_copy(source: Tensor, target: torch.device, tied: TiedMap | None) -> 
 
 
 def _check_shape(name: str, old: Tensor, value: Tensor) -> None:
-    packed = type(old) not in (
-        nn.Parameter,
-        torch.Tensor,
-    )  # quantised classes change their shape as they load
-    if not packed and old.shape != value.shape:
+    # Quantised classes change their shape as they load.
+    if type(old) in (nn.Parameter, torch.Tensor) and old.shape != value.shape:
         raise CheckpointError(
             f"{name!r} has shape {tuple(old.shape)}; the value given for it has shape {tuple(value.shape)}"
         )

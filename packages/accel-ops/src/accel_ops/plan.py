@@ -17,9 +17,8 @@ if TYPE_CHECKING:
 
     import torch
 
-LARGE = (
-    1 << 20
-)  # bytes from which a leaf travels alone and uncopied: copying it would cost more than a message
+LARGE = 1 << 20
+"""Bytes from which a leaf travels alone and uncopied: copying it would cost more than a message."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
@@ -81,14 +82,12 @@ class Reading:
         return _fill(self._captured, numbers)
 
 
+@dataclass(slots=True)
 class _Index:
     """Where in the copies a value will be."""
 
-    __slots__ = ("device", "index")
-
-    def __init__(self, device: torch.device, index: int) -> None:
-        self.device = device
-        self.index = index
+    device: torch.device
+    index: int
 
 
 class HostCopies:

@@ -13,8 +13,8 @@ from accel_ops import weights
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE
 from accel_train import checkpoint
 from accel_train.accelerator.facet import Facet
+from accel_train.accelerator.tracking import resume_runs
 from accel_train.data.skip import skip_first_batches
-from accel_train.tracked_runs import resume_runs
 
 if TYPE_CHECKING:
     import os

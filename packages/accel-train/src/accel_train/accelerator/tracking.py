@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_state import runtime
+from accel_state.errors import CheckpointError
 from accel_train.accelerator.facet import Facet
-from accel_train.tracked_runs import save_runs
+from accel_train.checkpoint import layout
 
 if TYPE_CHECKING:
+    import os
+
     from accel_trackers.general import GeneralTracker
+    from accel_trackers.session import TrackerSession
+    from accel_train.checkpoint.run import Run
 
 
 class TrackingFacet(Facet):
@@ -57,7 +65,7 @@ class TrackingFacet(Facet):
             >>> accelerator.end_training()
         """
         self._parts.trackers.start(project_name, config, init_kwargs)
-        save_runs(self._parts.checkpoints, self._parts.trackers)
+        _save_runs(self._parts.checkpoints, self._parts.trackers)
 
     def log(
         self,
@@ -115,3 +123,37 @@ class TrackingFacet(Facet):
             self._parts.trackers.finish()
         finally:
             self._parts.process.destroy_process_group()
+
+
+def _save_runs(checkpoints: Run, trackers: TrackerSession) -> None:
+    """Let `save_state` flush logged values, and write the ids of the runs to `trackers.json`."""
+
+    def save(models: Any, weights: Any, folder: str | os.PathLike[str]) -> None:
+        del models, weights
+        trackers.write()
+        run_ids = trackers.run_ids()
+        if run_ids and checkpoints.rank == 0:
+            (Path(folder) / layout.TRACKERS_NAME).write_text(json.dumps(run_ids))
+
+    checkpoints.save_hooks[-1] = save  # beside those of users, whose numbers are not negative
+
+
+def resume_runs(trackers: TrackerSession, folder: Path) -> None:
+    """Resume the runs whose ids are in a checkpoint, on the main process."""
+    file = folder / layout.TRACKERS_NAME
+    if trackers.log_with and runtime.current_topology().is_main and file.exists():
+        trackers.resume(_read_run_ids(file))
+
+
+def _read_run_ids(file: Path) -> dict[str, str]:
+    try:
+        read: Any = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{file} is damaged: {error}. Load another checkpoint, or remove it."
+        ) from error
+    if not isinstance(read, dict) or not all(isinstance(value, str) for value in read.values()):
+        raise CheckpointError(
+            f"{file} holds no ids of runs by tracker. Load another checkpoint, or remove it."
+        )
+    return read

@@ -105,9 +105,8 @@ class StoreAgreement:
             self._wait(operation, keys)
         except DistributedOperationException as error:
             if len(absent_keys(self._store, keys)) < self._world_size - 1:
-                self._store.set(
-                    f"{round_name}/all", json.dumps(str(error))
-                )  # also to those who come too late
+                # Also for those who come too late.
+                self._store.set(f"{round_name}/all", json.dumps(str(error)))
             else:
                 self._delete_round(round_name)
             raise
