@@ -56,11 +56,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """The load plan of one tensor.
-
-    Attributes:
-        dtype: The type it gets.
-    """
+    """The load plan of one tensor, which gets the type `dtype`."""
 
     name: str
     device: Device | None

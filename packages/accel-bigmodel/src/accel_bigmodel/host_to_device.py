@@ -26,13 +26,7 @@ SLOTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Bytes, and where they go.
-
-    Attributes:
-        source: Where the bytes are.
-        begin: The first of them in the source.
-        target: Flat uint8, on the device.
-    """
+    """Bytes of a source from `begin` on, and where they go: flat uint8 memory of the device."""
 
     source: SafetensorsFile | StoredTensor
     begin: int
@@ -42,10 +36,7 @@ class Span:
 class HostToDevice:
     """Copies spans to a device, in the order of one copy stream.
 
-    Args:
-        streams: The device's streams.
-        slot_bytes: Size of a staging buffer.
-        slots: How many of them, and of readers.
+    Each of the `slots` staging buffers, of `slot_bytes`, has a reader of its own.
     """
 
     def __init__(self, streams: DeviceStreams, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:

@@ -45,7 +45,7 @@ def extract_model_from_parallel(
         True
     """
     innermost: nn.Module = model
-    compiled: nn.Module | None = None
+    compiled: Any = None
     while (inside := _inside(innermost)) is not None:
         if is_compiled_module(innermost):
             compiled = innermost
@@ -54,7 +54,10 @@ def extract_model_from_parallel(
     if not keep_fp32_wrapper:
         restore_forward(core)
     if compiled is not None and keep_torch_compile:
-        core = compiled if _inside(compiled) is core else _compiled_like(compiled, core)
+        if _inside(compiled) is not core:
+            # The compiled wrapper that was given must stay around what it is around.
+            compiled = type(compiled)(core, compiled.dynamo_ctx)
+        core = compiled
     return cast("M", core)  # wrappers are typed as what they wrap
 
 
@@ -186,11 +189,6 @@ def _inside(model: nn.Module) -> nn.Module | None:
 
 def _compiled_module(model: Any) -> nn.Module:
     return model._orig_mod
-
-
-def _compiled_like(compiled: Any, model: nn.Module) -> nn.Module:
-    # The compiled wrapper that was given must stay around what it is around.
-    return cast("nn.Module", type(compiled)(model, compiled.dynamo_ctx))
 
 
 def _unwrap_children(model: nn.Module) -> nn.Module:

@@ -129,11 +129,10 @@ def split_large(leaves: Sequence[Leaf]) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def interleave(ranks: Sequence[Sequence[Bucket]], start: int, stride: int) -> list[tuple[int, int]]:
-    """Find the slices of every leaf in the chunks of all ranks.
+    """Find the slices of every leaf in the chunks of all ranks: those of rank 0, of rank 1, and so on.
 
     Returns:
-        Offset and length, in bytes, of every slice: for every leaf, in the order in which they lie, the
-        piece of rank 0, of rank 1, and so on.
+        Offset and length of every slice, in bytes, for leaf after leaf in the order in which they lie.
 
     Example:
         >>> import torch

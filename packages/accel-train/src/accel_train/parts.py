@@ -134,12 +134,7 @@ class Parts:
 
 
 def build_parts(arguments: Arguments) -> Parts:
-    """Read the settings, start the process group if there is none yet, and put an `Accelerator` together.
-
-    Raises:
-        SettingsError: An argument, or an environment variable that stands for it, cannot be used.
-        UnsupportedError: What was asked for is not there on this device.
-    """
+    """Read the settings, start the process group if there is none yet, and put an `Accelerator` together."""
     settings = from_environ(variables := environ.read())
     selected = selected_strategy(arguments.strategy, settings)
     handlers = sort_handlers(arguments.kwargs_handlers or ())

@@ -47,11 +47,7 @@ class FileWriter:
         self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Append bytes; small ones are buffered.
-
-        Raises:
-            OSError: The disk is full, or fails.
-        """
+        """Append bytes; small ones are buffered."""
         view = memoryview(data).cast("B")
         if len(self._pending) + len(view) < _CHUNK:
             self._pending += view
@@ -68,11 +64,7 @@ class FileWriter:
             self._write_out(memoryview(pending))
 
     def finish(self) -> FileRecord:
-        """Close the file.
-
-        Raises:
-            OSError: The disk is full, or fails.
-        """
+        """Close the file."""
         try:
             self.flush()
             if self._to_disk:

@@ -204,11 +204,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def check(folder: Path) -> Manifest | None:
-    """Check by the sizes of its files that a checkpoint is complete.
-
-    Returns:
-        Its manifest, `None` for a checkpoint that another library wrote.
-    """
+    """Check by the sizes of its files that a checkpoint is complete; return its manifest, if it has one."""
     manifest = read_manifest(folder)
     if manifest is None:
         _check_foreign(folder)

@@ -59,15 +59,7 @@ def load(
     options: Mapping[str, Any],
     model_options: Mapping[str, Any],
 ) -> Path:
-    """Load the state of a run.
-
-    Returns:
-        The folder of the checkpoint.
-
-    Raises:
-        CheckpointError: There is no checkpoint, or it is damaged, or does not fit the prepared objects.
-        DistributedOperationException: Another rank does something else.
-    """
+    """Load the state of a run, as `Accelerator.load_state`; return the folder of the checkpoint."""
     run.finish()
     to_model = dict(model_options)
     location = to_model.pop("map_location", "cpu")

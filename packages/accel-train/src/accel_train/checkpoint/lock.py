@@ -52,13 +52,9 @@ class FolderLock:
 
 
 def try_lock(path: Path) -> FolderLock | None:
-    """Take a lock if it is free.
+    """Take a lock; return `None` if another writer holds it, perhaps in this process.
 
-    Args:
-        path: The lock file in an existing folder; it exists while the lock is held, or after its holder died.
-
-    Returns:
-        The lock; `None` if another writer holds it, perhaps in this process.
+    The file exists while the lock is held, or after its holder died.
     """
     with _guard:
         if _held.get(_key(path)) == os.getpid():

@@ -20,12 +20,7 @@ CHECKSUM = "xxh3_64"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """One file of a checkpoint.
-
-    Args:
-        size: In bytes.
-        checksum: Its XXH3 hash with 64 bits, in hexadecimal digits.
-    """
+    """One file of a checkpoint: its bytes, and its XXH3 hash of 64 bits in hexadecimal digits."""
 
     size: int
     checksum: str

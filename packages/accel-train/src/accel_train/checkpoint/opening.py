@@ -29,11 +29,7 @@ _ATTEMPTS = 50
 
 
 def open_newest_complete(run: Run, candidates: Sequence[Path], options: Mapping[str, Any]) -> Source:
-    """Open the first complete one of several checkpoints, the same on all ranks.
-
-    Raises:
-        CheckpointError: None is complete, or it does not fit the prepared objects.
-    """
+    """Open the first complete one of several checkpoints, the same on all ranks; raise if there is none."""
     problems: list[str] = []
     for folder in candidates:
         found = _open_committed(run, folder, options)

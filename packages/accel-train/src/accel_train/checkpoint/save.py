@@ -70,16 +70,7 @@ class Answer:
 def save(
     run: Run, output_dir: str | os.PathLike[str] | None, *, safe: bool, blocking: bool, to_disk: bool
 ) -> Saving:
-    """Save the state of a run.
-
-    Returns:
-        The checkpoint, complete if `blocking`.
-
-    Raises:
-        SettingsError: It is not clear where to, or the numbered checkpoint is there already.
-        CheckpointWriteError: Some rank could not write. Older checkpoints stand.
-        DistributedOperationException: Another rank does something else.
-    """
+    """Save the state of a run, as `Accelerator.save_state`; return the checkpoint, complete if `blocking`."""
     run.finish()
     check_shared(run)
     target = target_of(run, output_dir)

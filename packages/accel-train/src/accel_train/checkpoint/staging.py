@@ -96,11 +96,7 @@ class _Pool:
         self._streams = streams
 
     def take(self, nbytes: int) -> tuple[Tensor, bool]:
-        """Take uint8 memory of shape `(nbytes,)`, aligned for every element type.
-
-        Returns:
-            The memory, and whether it is pinned.
-        """
+        """Take uint8 memory of shape `(nbytes,)`, aligned for every type; say whether it is pinned."""
         needed = -(-nbytes // _ALIGNMENT) * _ALIGNMENT
         free = (block for block in self.blocks if block.memory.numel() - block.used >= needed)
         block = next(free, None)

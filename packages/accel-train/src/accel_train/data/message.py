@@ -68,11 +68,7 @@ def flatten_batch(loaded: BatchWithMeta | None, template: BatchSpec | None = Non
 
 
 class Slot:
-    """The buffer of one receiver, written again and again.
-
-    Args:
-        buffer: uint8, at least as large as every message that is written.
-    """
+    """The buffer of one receiver, as large as every message that is written to it."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer

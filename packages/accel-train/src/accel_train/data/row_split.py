@@ -18,14 +18,7 @@ SliceFn = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSplit:
-    """How batches that the main process has read are split across ranks.
-
-    Args:
-        split: Every batch is split; otherwise every rank gets a whole one.
-        even: Complete the last round with rows from its beginning, so that all ranks get equally many.
-        slice_fn: Called as `slice_fn(batch, rows, process_index=..., num_processes=...)` with the whole round
-            and a slice of its rows, for every rank; None for the rows themselves.
-    """
+    """How batches that the main process has read are split across ranks; see `DataLoaderDispatcher`."""
 
     num_processes: int
     split: bool = False
@@ -45,11 +38,7 @@ class RowSplit:
                 yield step_batches
 
     def parts(self, batches: Sequence[Any]) -> list[BatchWithMeta | None]:
-        """Divide a round.
-
-        Returns:
-            For every rank its part, or None if there is none for it.
-        """
+        """Divide a round: for every rank its part, or None if there is none for it."""
         counts = [count_rows(batch) for batch in batches]
         rows = None if None in counts else sum(count or 0 for count in counts)
         full = len(batches) == self.num_processes and len(set(counts)) == 1

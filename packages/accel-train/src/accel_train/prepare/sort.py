@@ -49,14 +49,7 @@ def sort_arguments(
     default: bool,
     prepared: Container[object] = (),
 ) -> tuple[Bundle, dict[str, list[bool]]]:
-    """Sort the arguments of `prepare` by kind.
-
-    Args:
-        arguments: Anything, in any order and number.
-        device_placement: For every argument whether it may be placed; `None` in it means `default`. Entries
-            of arguments without a device (schedulers) have no effect.
-        default: The default.
-        prepared: Objects that are prepared already; passed through.
+    """Sort the arguments of `prepare` by kind; pass through what is in `prepared`.
 
     Returns:
         The sorted arguments, and by kind whether each of them may be moved to the device.
