@@ -75,16 +75,17 @@ def _headrooms(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[i
 
 def _number(file: Path) -> int | None:
     """Read a number; `None` for an absent file, and for the word `max`."""
-    try:
-        text = file.read_text(encoding="utf-8").strip()
-    except OSError:
-        return None
+    text = _text(file).strip()
     return int(text) if text.isdecimal() else None
 
 
 def _reclaimable(file: Path, row: str) -> int:
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return 0
+    lines = _text(file).splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith(f"{row} ")), 0)
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from accel_bigmodel.placement import torch_dtype
 from accel_ops.weights.names import OFFLOAD_INDEX_NAME
 from accel_state.errors import CheckpointError
+from accel_state.regular_file import read_json
 
 if TYPE_CHECKING:
     import os
@@ -35,10 +36,7 @@ def read_offload_index(offload_folder: str | os.PathLike[str]) -> Index:
         FileNotFoundError: There is none.
     """
     path = Path(offload_folder) / OFFLOAD_INDEX_NAME
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: {error}") from error
+    found = read_json(path, what="index of offloaded weights")
     if not isinstance(found, dict):
         raise CheckpointError(f"{str(path)!r} is no index of offloaded weights: it holds no table of names")
     check_offload_index(found, str(path))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import os
@@ -159,10 +158,7 @@ def flush_folder(folder: Path) -> None:
 
 def make_folder(folder: Path) -> None:
     """Make a folder with its parents, if absent."""
-    if not folder.is_dir():
-        make_folder(folder.parent)
-        with contextlib.suppress(FileExistsError):  # another rank was faster
-            os.mkdir(folder)  # noqa: PTH102 - through `os`, like all that changes the disk here
+    os.makedirs(folder, exist_ok=True)  # noqa: PTH103 - through `os`, like all that changes the disk here
 
 
 def move(source: Path, target: Path) -> None:
