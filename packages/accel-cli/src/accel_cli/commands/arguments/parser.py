@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import REMAINDER, Action, ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING, NoReturn
 
+from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_state.did_you_mean import nearest
 from accel_state.errors import SettingsError
 from accel_state.settings.file import DEFAULT_PATH_HELP
@@ -56,6 +57,7 @@ class Parser(ArgumentParser):
         """Replace flags by their declared spelling, up to the script and its arguments."""
         spelled: list[str] = []
         values = 0
+        script_follows = any(action.nargs == REMAINDER for action in self._actions)
         for position, word in enumerate(words):
             if values:
                 values -= 1
@@ -67,16 +69,11 @@ class Parser(ArgumentParser):
                 action = self._option_string_actions[known]
                 values = 1 if action.nargs is None and not equals else 0
                 spelled.append(f"{known}{equals}{value}")
-            elif self.script_follows and not word.startswith("-"):
+            elif script_follows and not word.startswith("-"):
                 return [*spelled, *words[position:]]
             else:
                 spelled.append(word)
         return spelled
-
-    @property
-    def script_follows(self) -> bool:
-        """Whether the first positional argument is a script, followed by the script's arguments."""
-        return any(action.nargs == "..." for action in self._actions)
 
     def _nearest(self, name: str) -> str:
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
@@ -99,6 +96,19 @@ def count(text: str) -> int:
     if value < 1:
         raise ArgumentTypeError(f"{text!r} is no whole number of at least 1")
     return value
+
+
+def size(text: str) -> int:
+    """Read bytes as people write them.
+
+    Example:
+        >>> size("1GB")
+        1000000000
+    """
+    try:
+        return convert_file_size_to_int(text)
+    except SettingsError as error:
+        raise ArgumentTypeError(str(error)) from None
 
 
 def add_config_file(parser: _ActionsContainer, use: str) -> None:

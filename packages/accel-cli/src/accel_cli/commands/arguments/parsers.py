@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING, Any
 
-from accel_cli.commands.arguments.parser import Parser, add_config_file, count, setting
+from accel_cli.commands.arguments.parser import Parser, add_config_file, count, setting, size
+
+if TYPE_CHECKING:
+    from argparse import _ActionsContainer  # pyright: ignore[reportPrivateUsage] - groups have no public name
 
 DTYPES = ("float32", "float16", "int8", "int4")
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 _EPILOG = (
     'bash: eval "$(accel completion bash)" in ~/.bashrc; zsh: eval "$(accel completion zsh)" in ~/.zshrc,'
     " after compinit; fish: accel completion fish > ~/.config/fish/completions/accel.fish"
 )
+
+
+def _switch(made: _ActionsContainer, *flags: str, text: str) -> None:
+    made.add_argument(*flags, action="store_true", help=text)
+
+
+def _number(made: _ActionsContainer, flag: str, text: str, metavar: str = "N", **more: Any) -> None:
+    made.add_argument(flag, type=count, metavar=metavar, help=text, **more)
+
+
+def _devices_per_machine(made: _ActionsContainer) -> None:
+    _number(made, "--devices_per_machine", "default: %(default)s", default=8)
 
 
 def config() -> Parser:
@@ -25,13 +42,9 @@ def config() -> Parser:
         "action", nargs="?", choices=("default", "update"), help="without an action, questions are asked"
     )
     add_config_file(made, "write, YAML or JSON")
+    text = "with `default`: the precision of forward and backward passes (default: no)"
     made.add_argument(
-        "--mixed_precision",
-        choices=("no", "fp16", "bf16"),
-        help=setting(
-            "precision.mixed_precision",
-            "with `default`: the precision of forward and backward passes (default: no)",
-        ),
+        "--mixed_precision", choices=_PRECISIONS[:3], help=setting("precision.mixed_precision", text)
     )
     return made
 
@@ -44,23 +57,15 @@ def selftest() -> Parser:
         " loading, equality with one process, mixed precision, checkpoints, and transfer speeds.",
     )
     add_config_file(made, "test")
+    text = "as for accel launch"
+    _number(made, "--num_processes", setting("launch.num_processes", f"{text}, instead of the config's"))
+    _switch(made, "--cpu", text=setting("process.use_cpu", f"{text}: use the CPU"))
     made.add_argument(
-        "--num_processes",
-        type=count,
-        metavar="N",
-        help=setting("launch.num_processes", "as for accel launch, instead of the config's"),
+        "--mixed_precision", choices=_PRECISIONS, help=setting("precision.mixed_precision", text)
     )
-    made.add_argument(
-        "--cpu", action="store_true", help=setting("process.use_cpu", "as for accel launch: use the CPU")
-    )
-    made.add_argument(
-        "--mixed_precision",
-        choices=("no", "fp16", "bf16", "fp8"),
-        help=setting("precision.mixed_precision", "as for accel launch"),
-    )
-    made.add_argument("--json", action="store_true", help="write the results as JSON")
+    _switch(made, "--json", text="write the results as JSON")
     made.add_argument("--html", metavar="FILE", help="also write a report with charts; it opens offline")
-    made.add_argument("--quiet", "-q", action="store_true", help="show only failures")
+    _switch(made, "--quiet", "-q", text="show only failures")
     return made
 
 
@@ -70,7 +75,7 @@ def env() -> Parser:
         "env", "Show what a bug report needs: versions, devices, launcher and settings; no secrets."
     )
     add_config_file(made, "read")
-    made.add_argument("--json", action="store_true", help="write JSON instead of text")
+    _switch(made, "--json", text="write JSON instead of text")
     return made
 
 
@@ -90,70 +95,39 @@ def estimate() -> Parser:
     model.add_argument(
         "--library_name", choices=("timm", "transformers"), help="the library that defines the model"
     )
-    model.add_argument(
-        "--dtypes",
-        nargs="+",
-        choices=DTYPES,
-        default=[*DTYPES],
-        help="the dtypes of the weights to list (default: all)",
-    )
-    model.add_argument(
-        "--trust_remote_code", action="store_true", help="run the code that comes with a model from the hub"
-    )
+    text = "the dtypes of the weights to list (default: all)"
+    model.add_argument("--dtypes", nargs="+", choices=DTYPES, default=[*DTYPES], help=text)
+    _switch(model, "--trust_remote_code", text="run the code that comes with a model from the hub")
     _add_training(made)
     output = made.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="write JSON, in bytes")
+    _switch(output, "--json", text="write JSON, in bytes")
     output.add_argument(
         "--plot",
         metavar="FILE",
         help="also draw a picture (.svg, .png, .pdf): memory by strategy; with --batch_size over the passes;"
         " with --memory the device map of inference",
     )
-    output.add_argument("--quiet", "-q", action="store_true", help="show the numbers without the notes")
+    _switch(output, "--quiet", "-q", text="show the numbers without the notes")
     return made
 
 
 def _add_training(made: Parser) -> None:
     training = made.add_argument_group("training")
-    training.add_argument("--num_devices", type=count, metavar="N", help="number of devices (default: 1)")
-    training.add_argument(
-        "--memory", metavar="SIZE", help="memory of each device, as in 80GiB; suggests what fits"
-    )
-    training.add_argument("--host_memory", metavar="SIZE", help="main memory of each node, for offloading")
-    training.add_argument(
-        "--devices_per_machine", type=count, default=8, metavar="N", help="default: %(default)s"
-    )
-    training.add_argument(
-        "--mixed_precision",
-        choices=("no", "fp16", "bf16", "fp8"),
-        default="bf16",
-        help="precision of forward and backward passes; fp8 stores what bf16 does (default: %(default)s)",
-    )
-    training.add_argument(
-        "--batch_size",
-        type=count,
-        metavar="N",
-        help="samples per device and micro-batch; adds the activations",
-    )
-    training.add_argument(
-        "--sequence_length", type=count, default=512, metavar="N", help="tokens (default: %(default)s)"
-    )
-    for flag, what in (
-        ("tp_degree", "tensor"),
-        ("pp_degree", "pipeline"),
-        ("context_parallel_size", "context"),
-    ):
-        training.add_argument(
-            f"--megatron_lm_{flag}",
-            type=count,
-            metavar="N",
-            help=f"{what}-parallel size; adds the rows of Megatron",
-        )
-    training.add_argument(
-        "--gradient_checkpointing",
-        action="store_true",
-        help="recompute the activations of blocks in the backward pass",
-    )
+    _number(training, "--num_devices", "number of devices (default: 1)")
+    text = "memory of each device, as in 80GiB; suggests what fits"
+    training.add_argument("--memory", type=size, metavar="SIZE", help=text)
+    text = "main memory of each node, for offloading"
+    training.add_argument("--host_memory", type=size, metavar="SIZE", help=text)
+    _devices_per_machine(training)
+    text = "precision of forward and backward passes; fp8 stores what bf16 does (default: %(default)s)"
+    training.add_argument("--mixed_precision", choices=_PRECISIONS, default="bf16", help=text)
+    _number(training, "--batch_size", "samples per device and micro-batch; adds the activations")
+    _number(training, "--sequence_length", "tokens (default: %(default)s)", default=512)
+    sizes = {"tp_degree": "tensor", "pp_degree": "pipeline", "context_parallel_size": "context"}
+    for flag, what in sizes.items():
+        _number(training, f"--megatron_lm_{flag}", f"{what}-parallel size; adds the rows of Megatron")
+    text = "recompute the activations of blocks in the backward pass"
+    _switch(training, "--gradient_checkpointing", text=text)
 
 
 def check() -> Parser:
@@ -164,37 +138,23 @@ def check() -> Parser:
         " processes, and report: the settings, the memory of each rank, collectives that a rank would miss,"
         " and the files of a checkpoint.",
     )
-    made.add_argument("--world", type=count, required=True, metavar="N", help="world size")
-    made.add_argument("--memory", metavar="SIZE", help="memory of each device, as in 80GiB")
-    made.add_argument(
-        "--devices_per_machine", type=count, default=8, metavar="N", help="default: %(default)s"
-    )
-    made.add_argument(
-        "--batches",
-        type=count,
-        default=3,
-        metavar="N",
-        help="batches of every loader (default: %(default)s)",
-    )
+    _number(made, "--world", "world size", required=True)
+    made.add_argument("--memory", type=size, metavar="SIZE", help="memory of each device, as in 80GiB")
+    _devices_per_machine(made)
+    _number(made, "--batches", "batches of every loader (default: %(default)s)", default=3)
     made.add_argument(
         "--ranks",
         metavar="LIST",
         help="the ranks to check, as 0,1,127; by default the first, the second, the first of the second"
         " node, and the last",
     )
-    made.add_argument(
-        "--timeout",
-        type=count,
-        default=600,
-        metavar="SECONDS",
-        help="for each rank (default: %(default)s)",
-    )
+    _number(made, "--timeout", "for each rank (default: %(default)s)", "SECONDS", default=600)
     add_config_file(made, "use")
-    made.add_argument("--json", action="store_true", help="write the findings as JSON")
+    _switch(made, "--json", text="write the findings as JSON")
     made.add_argument(
         "--html", metavar="FILE", help="also write a report: collectives and memory by rank; it opens offline"
     )
-    made.add_argument("--quiet", "-q", action="store_true", help="show only problems")
+    _switch(made, "--quiet", "-q", text="show only problems")
     made.add_argument("script", help="the script")
     made.add_argument("script_arguments", nargs=argparse.REMAINDER, help="its arguments")
     return made
@@ -211,15 +171,9 @@ def merge() -> Parser:
         help="the folder of shards (it holds .metadata), or a checkpoint of save_state that holds one",
     )
     made.add_argument("output_path", help="the folder to write to")
-    made.add_argument(
-        "--unsafe_serialization", action="store_true", help="write pytorch_model.bin rather than safetensors"
-    )
-    made.add_argument(
-        "--remove_checkpoint_dir",
-        action="store_true",
-        help="delete the shards once the merged weights are written",
-    )
-    made.add_argument("--quiet", "-q", action="store_true", help="print nothing on success")
+    _switch(made, "--unsafe_serialization", text="write pytorch_model.bin rather than safetensors")
+    _switch(made, "--remove_checkpoint_dir", text="delete the shards once the merged weights are written")
+    _switch(made, "--quiet", "-q", text="print nothing on success")
     return made
 
 
@@ -228,10 +182,8 @@ def to_fsdp2() -> Parser:
     made = Parser("to-fsdp2", "Rewrite a config file for FSDP (version 1) as one for FSDP2.")
     add_config_file(made, "read")
     made.add_argument("--output_file", metavar="FILE", help="the file to write")
-    made.add_argument(
-        "--overwrite", action="store_true", help="replace the file that is read, or the output file"
-    )
-    made.add_argument("--quiet", "-q", action="store_true", help="do not print the changes")
+    _switch(made, "--overwrite", text="replace the file that is read, or the output file")
+    _switch(made, "--quiet", "-q", text="do not print the changes")
     return made
 
 
@@ -242,24 +194,15 @@ def tpu() -> Parser:
     add_config_file(where, "read")
     where.add_argument("--tpu_name", metavar="NAME", help="the name of the TPU [key tpu_name]")
     where.add_argument("--tpu_zone", metavar="ZONE", help="its zone [key tpu_zone]")
-    where.add_argument("--use_alpha", action="store_true", help="use `gcloud alpha`")
+    _switch(where, "--use_alpha", text="use `gcloud alpha`")
     what = made.add_argument_group("what to run")
     what.add_argument("--command_file", metavar="FILE", help="a file of commands [key command_file]")
-    what.add_argument(
-        "--command",
-        action="append",
-        nargs="+",
-        metavar="COMMAND",
-        help="a command; may be repeated [key commands]",
-    )
-    what.add_argument("--install_accelerate", action="store_true", help="first install accel on the pod")
-    what.add_argument(
-        "--accelerate_version",
-        default="latest",
-        metavar="VERSION",
-        help="the version of accel to install (default: %(default)s)",
-    )
-    made.add_argument("--debug", action="store_true", help="show the command line, and run nothing")
+    text = "a command; may be repeated [key commands]"
+    what.add_argument("--command", action="append", nargs="+", metavar="COMMAND", help=text)
+    _switch(what, "--install_accelerate", text="first install accel on the pod")
+    text = "the version of accel to install (default: %(default)s)"
+    what.add_argument("--accelerate_version", default="latest", metavar="VERSION", help=text)
+    _switch(made, "--debug", text="show the command line, and run nothing")
     return made
 
 

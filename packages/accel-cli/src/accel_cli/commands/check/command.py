@@ -17,7 +17,7 @@ from accel_cli.launch.checks import Facts, uses_cpu, why_no_fp8
 from accel_cli.launch.machine import this_machine
 from accel_cli.output import Table, show, working
 from accel_cli.redact import redact
-from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
+from accel_ops.weights.sizes import convert_bytes
 from accel_state.available import require
 from accel_state.environ import read
 from accel_state.errors import SettingsError
@@ -55,7 +55,6 @@ def run(options: Namespace) -> int:
         raise SettingsError(f"script {options.script!r}: there is no such file.")
     if options.html is not None:
         require("plotly", "--html", install="accel-cli[plot]")
-    memory = None if options.memory is None else _memory(options.memory)
     variables = read()
     merged = combine(parse_environ(variables), read_config(options.config_file, variables).sourced)
     orders = [
@@ -72,15 +71,15 @@ def run(options: Namespace) -> int:
     ranks = ", ".join(str(order.rank) for order in orders)
     with working(f"running {options.script!r} as rank {ranks} of {options.world}"):
         records = play(orders, worker_environ_of_check(merged, variables), timeout=options.timeout)
-    found = find_problems(records, merged, options.world, memory)
+    found = find_problems(records, merged, options.world, options.memory)
     if merged.settings.precision.mixed_precision == "fp8":
         found = replace(found, problems=(*fp8_refusals(merged, this_machine(variables)), *found.problems))
     if options.html is not None:
-        write_html(Path(options.html), found, options.script, memory)
+        write_html(Path(options.html), found, options.script, options.memory)
     if options.json:
         show(_as_json(found, merged))
     else:
-        _print_findings(found, merged, options, memory)
+        _print_findings(found, merged, options)
     return int(bool(found.problems))
 
 
@@ -130,13 +129,6 @@ def fp8_refusals(merged: Merged, machine: Machine) -> tuple[str, ...]:
     is_known = uses_cpu(merged) or (facts.is_local and machine.gpus > 0)
     problem = why_no_fp8(merged, machine) if is_known else None
     return () if problem is None else (problem,)
-
-
-def _memory(text: str) -> int:
-    try:
-        return convert_file_size_to_int(text)
-    except SettingsError as error:
-        raise SettingsError(f"argument --memory: {error}") from None
 
 
 def _ranks(options: Namespace) -> tuple[int, ...]:
@@ -190,14 +182,14 @@ def _title(record: Record) -> str:
     return f"{record.strategy}: {axes}" if axes else record.strategy
 
 
-def _print_findings(found: Findings, merged: Merged, options: Namespace, memory: int | None) -> None:
+def _print_findings(found: Findings, merged: Merged, options: Namespace) -> None:
     if not options.quiet:
         changed = [
             f"  {path}: {redact(path, str(one.value))} ({one.origin})"
             for path, one in sorted(merged.sourced.items())
         ]
         show("settings that differ from the defaults:", *(changed or ["  none"]), "")
-        show(_ranks_table(found, memory))
+        show(_ranks_table(found, options.memory))
         files = _files_table(found)
         if files is not None:
             show("", files, *_checkpoints(found))

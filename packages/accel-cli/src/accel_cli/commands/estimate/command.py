@@ -19,7 +19,7 @@ from accel_cli.commands.estimate.suggest import Suggestion, devices_needed, fits
 from accel_cli.commands.estimate.trace import moments_of
 from accel_cli.commands.estimate.weights import sizes_of, weights_in
 from accel_cli.output import Table, show, working
-from accel_ops.weights.sizes import convert_bytes, convert_file_size_to_int
+from accel_ops.weights.sizes import convert_bytes
 from accel_plugins.megatron.check import data_parallel_size
 from accel_plugins.megatron.sizes import stage_elements
 from accel_state.available import require
@@ -43,8 +43,7 @@ _CHECKPOINTING = ("activation_checkpointing_enable", "gradient_checkpointing_ena
 
 def run(options: Namespace) -> int:
     """Print the memory of a model."""
-    memory = _size(options.memory, "--memory")
-    host = _size(options.host_memory, "--host_memory")
+    memory, host = options.memory, options.host_memory
     picture = None if options.plot is None else _picture(options.plot)
     with working(f"estimating {options.model_name!r}"):
         model = meta_model(
@@ -78,15 +77,6 @@ def run(options: Namespace) -> int:
     if not options.quiet:
         show("", *_notes(options))
     return 0
-
-
-def _size(text: str | None, flag: str) -> int | None:
-    if text is None:
-        return None
-    try:
-        return convert_file_size_to_int(text)
-    except SettingsError as error:
-        raise SettingsError(f"argument {flag}: {error}") from None
 
 
 def _jobs(model: nn.Module, options: Namespace) -> tuple[Job, Job]:
