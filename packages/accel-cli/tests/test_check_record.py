@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.commands.check.command import find_problems, fp8_refusals, worker_environ_of_check
-from accel_cli.commands.check.trace import Event, File, Order, Record, differences, ranks_to_try
-from accel_cli.commands.estimate.memory import Moment, Sizes
+from accel_cli.commands.check.trace import Event, Order, Record, differences, ranks_to_try
+from accel_cli.commands.estimate.memory import Sizes
 from accel_cli.launch.machine import Machine
 from accel_cli.main import main
 from accel_state.settings import Layer, SourcedValue, combine
@@ -51,19 +51,6 @@ def test_the_ranks_to_try_exist_and_the_ends_are_among_them(world, local):
     assert ranks == tuple(sorted(set(ranks)))
     assert ranks[0] == 0
     assert ranks[-1] == world - 1
-
-
-def test_records_and_orders_survive_being_written():
-    record = Record(
-        rank=1, strategy="ddp", precision="bf16", fp8="torchao", sizes=SIZES,
-        moments=(Moment(activations=3),), events=(GATHER,), stopped="no",
-        files=(File(name="a", nbytes=3, where="train.py:9"),),
-    )  # fmt: skip
-    assert Record.from_text(record.to_text()) == record
-    order = Order(
-        script="a.py", arguments=("--x", "1"), rank=9, world=16, local_world=8, batches=2, output="o"
-    )
-    assert Order.from_text(order.to_text()) == order
 
 
 def test_a_rank_that_needs_too_much_is_named():

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import pickle
 import runpy
 import signal
 import sys
@@ -151,17 +151,16 @@ def _log(order: Order) -> Path:
 
 
 def _write(order: Order, record: Record) -> None:
-    Path(order.output).write_text(record.to_text(), encoding="utf-8")
+    Path(order.output).write_bytes(pickle.dumps(record))
 
 
 def _wait_for_start(path: Path) -> None:
-    job = json.loads(path.read_text(encoding="utf-8"))
-    orders = [Order.from_text(text) for text in job["orders"]]
+    orders, timeout, at_once = pickle.loads(path.read_bytes())  # noqa: S301 - `rank_runner` wrote it
     import_often_needed(Path(orders[0].script))
     if len(orders) == 1:
         main(orders[0])
     else:
-        conduct(orders, timeout=job["timeout"], at_once=job["at_once"])
+        conduct(orders, timeout=timeout, at_once=at_once)
     # The records are written; to clear every module of torch would take a fifth of a short check.
     sys.stdout.flush()
     sys.stderr.flush()

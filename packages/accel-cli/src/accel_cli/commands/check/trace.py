@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from accel_cli.commands.estimate.memory import Buckets, Moment, Sizes
+from accel_cli.commands.estimate.memory import Buckets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+    from accel_cli.commands.estimate.memory import Moment, Sizes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,17 +43,6 @@ class Order:
             "MASTER_PORT": 29500,
         }
         return {name: str(value) for name, value in variables.items()}
-
-    def to_text(self) -> str:
-        """Write as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Order:
-        """Read what `to_text` wrote."""
-        table: dict[str, Any] = json.loads(text)
-        table["arguments"] = tuple(table["arguments"])
-        return cls(**table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,24 +107,6 @@ class Record:
     events: tuple[Event, ...] = ()
     files: tuple[File, ...] = ()
     stopped: str = ""
-
-    def to_text(self) -> str:
-        """Write as JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Record:
-        """Read what `to_text` wrote."""
-        table: dict[str, Any] = json.loads(text)
-        sizes: dict[str, Any] | None = table["sizes"]
-        kinds: Mapping[str, type[Any]] = {"moments": Moment, "events": Event, "files": File}
-        for name, kind in kinds.items():
-            table[name] = tuple(kind(**row) for row in table[name])
-        table["buckets"] = Buckets(**table["buckets"])
-        if sizes is not None:
-            sizes["blocks"] = tuple(sizes["blocks"])
-            table["sizes"] = Sizes(**sizes)
-        return cls(**table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
