@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -21,6 +21,7 @@ from accel_train.checkpoint.sharded import form_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from accel_plugins.dcp.protocol import ShardedStates
     from accel_train.checkpoint.run import Run
 
 FORMS: Mapping[StateForm, str] = {
@@ -61,7 +62,7 @@ def files_of(run: Run, *, safe: bool) -> Iterator[tuple[str, int, int]]:
     if sharded is not None and sharded.stage is not None:
         yield from _of_deepspeed(run, sharded.stage, sharded.width)
     else:
-        yield from _WRITERS[form_of(run)](run, safe, sharded is not None)
+        yield from _of_states(run, safe, sharded is not None)
     if run.commits:
         yield from ((layout.scheduler_name(index), 0, 0) for index, _ in enumerate(prepared.schedulers))
         yield from ((layout.custom_name(index), 0, 0) for index, _ in enumerate(run.custom))
@@ -70,66 +71,41 @@ def files_of(run: Run, *, safe: bool) -> Iterator[tuple[str, int, int]]:
     yield layout.rng_name(run.rank), 0, 0
 
 
-def _full(run: Run, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
-    del estimated
-    if run.commits:
-        for index, model in enumerate(run.prepared.models):
-            nbytes = full_nbytes(model.state_dict())
-            yield layout.weights_name(index, safe=safe), nbytes, nbytes
-        for index, optimizer in enumerate(run.prepared.optimizers):
-            nbytes = _state_nbytes(optimizer)
-            yield layout.optimizer_name(index), nbytes, nbytes
-
-
-def _sharded(run: Run, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield this rank's files in the two kinds of sharded folders."""
-    del safe
-    for name, nbytes, state in _folders(run):
-        mine = (
-            nbytes // run.runtime.topology.world_size if estimated else ShardWriter(state(), run.rank).nbytes
-        )
-        yield f"{name}/{shard_file(run.rank)}", mine, nbytes
-        if run.commits:
-            yield f"{name}/{INDEX_NAME}", 0, 0
-
-
-def _folders(run: Run) -> Iterator[tuple[str, int, Callable[[], dict[str, Any]]]]:
-    prepared, shards = run.prepared, run.strategy.shards
-    if shards is None:
+def _of_states(run: Run, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
+    """Yield the files of models and optimizers in the form of the run."""
+    rank, ranks, form = run.rank, run.runtime.topology.world_size, form_of(run)
+    if form is StateForm.FULL and not run.commits:
         return
-    for index, model in enumerate(prepared.models):
-        yield (
-            layout.sharded_model_name(index),
-            full_nbytes(model.state_dict()),
-            lambda model=model: {"model": shards.model_tensors(model)},
-        )
-    for index, optimizer in enumerate(prepared.optimizers):
-        yield (
-            layout.sharded_optimizer_name(index),
-            _state_nbytes(optimizer),
-            lambda optimizer=optimizer: {
-                "optimizer": shards.optimizer_tensors(optimizer.optimizer, prepared.models)
-            },
-        )
+    for names, nbytes, shards in _states(run, safe):
+        if form is StateForm.FULL:
+            yield names[form], nbytes, nbytes
+        elif form is StateForm.NATIVE:
+            yield names[form], nbytes // ranks, nbytes
+        else:
+            mine = nbytes // ranks if estimated else ShardWriter({"state": shards()}, rank).nbytes
+            yield f"{names[form]}/{shard_file(rank)}", mine, nbytes
+            if run.commits:
+                yield f"{names[form]}/{INDEX_NAME}", 0, 0
 
 
-def _local(run: Run, safe: bool, estimated: bool) -> Iterator[tuple[str, int, int]]:
-    """Yield the files of FSDP's local state dicts (`accel_plugins.dcp.local`)."""
-    del safe, estimated
-    ranks, prepared = run.runtime.topology.world_size, run.prepared
-    for index, model in enumerate(prepared.models):
-        nbytes = full_nbytes(model.state_dict())
-        yield local.local_file(local.MODEL, index, run.rank), nbytes // ranks, nbytes
-    for index, optimizer in enumerate(prepared.optimizers):
-        nbytes = _state_nbytes(optimizer)
-        yield local.local_file(local.OPTIMIZER, index, run.rank), nbytes // ranks, nbytes
-
-
-_WRITERS: Mapping[StateForm, Callable[[Any, bool, bool], Iterator[tuple[str, int, int]]]] = {
-    StateForm.FULL: _full,
-    StateForm.SHARDED: _sharded,
-    StateForm.NATIVE: _local,
-}
+def _states(run: Run, safe: bool) -> Iterator[tuple[Mapping[StateForm, str], int, Callable[[], Any]]]:
+    """Yield the name by form, the bytes, and this rank's shards of each model and optimizer."""
+    models, shards = run.prepared.models, cast("ShardedStates", run.strategy.shards)
+    for index, model in enumerate(models):
+        names = {
+            StateForm.FULL: layout.weights_name(index, safe=safe),
+            StateForm.SHARDED: layout.sharded_model_name(index),
+            StateForm.NATIVE: local.local_file(local.MODEL, index, run.rank),
+        }
+        yield names, full_nbytes(model.state_dict()), lambda model=model: shards.model_tensors(model)
+    for index, optimizer in enumerate(run.prepared.optimizers):
+        names = {
+            StateForm.FULL: layout.optimizer_name(index),
+            StateForm.SHARDED: layout.sharded_optimizer_name(index),
+            StateForm.NATIVE: local.local_file(local.OPTIMIZER, index, run.rank),
+        }
+        inner = optimizer.optimizer
+        yield names, _state_nbytes(optimizer), lambda inner=inner: shards.optimizer_tensors(inner, models)
 
 
 def _of_deepspeed(run: Run, stage: int, width: int) -> Iterator[tuple[str, int, int]]:
