@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_state.devices import affinity, detect, info, kinds, probes, select
+from accel_state.devices import affinity, info, kinds, probes, select
 from accel_state.devices.kinds import BY_NAME, CPU, KINDS, available_kind, kind_of
 from accel_state.errors import MissingDependencyError, SettingsError
 from accel_state.labels import DistributedType, RNGType
@@ -41,7 +41,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch):
     def make(count: int, current: int | None = None) -> FakeNamespace:
         namespace = FakeNamespace(count, current)
         monkeypatch.setattr(torch, "cuda", namespace)
-        monkeypatch.setattr(detect, "has_cuda", lambda: True)  # it remembers its answer, and would for others
+        monkeypatch.setattr(
+            probes, "is_cuda_available", lambda: True
+        )  # it remembers its answer, and would for others
         return namespace
 
     return make
@@ -91,7 +93,7 @@ def test_the_first_family_that_answers_is_taken(monkeypatch):
 
 
 def test_a_plugin_that_is_not_installed_is_no_device():
-    assert not detect.has_device.__wrapped__("npu", "surely_not_installed")
+    assert not probes.has_device.__wrapped__("npu", "surely_not_installed")
 
 
 def test_a_device_of_an_unknown_type_is_named():
@@ -156,7 +158,7 @@ def test_asking_for_a_device_does_not_initialise_it(gpus):
 
 def test_a_device_can_be_asked_for_by_name(monkeypatch):
     monkeypatch.setattr(torch, "xpu", FakeNamespace(4))
-    monkeypatch.setattr(detect, "has_device", lambda *_: True)
+    monkeypatch.setattr(probes, "has_device", lambda *_: True)
     kind, device = select.choose_device("xpu:3", cpu=False, local_rank=1, local_world_size=2)
     assert (kind.name, device) == ("xpu", torch.device("xpu", 3))
     assert select.choose_device("xpu", cpu=False, local_rank=1, local_world_size=2)[1] == torch.device(

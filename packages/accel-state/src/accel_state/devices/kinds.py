@@ -77,12 +77,12 @@ def _named(name: str) -> DeviceKind:
 
 
 def _asking(function: str, *args: Any) -> Callable[[], bool]:
-    """Return a probe that calls a function of `accel_state.devices.detect`."""
+    """Return a probe that calls a function of `accel_state.devices.probes`."""
     return functools.partial(_detect, function, *args)
 
 
 def _detect(function: str, *args: Any) -> bool:
-    return getattr(import_module("accel_state.devices.detect"), function)(*args)
+    return getattr(import_module("accel_state.devices.probes"), function)(*args)
 
 
 def _extra(
@@ -118,7 +118,7 @@ KINDS: tuple[DeviceKind, ...] = (
         distributed_type=DistributedType.MULTI_GPU,
         visible_devices_env="HIP_VISIBLE_DEVICES",
         rng_key="cuda",
-        probe=_asking("is_amd"),
+        probe=_asking("is_rocm_available"),
     ),
     _extra("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", None),
     DeviceKind(
@@ -128,7 +128,7 @@ KINDS: tuple[DeviceKind, ...] = (
         distributed_type=DistributedType.NO,
         visible_devices_env=None,
         rng_key=None,
-        probe=_asking("is_mps"),
+        probe=_asking("is_mps_available"),
     ),
     _extra("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
     _extra("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
@@ -145,7 +145,7 @@ KINDS: tuple[DeviceKind, ...] = (
         rng_key="xla",
         plugin="torch_xla",
         runtime="accel_state.devices.xla",
-        probe=_asking("is_xla"),
+        probe=_asking("is_torch_xla_available"),
     ),
     DeviceKind(
         name="cpu",

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from packaging.version import Version
 
-from accel_state.devices.detect import has_cuda
 from accel_state.devices.kinds import BY_NAME, available_kind
+from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -30,14 +30,37 @@ def _answers(name: str) -> bool:
         return False
 
 
+@functools.cache
 def is_cuda_available() -> bool:
     """Whether torch can use an NVIDIA or AMD GPU; leaves CUDA uninitialised, so that one may still fork."""
-    return has_cuda()
+    with patch_environment(pytorch_nvml_based_cuda_check="1"):
+        return torch.cuda.is_available()
+
+
+def is_nvidia() -> bool:
+    """Whether torch can use an NVIDIA GPU."""
+    return torch.version.hip is None and is_cuda_available()
 
 
 def is_rocm_available() -> bool:
     """Whether torch can use an AMD GPU."""
-    return BY_NAME["rocm"].probe()
+    return torch.version.hip is not None and is_cuda_available()
+
+
+@functools.cache
+def has_device(device_type: str, plugin: str | None = None) -> bool:
+    """Whether torch can use a device of a type that answers `torch.<type>.is_available()`.
+
+    Args:
+        device_type: Such as `"xpu"` or `"npu"`.
+        plugin: The package to import first where torch does not know the type by itself.
+    """
+    if plugin is not None and not hasattr(torch, device_type):
+        if find_spec(plugin.partition(".")[0]) is None:
+            return False
+        import_module(plugin)
+    namespace = getattr(torch, device_type, None)
+    return namespace is not None and bool(namespace.is_available())
 
 
 def _question(name: str, device: str) -> Callable[..., bool]:
@@ -78,7 +101,8 @@ def is_mps_available(min_version: str = "1.12") -> bool:
         >>> is_mps_available("999")
         False
     """
-    return Version(Version(torch.__version__).base_version) >= Version(min_version) and BY_NAME["mps"].probe()
+    is_enough = Version(Version(torch.__version__).base_version) >= Version(min_version)
+    return is_enough and torch.backends.mps.is_available()
 
 
 @functools.cache
