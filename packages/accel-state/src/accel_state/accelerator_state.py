@@ -9,8 +9,7 @@ from accel_state import environ
 from accel_state.devices.probes import is_bf16_available
 from accel_state.errors import SettingsError
 from accel_state.labels import distributed_type_of
-from accel_state.partial_state import PartialState
-from accel_state.rank_methods import RankMethods
+from accel_state.partial_state import PartialState, SharedState
 from accel_state.settings.environ import from_environ
 from accel_state.settings.model import BASE_PRECISIONS, Precision
 from accel_state.settings.parsing import precision
@@ -20,14 +19,12 @@ if TYPE_CHECKING:
 
     import torch
 
-    from accel_state.labels import DistributedType
-    from accel_state.runtime import Runtime
 
 # The label of a run with each of these plugins; the first that was given counts.
 _ENGINE_LABELS = {"deepspeed_plugins": "deepspeed", "megatron_lm_plugin": "megatron", "fsdp_plugin": "fsdp"}
 
 
-class AcceleratorState(RankMethods):
+class AcceleratorState(SharedState):
     """State that all `Accelerator`s share: topology, device, precision and plugins.
 
     It has all attributes of `PartialState`.
@@ -57,14 +54,6 @@ class AcceleratorState(RankMethods):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
-    device: torch.device
-    distributed_type: DistributedType
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    backend: str | None
-    debug: bool
-    runtime: Runtime
     deepspeed_plugins: Mapping[str, Any] | None
     fsdp_plugin: Any
     torch_tp_plugin: Any
@@ -128,16 +117,6 @@ class AcceleratorState(RankMethods):
             return "AcceleratorState(reset)"
         return f"{PartialState()!r}\nMixed precision type: {self.mixed_precision}\n"
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self._shared_state:
-            raise AttributeError(f"`AcceleratorState` has no attribute `{name}`.", name=name, obj=self)
-        raise AttributeError(
-            f"`AcceleratorState` has no attribute `{name}`: it was reset with `_reset_state()` and no "
-            "`AcceleratorState()` or `Accelerator()` was made since.",
-            name=name,
-            obj=self,
-        )
-
     @classmethod
     def _reset_state(cls, reset_partial_state: bool = False) -> None:
         """Reset the shared state, for tests and sweeps."""
@@ -148,11 +127,6 @@ class AcceleratorState(RankMethods):
     @property
     def _process(self) -> PartialState:
         return PartialState()
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the precision is decided."""
-        return bool(self._shared_state)
 
     @property
     def mixed_precision(self) -> str:
@@ -283,6 +257,5 @@ def _refuse_changes(known: Mapping[str, Any], plugins: Mapping[str, Any]) -> Non
         if known.get(name) != value:
             raise SettingsError(
                 f"AcceleratorState({name}={value!r}): this process has {known.get(name)!r} already. Pass "
-                "it to "
-                "`Accelerator`, which may change it."
+                "it to `Accelerator`, which may change it."
             )

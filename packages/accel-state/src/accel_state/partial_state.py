@@ -28,7 +28,39 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class PartialState(RankMethods):
+class SharedState(RankMethods):
+    """What `PartialState` and `AcceleratorState` have in common: attributes that all instances share."""
+
+    _shared_state: ClassVar[dict[str, Any]]
+
+    device: torch.device
+    distributed_type: DistributedType
+    num_processes: int
+    process_index: int
+    local_process_index: int
+    backend: str | None
+    debug: bool
+    runtime: Runtime
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self).__name__
+        message = f"`{kind}` has no attribute `{name}`"
+        if name.startswith("__") or self._shared_state:
+            raise AttributeError(f"{message}.", name=name, obj=self)
+        raise AttributeError(
+            f"{message}: it was reset with `_reset_state()` and no `{kind}()` or `Accelerator()` was made "
+            "since.",
+            name=name,
+            obj=self,
+        )
+
+    @property
+    def initialized(self) -> bool:
+        """Whether the state is initialised."""
+        return bool(self._shared_state)
+
+
+class PartialState(SharedState):
     """Rank, world size and device of this process, with collectives. All instances share state.
 
     The first one joins the process group, if a launcher started several processes; a group that exists
@@ -63,15 +95,7 @@ class PartialState(RankMethods):
 
     _shared_state: ClassVar[dict[str, Any]] = {}
 
-    device: torch.device
-    distributed_type: DistributedType
-    num_processes: int
-    process_index: int
-    local_process_index: int
-    backend: str | None
-    debug: bool
     fork_launched: bool
-    runtime: Runtime
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -131,26 +155,11 @@ class PartialState(RankMethods):
             f"Device: {self.device}\n"
         )
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or self._shared_state:
-            raise AttributeError(f"`PartialState` has no attribute `{name}`.", name=name, obj=self)
-        raise AttributeError(
-            f"`PartialState` has no attribute `{name}`: it was reset with `_reset_state()` and no "
-            "`PartialState()` or `Accelerator()` was made since.",
-            name=name,
-            obj=self,
-        )
-
     @classmethod
     def _reset_state(cls) -> None:
         """Reset the shared state, for tests. The process group stays as it is."""
         cls._shared_state.clear()
         runtime.reset()
-
-    @property
-    def initialized(self) -> bool:
-        """Whether the state is initialised."""
-        return bool(self._shared_state)
 
     @property
     def _process(self) -> PartialState:
