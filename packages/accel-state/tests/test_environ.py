@@ -6,7 +6,6 @@ import unittest
 import pytest
 
 from accel_state import environ
-from accel_state.environ_file import convert_dict_to_env_variables
 from accel_state.environ_purge import purge_accelerate_environment
 from accel_state.errors import SettingsError
 
@@ -247,7 +246,9 @@ class TestUnderPytest:
 
 
 def test_lines_that_an_environment_file_cannot_hold_are_left_out_with_a_warning(caplog):
-    lines = convert_dict_to_env_variables({"GOOD": 1, "BAD": "a;b", "WORSE": "a\nb", "A=B": "x", "EMPTY": ""})
+    lines = environ.convert_dict_to_env_variables(
+        {"GOOD": 1, "BAD": "a;b", "WORSE": "a\nb", "A=B": "x", "EMPTY": ""}
+    )
     assert lines == ["GOOD=1\n"]
     assert [name in caplog.text for name in ("BAD", "WORSE", "A=B", "EMPTY")] == [True] * 4
 

@@ -81,12 +81,12 @@ from accel_state.devices.probes import is_xccl_available as is_xccl_available
 from accel_state.devices.probes import is_xpu_available as is_xpu_available
 from accel_state.environ import are_libraries_initialized as are_libraries_initialized
 from accel_state.environ import clear_environment as clear_environment
+from accel_state.environ import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.environ import get_int_from_env as get_int_from_env
 from accel_state.environ import parse_choice_from_env as parse_choice_from_env
 from accel_state.environ import parse_flag_from_env as parse_flag_from_env
 from accel_state.environ import patch_environment as patch_environment
 from accel_state.environ import str_to_bool as str_to_bool
-from accel_state.environ_file import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.environ_purge import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.errors import AccelError as AccelError
 from accel_state.errors import DistributedOperationException as DistributedOperationException

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from contextlib import contextmanager
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
+_NOT_IN_FILES = frozenset(";\n\r\0<> ")
+
+logger = logging.getLogger(__name__)
 
 
 def read() -> dict[str, str]:
@@ -156,6 +160,29 @@ def are_libraries_initialized(*library_names: str) -> list[str]:
         ['sys']
     """
     return [name for name in library_names if name in sys.modules]
+
+
+def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
+    r"""Write variables as lines for an environment file, leaving out what such a file cannot hold.
+
+    Returns:
+        `NAME=value` with a line end, one per variable. A variable whose name or value is empty, or holds
+        white space, a line end, `;`, `<` or `>`, or whose name holds `=`, is left out with a warning.
+
+    Example:
+        >>> convert_dict_to_env_variables({"ACCELERATE_DEBUG_MODE": "1"})
+        ['ACCELERATE_DEBUG_MODE=1\n']
+    """
+    lines: list[str] = []
+    for name, value in current_env.items():
+        text = str(value)
+        if name and text and "=" not in name and not _NOT_IN_FILES & {*name, *text}:
+            lines.append(f"{name}={text}\n")
+        else:
+            logger.warning(
+                "left out the variable %r=%r: a line of an environment file cannot hold it", name, text
+            )
+    return lines
 
 
 def accelerate_variables() -> set[str]:

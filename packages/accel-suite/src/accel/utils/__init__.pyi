@@ -207,11 +207,10 @@ from accel_state.devices.probes import (
 )
 from accel_state.environ import (
     are_libraries_initialized as are_libraries_initialized, clear_environment as clear_environment,
-    get_int_from_env as get_int_from_env, parse_choice_from_env as parse_choice_from_env,
-    parse_flag_from_env as parse_flag_from_env, patch_environment as patch_environment,
-    str_to_bool as str_to_bool,
+    convert_dict_to_env_variables as convert_dict_to_env_variables, get_int_from_env as get_int_from_env,
+    parse_choice_from_env as parse_choice_from_env, parse_flag_from_env as parse_flag_from_env,
+    patch_environment as patch_environment, str_to_bool as str_to_bool,
 )
-from accel_state.environ_file import convert_dict_to_env_variables as convert_dict_to_env_variables
 from accel_state.environ_purge import purge_accelerate_environment as purge_accelerate_environment
 from accel_state.labels import (
     ComputeEnvironment as ComputeEnvironment, CustomDtype as CustomDtype,
