@@ -12,11 +12,9 @@ from accel_state.topology import Topology
 
 def test_only_a_process_that_was_started_again_needs_a_store_of_its_own():
     agent = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
-    assert (
-        runtime._restart_count({}) == runtime._restart_count(agent | {"TORCHELASTIC_RESTART_COUNT": "0"}) == 0
-    )
-    assert runtime._restart_count(agent | {"TORCHELASTIC_RESTART_COUNT": "2"}) == 2
-    assert runtime._restart_count({"TORCHELASTIC_RESTART_COUNT": "2"}) == 0, "its own store is new anyway"
+    assert runtime._life({}) == runtime._life(agent | {"TORCHELASTIC_RESTART_COUNT": "0"}) == ""
+    assert runtime._life(agent | {"TORCHELASTIC_RESTART_COUNT": "2"}) == "2"
+    assert runtime._life({"TORCHELASTIC_RESTART_COUNT": "2"}) == "", "its own store is new anyway"
 
 
 def test_a_group_after_another_one_has_a_life_of_its_own(monkeypatch):

@@ -30,7 +30,7 @@ class RngSource:
     """
 
     read: Callable[[], Tensor]
-    write: Callable[[Tensor], None]
+    write: Callable[[Tensor], object]
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
@@ -128,7 +128,7 @@ def rng_source(rng_type: RNGType | str, generator: torch.Generator | None = None
     if key is RNGType.GENERATOR:
         if generator is None:
             raise SettingsError("rng_type='generator' needs the generator; pass it as `generator`.")
-        return RngSource(read=generator.get_state, write=lambda state: _set(generator, state))
+        return RngSource(read=generator.get_state, write=generator.set_state)
     return _of_device(next(kind for kind in KINDS if kind.rng_key == key.value))
 
 
@@ -137,7 +137,3 @@ def _of_device(kind: DeviceKind) -> RngSource:
     if not any(row.probe() for row in rows):
         raise SettingsError(f"rng_type={kind.rng_key!r} was asked for, but there is no such device here.")
     return RngSource(read=kind.module.get_rng_state, write=kind.module.set_rng_state)
-
-
-def _set(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)

@@ -244,19 +244,10 @@ def _group_options(
 
 def _life(variables: Mapping[str, str]) -> str:
     """Tell this group from earlier ones that have left keys in the agent's store; empty for the first."""
-    restarts = _restart_count(variables)
-    earlier = group_end.groups_joined() if _uses_agent_store(variables) else 0
+    if variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    restarts, earlier = int(variables.get("TORCHELASTIC_RESTART_COUNT") or 0), group_end.groups_joined()
     return f"{restarts}.{earlier}" if earlier else str(restarts or "")
-
-
-def _uses_agent_store(variables: Mapping[str, str]) -> bool:
-    return variables.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-
-
-def _restart_count(variables: Mapping[str, str]) -> int:
-    """Return the number of restarts by torch's elastic agent, if the agent provides the store."""
-    restarts = variables.get("TORCHELASTIC_RESTART_COUNT") or 0
-    return int(restarts) if _uses_agent_store(variables) else 0
 
 
 def _restart_store(

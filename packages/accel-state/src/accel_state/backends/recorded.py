@@ -10,7 +10,7 @@ from accel_state.backends.torch_dist import TorchCollectives
 from accel_state.hang_monitor import collective_scope
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -36,19 +36,18 @@ class RecordedCollectives:
         own: The module of its family, `DeviceKind.own_runtime`.
     """
 
-    __slots__ = ("_device", "_host", "_own", "chunk_bytes", "rank", "world_size")
-
     def __init__(self, device: torch.device, own: Any) -> None:
-        self._host = TorchCollectives(torch.device("cpu"))
+        self._host = host = TorchCollectives(torch.device("cpu"))
         self._device = device
         self._own = own
-        self.rank: int = self._host.rank
-        self.world_size: int = self._host.world_size
-        self.chunk_bytes: int = self._host.chunk_bytes
-
-    def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
-        """Send some bytes to every rank, over the host."""
-        return self._host.exchange_chunks(chunk, meanwhile)
+        self.rank: int = host.rank
+        self.world_size: int = host.world_size
+        self.chunk_bytes: int = host.chunk_bytes
+        self.exchange_chunks = host.exchange_chunks
+        self.start_scatter = host.start_scatter
+        self.all_gather_object = host.all_gather_object
+        self.broadcast_object_list = host.broadcast_object_list
+        self.barrier = host.barrier  # what ranks have recorded waits only once something needs it
 
     def all_gather_into(
         self, out: Tensor, tensor: Tensor, meanwhile: Callable[[], None] | None = None
@@ -72,10 +71,6 @@ class RecordedCollectives:
             sent = self._own.broadcast(tensor.to(_SENT_AS[tensor.dtype]), is_source=self.rank == src)
             tensor.copy_(sent)
 
-    def start_scatter(self, out: Tensor, parts: Sequence[Tensor] | None, src: int) -> Callable[[], None]:
-        """Begin to fill `out` with this rank's tensor of those of rank `src`, over the host."""
-        return self._host.start_scatter(out, parts, src)
-
     def all_reduce(
         self, tensor: Tensor, meanwhile: Callable[[], None] | None = None, *, op: ReduceOp = "sum"
     ) -> None:
@@ -87,18 +82,6 @@ class RecordedCollectives:
             meanwhile()
         with collective_scope("all_reduce"):
             tensor.copy_(self._own.all_reduce(tensor.to(_ADDED_AS[tensor.dtype]), op))
-
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """Gather the picklable objects of all ranks, in rank order."""
-        return self._host.all_gather_object(obj)
-
-    def broadcast_object_list(self, objects: list[Any], src: int) -> None:
-        """Replace the items of `objects` by those of rank `src`."""
-        self._host.broadcast_object_list(objects, src)
-
-    def barrier(self) -> None:
-        """Wait for all ranks; for what they have recorded, only once something needs it."""
-        self._host.barrier()
 
     def _is_recorded(self, tensor: Tensor) -> bool:
         return tensor.device.type == self._device.type and tensor.dtype in _SENT_AS and tensor.numel() > 0

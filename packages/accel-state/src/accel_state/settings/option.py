@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
-from accel_state.settings.parsing import boolean, one_of
+from accel_state.settings.parsing import boolean, integer, one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -83,7 +83,7 @@ def setting(
     """Declare a field of a section with its row.
 
     What the row leaves out follows: a boolean field is parsed as one, and its flag takes no value if
-    the field cannot be None; `choices` are parsed in any case.
+    the field cannot be None; an integer is at least 1; `choices` are parsed in any case.
 
     Args:
         derive: Makes values of the row from the field's name; those in `row` win.
@@ -93,6 +93,15 @@ def setting(
     """
     metadata = {"row": lambda name: {**(derive(name) if derive else {}), **row}}
     return field(default=default, repr=repr, metadata=metadata)
+
+
+def plain(help: str, **row: Any) -> Any:  # noqa: A002 - as the field is called
+    """Declare a field that has its own name as variable, as flag and as key at the top of a file."""
+    return setting(
+        lambda name: {"variable": f"ACCELERATE_{name.upper()}", "flags": (f"--{name}",), "key": name},
+        help=help,
+        **row,
+    )
 
 
 def spelled(name: str, table: str, *, variable: str | None = None, **row: Any) -> dict[str, Any]:
@@ -110,6 +119,8 @@ def _row_of(section: str, one: Field[Any], topic: str) -> Option:
     implied: dict[str, Any] = {"parse": one_of(*row["choices"])} if "choices" in row else {}
     if str(one.type).startswith("bool"):
         implied = {"parse": boolean, "const": "true" if one.type == "bool" else None}
+    elif str(one.type).startswith("int"):
+        implied = {"parse": integer(1)}
     return Option(path=f"{section}.{one.name}", topic=topic, **{**implied, **row})
 
 

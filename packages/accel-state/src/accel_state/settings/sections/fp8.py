@@ -60,7 +60,6 @@ class Fp8Settings:
     )
     interval: int | None = _row(
         "TE: steps between two computations of the scaling factors.",
-        parse=integer(1),
         question="How many steps between two computations of the scaling factors?",
         ask_if=_with("TE"),
     )
@@ -72,7 +71,6 @@ class Fp8Settings:
     )
     amax_history_len: int | None = _row(
         "TE: steps that are looked back on for the scaling factors.",
-        parse=integer(1),
         key_aliases=("fp8_config.fp8_amax_history_len", "fp8_config.amax_history_length"),
         question="How many steps are looked back on for the scaling factors?",
         ask_if=_with("TE"),

@@ -82,7 +82,6 @@ class LaunchSettings:
     num_machines: int = _row(
         "Number of nodes (machines).",
         default=1,
-        parse=integer(1),
         question="How many nodes (machines)?",
         ask_if=lambda answers: not is_local(answers) or _several_processes(answers),
     )
@@ -94,7 +93,6 @@ class LaunchSettings:
     )
     min_machines: int | None = _row(
         "Go on with as few machines as this when others leave; with a rendezvous that is not static.",
-        parse=integer(1),
         skip_reason="It belongs to one run rather than to a machine.",
     )
     machine_rank: int = _row(
@@ -137,7 +135,6 @@ class LaunchSettings:
     )
     num_cpu_threads_per_process: int | None = _row(
         "Threads per process (OMP_NUM_THREADS); by default several processes share the cores.",
-        parse=integer(1),
         question="How many threads per process?",
         ask_if=lambda answers: is_local(answers) and answers("launch.distributed_type") == "MULTI_CPU",
     )

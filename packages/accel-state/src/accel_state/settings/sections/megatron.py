@@ -14,6 +14,7 @@ _GRANULARITIES = ("full", "selective")
 _METHODS = ("uniform", "block")
 _BACKENDS = ("auto", "flash", "fused", "unfused", "local")
 _REFUSED = "It is not supported."
+_NO_EXPERTS = "Not supported: no supported model has experts."
 
 
 def _attention_backend(text: str) -> str:
@@ -40,20 +41,15 @@ def _row(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
 class MegatronSettings:
     """How Megatron-LM trains; the fields of `MegatronLMPlugin` that can be set from outside."""
 
-    tp_degree: int | None = _row("Tensor-parallel size.", parse=integer(1), question="Tensor-parallel size?")
+    tp_degree: int | None = _row("Tensor-parallel size.", question="Tensor-parallel size?")
     sequence_parallelism: bool | None = _row(
         "Shard activations along the sequence dim (sequence parallelism).",
         question="Shard activations along the sequence dim? (sequence parallelism)",
         ask_if=lambda answers: _on(answers) and (answers("megatron.tp_degree") or 1) > 1,
     )
-    pp_degree: int | None = _row(
-        "Pipeline-parallel size.",
-        parse=integer(1),
-        question="Pipeline-parallel size?",
-    )
+    pp_degree: int | None = _row("Pipeline-parallel size.", question="Pipeline-parallel size?")
     num_micro_batches: int | None = _row(
         "Micro-batches per step.",
-        parse=integer(1),
         question="How many micro-batches per step?",
     )
     recompute_activations: bool | None = _row(
@@ -82,23 +78,15 @@ class MegatronSettings:
     )
     recompute_granularity: str | None = _row("Granularity of activation recompute.", choices=_GRANULARITIES)
     recompute_method: str | None = _row("Method of activation recompute.", choices=_METHODS)
-    recompute_num_layers: int | None = _row("Layers per recompute unit.", parse=integer(1))
+    recompute_num_layers: int | None = _row("Layers per recompute unit.")
     attention_backend: str | None = _row(
         "Attention backend; true stands for auto and false for unfused.",
         parse=_attention_backend,
         choices=_BACKENDS,
     )
-    expert_model_parallel_size: int | None = _row(
-        "Not supported: no supported model has experts.",
-        parse=integer(1),
-        skip_reason=_REFUSED,
-    )
-    context_parallel_size: int | None = _row("Context-parallel size.", parse=integer(1))
-    expert_tensor_parallel_size: int | None = _row(
-        "Not supported: no supported model has experts.",
-        parse=integer(1),
-        skip_reason=_REFUSED,
-    )
+    expert_model_parallel_size: int | None = _row(_NO_EXPERTS, skip_reason=_REFUSED)
+    context_parallel_size: int | None = _row("Context-parallel size.")
+    expert_tensor_parallel_size: int | None = _row(_NO_EXPERTS, skip_reason=_REFUSED)
     attention_dropout: float | None = _row("Dropout probability of attention weights.", parse=number(0, 1))
     hidden_dropout: float | None = _row("Dropout probability of hidden states.", parse=number(0, 1))
     attention_softmax_in_fp32: bool | None = _row("Compute the softmax of attention in float32.")

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.settings.option import Answers, documented, rows_of, setting, spelled, switch
-from accel_state.settings.parsing import integer
 from accel_state.settings.sections.launch import is_local
 
 _COMMUNICATION = ("allgather", "alltoall")
@@ -49,25 +48,17 @@ class ParallelismSettings:
 
     dp_replicate_size: int | None = _row(
         "Replicated data-parallel size: number of replicas of the model.",
-        parse=integer(1),
         question="How many replicas of the model? (replicated data-parallel size)",
         ask_if=_with_torch,
     )
     dp_shard_size: int | None = _row(
         "Sharded data-parallel size: number of ranks that shard each replica (FSDP).",
-        parse=integer(1),
         question="How many ranks shard each replica? (sharded data-parallel size)",
         ask_if=_with_torch,
     )
-    tp_size: int | None = _row(
-        "Tensor-parallel size.",
-        parse=integer(1),
-        question="Tensor-parallel size?",
-        ask_if=_with_torch,
-    )
+    tp_size: int | None = _row("Tensor-parallel size.", question="Tensor-parallel size?", ask_if=_with_torch)
     cp_size: int | None = _row(
         "Context-parallel size (PyTorch).",
-        parse=integer(1),
         question="Context-parallel size?",
         ask_if=_with_torch,
     )
@@ -85,7 +76,6 @@ class ParallelismSettings:
     )
     sp_size: int | None = _row(
         "Sequence-parallel size (DeepSpeed).",
-        parse=integer(1),
         question="Sequence-parallel size?",
         ask_if=_with_deepspeed,
     )
@@ -102,7 +92,6 @@ class ParallelismSettings:
     )
     sp_seq_length: int | None = _row(
         "Sequence length in tokens.",
-        parse=integer(1),
         question="Sequence length in tokens? (empty: taken from the first batch)",
         ask_if=_sequence,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accel_state.settings.option import documented, rows_of, setting
+from accel_state.settings.option import documented, plain, rows_of, setting
 from accel_state.settings.sections.launch import is_local
 
 _ONE_RUN = "It belongs to one run rather than to a machine."
@@ -58,12 +58,9 @@ class ProcessSettings:
         variable="ACCELERATE_ENABLE_RICH",
         skip_reason=_ONE_RUN,
     )
-    as_accelerate: bool = setting(
-        help="Let `import accelerate` in the script, and in what it imports, be accel; needs accel-compat.",
+    as_accelerate: bool = plain(
+        "Let `import accelerate` in the script, and in what it imports, be accel; needs accel-compat.",
         default=False,
-        variable="ACCELERATE_AS_ACCELERATE",
-        flags=("--as_accelerate",),
-        key="as_accelerate",
         skip_reason="It is for scripts and libraries that are written for Accelerate.",
     )
 

@@ -37,6 +37,10 @@ def _sagemaker(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is c
     return setting(lambda field: {"key": field, "ask_if": ask_if}, help=help, **more)
 
 
+def _of_pod(help: str, **more: Any) -> Any:  # noqa: A002 - as the field is called
+    return setting(lambda field: {"key": f"tpu_{field}", "ask_if": _pod}, help=help, **more)
+
+
 @documented
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MpiSettings:
@@ -75,61 +79,43 @@ class TpuSettings:
         question="Let double mean float32? Otherwise it means bfloat16, as float does.",
         ask_if=lambda answers: _tpu(answers) and answers("precision.mixed_precision") == "bf16",
     )
-    use_cluster: bool = setting(
-        help="Run on all machines of a pod.",
+    use_cluster: bool = _of_pod(
+        "Run on all machines of a pod.",
         default=False,
         flags=("--tpu_cluster",),
         flag_aliases=(("--no_tpu_cluster", "false"),),
-        key="tpu_use_cluster",
         question="Run on all machines of a pod?",
         ask_if=_tpu,
     )
-    name: str | None = setting(
-        help="The name of the TPU.",
-        key="tpu_name",
-        question="What is the TPU called?",
-        ask_if=_pod,
-    )
-    zone: str | None = setting(
-        help="The zone of the TPU.",
-        key="tpu_zone",
-        question="In which zone is it?",
-        ask_if=_pod,
-    )
-    use_sudo: bool = setting(
-        help="Run as root on the machines of a pod.",
+    name: str | None = _of_pod("The name of the TPU.", question="What is the TPU called?")
+    zone: str | None = _of_pod("The zone of the TPU.", question="In which zone is it?")
+    use_sudo: bool = _of_pod(
+        "Run as root on the machines of a pod.",
         default=False,
         flags=("--tpu_use_sudo",),
-        key="tpu_use_sudo",
         question="Run as root there?",
-        ask_if=_pod,
     )
-    vm: tuple[str, ...] = setting(
-        help="Names of single machines; may be repeated.",
+    vm: tuple[str, ...] = _of_pod(
+        "Names of single machines; may be repeated.",
         default=(),
         flags=("--vm",),
         kind="list",
-        key="tpu_vm",
         question="Names of single machines, with commas between? (empty: all of the pod)",
-        ask_if=_pod,
     )
-    env: tuple[str, ...] = setting(
-        help="A variable for the machines of a pod, as NAME=value; may be repeated.",
+    env: tuple[str, ...] = _of_pod(
+        "A variable for the machines of a pod, as NAME=value; may be repeated.",
         default=(),
         flags=("--env",),
         kind="list",
-        key="tpu_env",
         question="Variables for them, as NAME=value with commas between? (empty: none)",
-        ask_if=_pod,
     )
-    command_file: str | None = setting(
-        help="A file with commands that the machines of a pod run first.",
+    command_file: str | None = _of_pod(
+        "A file with commands that the machines of a pod run first.",
         key="command_file",
         question="A file with commands that they run first? (empty: none)",
-        ask_if=_pod,
     )
-    commands: tuple[str, ...] = setting(
-        help="Commands that the machines of a pod run first.",
+    commands: tuple[str, ...] = _of_pod(
+        "Commands that the machines of a pod run first.",
         default=(),
         kind="list",
         key="commands",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accel_state.labels import DynamoBackend, PrecisionType
-from accel_state.settings.option import Answers, documented, rows_of, setting, spelled
+from accel_state.settings.option import Answers, documented, plain, rows_of, setting, spelled
 from accel_state.settings.parsing import integer, optional, precision
 
 _PRECISIONS = tuple(member.value for member in PrecisionType)
@@ -23,14 +23,11 @@ def _compiles(answers: Answers) -> bool:
 class PrecisionSettings:
     """In which precision the forward and backward passes compute."""
 
-    mixed_precision: str = setting(
-        help="The precision of forward and backward passes.",
+    mixed_precision: str = plain(
+        "The precision of forward and backward passes.",
         default="no",
         parse=precision(*_PRECISIONS),
         choices=_PRECISIONS,
-        variable="ACCELERATE_MIXED_PRECISION",
-        flags=("--mixed_precision",),
-        key="mixed_precision",
         question="In which precision do forward and backward passes compute?",
     )
 
@@ -40,23 +37,17 @@ class PrecisionSettings:
 class TrainingSettings:
     """How the training loop steps."""
 
-    gradient_accumulation_steps: int = setting(
-        help="Micro-batches per optimizer step; auto leaves it to the script.",
+    gradient_accumulation_steps: int = plain(
+        "Micro-batches per optimizer step; auto leaves it to the script.",
         default=1,
         parse=optional(integer(1), "auto"),
-        variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        flags=("--gradient_accumulation_steps",),
-        key="gradient_accumulation_steps",
         key_aliases=("deepspeed_config.gradient_accumulation_steps",),
         question="How many micro-batches per optimizer step?",
         ask_if=lambda answers: bool(answers("deepspeed")) and not answers("deepspeed.hf_ds_config"),
     )
-    strategy: str | None = setting(
-        help="The strategy that trains, by its name; auto chooses the first that applies.",
+    strategy: str | None = plain(
+        "The strategy that trains, by its name; auto chooses the first that applies.",
         parse=optional(str, "auto", ""),
-        variable="ACCELERATE_STRATEGY",
-        flags=("--strategy",),
-        key="strategy",
         skip_reason="The questions about DeepSpeed, FSDP and parallelism choose it.",
     )
 
