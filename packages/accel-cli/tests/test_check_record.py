@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.commands.check.command import find_problems, fp8_refusals, worker_environ_of_check
-from accel_cli.commands.check.trace import Event, Order, Record, differences, ranks_to_try
+from accel_cli.commands.check.trace import Chosen, Event, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Sizes
 from accel_cli.launch.machine import Machine
 from accel_cli.main import main
@@ -55,11 +55,14 @@ def test_the_ranks_to_try_exist_and_the_ends_are_among_them(world, local):
 
 def test_a_rank_that_needs_too_much_is_named():
     merged = combine()
-    found = find_problems([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**7)
+    found = find_problems([Record(rank=0, strategy=Chosen(name="ddp"), sizes=SIZES)], merged, 8, 10**7)
     assert found.estimates[0].strategy == "DDP"
     assert found.estimates[0].device == 24 * 10**6
     assert "rank 0 needs" in found.problems[0]
-    assert find_problems([Record(rank=0, strategy="ddp", sizes=SIZES)], merged, 8, 10**9).problems == ()
+    assert (
+        find_problems([Record(rank=0, strategy=Chosen(name="ddp"), sizes=SIZES)], merged, 8, 10**9).problems
+        == ()
+    )
 
 
 def test_another_number_of_processes_in_the_config_is_reported():

@@ -32,14 +32,16 @@ from accel_cli.launch import (
     xla_workers,
 )
 from accel_cli.launch.args import read_arguments
+from accel_cli.launch.command import probe_host
 from accel_cli.launch.exit_codes import run_program
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.run_sagemaker import hyperparameters
 from accel_cli.launch.slurm import parse_slurm
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
-from accel_state.settings import combine, from_environ, parse_environ, parse_file
+from accel_state.settings import Settings, combine, from_environ, parse_environ, parse_file
 from accel_state.settings.options import BY_PATH
+from accel_state.settings.sections.remote import TpuSettings
 
 EIGHT = Machine(gpus=8, cores=64)
 
@@ -294,6 +296,13 @@ def test_a_pod_takes_some_machines_root_and_a_file_of_commands():
     words = run_pod.arguments(plan(file=file, machine=replace(EIGHT, commands=("ls", "pwd"))))
     assert words[-1] == "--worker=vm-1,vm-2"
     assert words[-2].startswith("--command=ls; pwd; sudo env ")
+
+
+def test_a_comment_in_the_file_of_commands_leaves_the_command_that_follows(tmp_path):
+    file = tmp_path / "commands"
+    file.write_text("# once\ncd repo\n\n")
+    tpu = TpuSettings(use_cluster=True, command_file=str(file))
+    assert probe_host(Settings(tpu=tpu), {}).commands == ("cd repo",)
 
 
 def test_no_word_of_a_config_file_becomes_an_option_of_gcloud():

@@ -11,11 +11,11 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("plotly")
 
 from accel_cli.commands.check.command import find_problems, write_html
-from accel_cli.commands.check.report import timeline
-from accel_cli.commands.check.trace import Event, Record
+from accel_cli.commands.check.trace import Chosen, Event, Record
 from accel_cli.commands.estimate.memory import Job, Moment, Sizes, estimate
 from accel_cli.commands.selftest import command as selftest
 from accel_cli.commands.selftest.results import Outcome, Report
+from accel_cli.figures import timeline
 from accel_cli.main import main
 from accel_state.settings import combine
 
@@ -31,8 +31,10 @@ def calls(*kinds):
 
 def records():
     return [
-        Record(rank=0, strategy="DDP", sizes=SIZES, events=calls("prepare", "gather", "save_state")),
-        Record(rank=1, strategy="DDP", sizes=SIZES, events=calls("prepare", "gather", "<b>")),
+        Record(
+            rank=0, strategy=Chosen(name="DDP"), sizes=SIZES, events=calls("prepare", "gather", "save_state")
+        ),
+        Record(rank=1, strategy=Chosen(name="DDP"), sizes=SIZES, events=calls("prepare", "gather", "<b>")),
     ]
 
 

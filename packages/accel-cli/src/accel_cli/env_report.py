@@ -70,7 +70,11 @@ def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[s
         "libraries": _versions(_LIBRARIES),
         "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
         "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
-        **{name: _late(module, fact) for name, (module, fact) in _LATE.items() if _is_installed(module)},
+        **{
+            name: _late(module, fact)
+            for name, (module, fact) in _LATE.items()
+            if find_spec(module.partition(".")[0]) is not None
+        },
         "launcher": _unless_wrong(lambda: _launcher(environ)),
         "config file": config_file or str(default_config_file(environ) or "none"),
         "settings": _unless_wrong(lambda: _settings(environ, config_file)),
@@ -124,11 +128,7 @@ def _unless_wrong(fact: Callable[[], Any]) -> Any:
 def _late(module: str, fact: Callable[[Any], Any]) -> Any:
     try:
         return fact(import_module(module))
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-    ) as error:  # a broken installation, or driver
+    except (ImportError, OSError, RuntimeError) as error:  # a broken installation, or driver
         return f"cannot be asked: {type(error).__name__}: {error}"
 
 
@@ -160,7 +160,7 @@ def _torch(torch: Any) -> dict[str, Any]:
         "version": torch.__version__,
         "built for CUDA": torch.version.cuda,
         "built for ROCm": torch.version.hip,
-        "NCCL": _version(torch.cuda.nccl.version()) if torch.cuda.is_available() else None,
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else None,
         "cuDNN": torch.backends.cudnn.version(),
         "distributed": torch.distributed.is_available(),
         "threads": torch.get_num_threads(),
@@ -190,21 +190,9 @@ def _driver() -> str | None:
     return versions[0] if versions else None
 
 
-def _version(parts: tuple[int, ...]) -> str:
-    return ".".join(map(str, parts))
-
-
-def _stages(order: Any) -> str:
-    return ", ".join(order.STAGE_NAMES)
-
-
 # Imported when they are reported: what needs torch, and what is there only with other packages of ours.
 _LATE: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
     "torch": ("torch", _torch),
     "devices": ("accel_state.devices.kinds", _devices),
-    "stages of prepare": ("accel_train.prepare", _stages),
+    "stages of prepare": ("accel_train.prepare", lambda order: ", ".join(order.STAGE_NAMES)),
 }
-
-
-def _is_installed(module: str) -> bool:
-    return find_spec(module.partition(".")[0]) is not None

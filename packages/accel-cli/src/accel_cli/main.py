@@ -131,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = argv
     if name not in COMMANDS:
-        return _fail("accel", _unknown(name))
+        hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}.")
+        return _fail("accel", f"{name!r} is no command; {hint}")
     try:
         return COMMANDS[name].run(rest)
     except AccelError as error:
@@ -173,11 +174,6 @@ def _overview() -> str:
             "",
         )
     )
-
-
-def _unknown(name: str) -> str:
-    hint = did_you_mean(name, COMMANDS, f"there are {', '.join(COMMANDS)}.")
-    return f"{name!r} is no command; {hint}"
 
 
 def _fail(program: str, message: str) -> int:

@@ -21,3 +21,8 @@ def text_lines(file: str, what: str) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise SettingsError(f"{what} {file!r} cannot be read: {reason}.") from None
+
+
+def command_lines(file: str, what: str) -> list[str]:
+    """The lines of a file of commands, without comments and empty lines."""
+    return [line for line in map(str.strip, text_lines(file, what)) if line and not line.startswith("#")]

@@ -9,9 +9,9 @@ import subprocess
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.config_file import read_config
-from accel_cli.launch.run_pod import as_name
+from accel_cli.launch.run_pod import ssh_arguments
 from accel_cli.output import show
-from accel_cli.text_file import text_lines
+from accel_cli.text_file import command_lines
 from accel_state.environ import read
 from accel_state.errors import SettingsError
 
@@ -57,10 +57,7 @@ def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: 
     return [
         "gcloud",
         *(["alpha"] if alpha else []),
-        *("compute", "tpus", "tpu-vm", "ssh", as_name("tpu_name", str(name))),
-        f"--zone={zone}",
-        f"--command={'; '.join(['set -e', *commands] if len(commands) > 1 else commands)}",
-        "--worker=all",
+        *ssh_arguments(name, zone, "; ".join(["set -e", *commands] if len(commands) > 1 else commands)),
     ]
 
 
@@ -70,16 +67,11 @@ def _commands(options: Namespace, config: Mapping[str, Any]) -> list[str]:
     if commands and options.command_file:
         raise SettingsError("arguments --command and --command_file contradict each other; give one of them.")
     if file:
-        commands = _lines(str(file))
+        commands = command_lines(str(file), "command file")
     elif not commands:
         found = config.get("commands") or []
         commands = [str(one) for one in (found if isinstance(found, list) else [found])]
     return [*_installation(options), *commands]
-
-
-def _lines(file: str) -> list[str]:
-    lines = text_lines(file, "command file")
-    return [line for line in map(str.strip, lines) if line and not line.startswith("#")]
 
 
 def _installation(options: Namespace) -> list[str]:

@@ -13,8 +13,6 @@ from accel_state.topology import first_host
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from accel_cli.launch.machine import Machine
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostInfo:
@@ -41,16 +39,13 @@ def probe_host(environ: Mapping[str, str]) -> HostInfo:
     return HostInfo(
         gpus=machine.gpus,
         cores=machine.cores,
-        bf16=machine.gpus > 0 and _computes_bf16(machine),
+        # All NVIDIA GPUs have compute capability 8 (Ampere) or later; AMD's are assumed to compute in it.
+        bf16=machine.gpus > 0
+        and (shutil.which("nvidia-smi") is None or (machine.capability() or (0, 0)) >= (8, 0)),
         address=_address(),
         nodes=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
         first_node=first_host(environ.get("SLURM_JOB_NODELIST", "")),
     )
-
-
-def _computes_bf16(machine: Machine) -> bool:
-    """Return whether all NVIDIA GPUs have compute capability 8 (Ampere) or later; AMD's are assumed to."""
-    return shutil.which("nvidia-smi") is None or (machine.capability() or (0, 0)) >= (8, 0)
 
 
 def _address() -> str | None:

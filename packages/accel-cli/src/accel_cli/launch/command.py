@@ -18,7 +18,7 @@ from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.slurm import parse_slurm
 from accel_cli.output import show
-from accel_cli.text_file import text_lines
+from accel_cli.text_file import command_lines
 from accel_state.environ import read
 from accel_state.settings import ErrorCollector, SourcedValue, merge_sources, parse_environ
 
@@ -81,7 +81,7 @@ def probe_host(settings: Settings, environ: Mapping[str, str]) -> Machine:
     if settings.mpi.hostfile is not None:
         machine = replace(machine, mpirun=_mpirun(environ))
     if settings.tpu.command_file is not None and settings.tpu.use_cluster:
-        machine = replace(machine, commands=_commands(settings.tpu.command_file))
+        machine = replace(machine, commands=tuple(command_lines(settings.tpu.command_file, "command_file")))
     return machine
 
 
@@ -105,8 +105,3 @@ def _mpirun(environ: Mapping[str, str]) -> str | None:
         [found, "--version"], capture_output=True, text=True, check=False, env=dict(environ)
     )
     return completed.stdout + completed.stderr
-
-
-def _commands(file: str) -> tuple[str, ...]:
-    lines = text_lines(file, "command_file")
-    return tuple(line.strip() for line in lines if line.strip())

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
     signals._terminate_process_handler = relay.end
     adopt_orphans()
     if not quiet:
-        _TORCHS_LOG.addFilter(_is_news)
+        _TORCHS_LOG.addFilter(lambda record: not str(record.msg).startswith(_ALWAYS_LOGGED))
     with relay.listening(), TemporaryDirectory(prefix="accel-launch-", ignore_cleanup_errors=True) as folder:
         # A folder that was asked for comes later in the line, and wins.
         args = run.parse_args([f"--log_dir={folder}", *arguments[quiet:]])
@@ -99,11 +99,6 @@ def _failed(error: Any, *, quiet: bool) -> int:
     if not quiet:
         _write(format_errors(errors, first))
     return _exit_code(codes[first], errors[first])
-
-
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a message of torch is none of those that the summary makes superfluous."""
-    return not str(record.msg).startswith(_ALWAYS_LOGGED)
 
 
 def _write(text: str) -> None:

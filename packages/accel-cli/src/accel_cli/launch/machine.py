@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,9 +66,8 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
     """Probe this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     installed = _present()
-    gpus = count_gpus(environ, lambda: installed)
     return Machine(
-        gpus=gpus,
+        gpus=count_gpus(environ, installed),
         cores=cores,
         installed=installed,
         alias=_alias(),
@@ -92,39 +93,26 @@ def _alias() -> str | None:
     return str(Path(found.origin).with_name("startup")) if found is not None and found.origin else None
 
 
-def count_gpus(environ: Mapping[str, str], present: Callable[[], int]) -> int:
+def count_gpus(environ: Mapping[str, str], installed: int) -> int:
     """Return the number of GPUs that torch would see.
 
     Args:
         environ: The environment: each of CUDA_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES and
             ROCR_VISIBLE_DEVICES may narrow the choice.
-        present: Counts those of the machine; asked only where no variable answers.
+        installed: The number that the machine has.
 
     Example:
-        >>> count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, lambda: 8)
-        2
-        >>> count_gpus({}, lambda: 8)
-        8
+        >>> count_gpus({"CUDA_VISIBLE_DEVICES": "0,3"}, 8), count_gpus({}, 8)
+        (2, 8)
     """
-    chosen = [
-        _visible(environ[name])
-        for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
-        if name in environ
-    ]
-    if 0 in chosen:
-        return 0
-    devices = present()
-    return min([devices, *chosen])
+    names = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return min([installed, *(_visible(environ[name]) for name in names if name in environ)])
 
 
 def _visible(text: str) -> int:
     """Count a list of devices; like the driver, stop at the first entry that is no device."""
-    count = 0
-    for entry in text.split(","):
-        if not entry.strip() or entry.strip().startswith("-"):
-            break
-        count += 1
-    return count
+    entries = map(str.strip, text.split(","))
+    return len([*takewhile(lambda entry: entry and not entry.startswith("-"), entries)])
 
 
 def _nvidia() -> int:
@@ -146,12 +134,7 @@ def ask_nvidia(*flags: str) -> str | None:
 def _amd() -> int:
     """The nodes of the kernel driver's topology that have SIMD units; the others are CPUs."""
     nodes = Path("/sys/class/kfd/kfd/topology/nodes").glob("*/properties")
-    return sum(any(_is_gpu(line) for line in node.read_text().splitlines()) for node in nodes)
-
-
-def _is_gpu(line: str) -> bool:
-    name, _, value = line.partition(" ")
-    return name == "simd_count" and value.strip() != "0"
+    return len([node for node in nodes if re.search("^simd_count [1-9]", node.read_text(), re.MULTILINE)])
 
 
 def _present() -> int:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch import run_deepspeed, run_sagemaker, run_simple, run_torchrun
-from accel_cli.launch.args import FLAGS
+from accel_cli.launch.args import FLAGS, Arguments
 from accel_cli.launch.command import probe_host
 from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.launch.plan import LaunchPlan, make_plan
@@ -136,16 +136,24 @@ def plan_of(
     overrides: Mapping[str, Any] | None = None,
     file: Mapping[str, SourcedValue] | None = None,
 ) -> LaunchPlan:
-    """Return the launch plan of the flags of a namespace."""
-    if not getattr(args, "training_script", None):
-        raise SettingsError(
-            f"args.training_script is {getattr(args, 'training_script', None)!r}: name a script."
-        )
-    environ = read()
-    sourced = parse_namespace({**vars(args), **(overrides or {})})
-    merged = merge_sources(sourced, parse_environ(environ), file or {})
-    words = tuple(map(str, getattr(args, "training_script_args", None) or ()))
-    return make_plan(merged, str(args.training_script), words, environ, probe_host(merged.settings, environ))
+    """Return the launch plan of the flags of a namespace; its config file is not read."""
+    line, environ = line_of({**vars(args), **(overrides or {})}), read()
+    merged = merge_sources(line.sourced, parse_environ(environ), file or {})
+    machine = probe_host(merged.settings, environ)
+    return make_plan(merged, line.script or "", line.script_arguments, environ, machine)
+
+
+def line_of(flags: Mapping[str, Any]) -> Arguments:
+    """Return the command line that the attributes of a namespace stand for."""
+    script = flags.get("training_script")
+    if not script:
+        raise SettingsError(f"args.training_script is {script!r}: name a script.")
+    return Arguments(
+        sourced=parse_namespace(flags),
+        config_file=flags.get("config_file"),
+        script=str(script),
+        script_arguments=tuple(map(str, flags.get("training_script_args") or ())),
+    )
 
 
 def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:

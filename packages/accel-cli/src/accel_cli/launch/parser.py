@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_cli.config_records import ClusterConfig, SageMakerConfig, load_config_from_file
 from accel_cli.launch.args import FLAGS, HELP, USAGE
-from accel_cli.launch.args import Arguments as Line
 from accel_cli.launch.command import job_of, plan_of_line
-from accel_cli.launch.namespace import attribute_of, parse_namespace
+from accel_cli.launch.namespace import attribute_of, line_of
 from accel_state.environ import read
-from accel_state.errors import SettingsError
 from accel_state.settings import default_config_file
 from accel_state.settings.file import DEFAULT_PATH_HELP
 
@@ -67,7 +65,8 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
             about["action"] = "store_true"
         else:
             about |= {"type": _reader(row.option), "action": _ACTIONS[row.option.kind]}
-        parser.add_argument(*_spellings(flag, row.option), **about)
+        short = [name for name in row.option.flags if not name.startswith("--")]
+        parser.add_argument(*dict.fromkeys((*short, flag, flag.replace("_", "-"))), **about)
     parser.add_argument("training_script", help="the script, module or program to run")
     parser.add_argument("training_script_args", nargs="...", help="what it is given")
     return parser
@@ -83,7 +82,7 @@ def launch_command(args: Namespace) -> None:
         SettingsError: Things do not add up; nothing was started.
         SystemExit: What ran failed; the code is its exit code.
     """
-    plan, notes = plan_of_line(_line(args))
+    plan, notes = plan_of_line(line_of(vars(args)))
     job = job_of(plan, notes)
     sys.stdout.flush()
     with subprocess.Popen(job.command, env=dict(job.environ)) as process, _handing_on(process):
@@ -110,26 +109,13 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
     Raises:
         SettingsError: Things do not add up.
     """
-    plan, _ = plan_of_line(_line(args))
+    plan, _ = plan_of_line(line_of(vars(args)))
     path = args.config_file or default_config_file(read())
     config = load_config_from_file(str(path)) if path else None
     precision = plan.merged.settings.precision.mixed_precision
     from_file = config is not None and args.mixed_precision is None and precision == config.mixed_precision
     decided = {"num_processes": plan.launch.num_processes, "num_machines": plan.launch.num_machines}
     return Namespace(**{**vars(args), **decided, "mixed_precision": precision}), config, from_file
-
-
-def _line(args: Namespace) -> Line:
-    """Return the command line that a namespace stands for."""
-    script = getattr(args, "training_script", None)
-    if not script:
-        raise SettingsError(f"args.training_script is {script!r}: name a script.")
-    return Line(
-        sourced=parse_namespace(vars(args)),
-        config_file=getattr(args, "config_file", None),
-        script=str(script),
-        script_arguments=tuple(map(str, getattr(args, "training_script_args", None) or ())),
-    )
 
 
 @contextmanager
@@ -146,11 +132,6 @@ def _handing_on(process: subprocess.Popen[bytes]) -> Generator[None]:
 
 
 _ACTIONS = {"word": "store", "table": "store", "list": "append"}
-
-
-def _spellings(flag: str, option: Option) -> list[str]:
-    short = [name for name in option.flags if not name.startswith("--")]
-    return [*dict.fromkeys((*short, flag, flag.replace("_", "-")))]
 
 
 def _reader(option: Option) -> Callable[[str], Any]:

@@ -27,19 +27,19 @@ def job(plan: LaunchPlan) -> Job:
 def arguments(plan: LaunchPlan) -> list[str]:
     """Return the arguments of `gcloud`."""
     tpu = plan.merged.settings.tpu
-    return [
-        *("compute", "tpus", "tpu-vm", "ssh", as_name("tpu_name", tpu.name or "")),
-        f"--zone={tpu.zone or ''}",
-        f"--command={remote_command(plan)}",
-        f"--worker={','.join(tpu.vm) or 'all'}",
-    ]
+    return ssh_arguments(tpu.name, tpu.zone, remote_command(plan), ",".join(tpu.vm) or "all")
 
 
-def as_name(what: str, name: str) -> str:
-    """Return a name; refuse one that `gcloud` could take for an option."""
-    if name.startswith("-"):
-        raise SettingsError(f"{what} is {name!r}, which gcloud would take for an option: it is no name.")
-    return name
+def ssh_arguments(name: str | None, zone: str | None, command: str, worker: str = "all") -> list[str]:
+    """Return the arguments of `gcloud` that run a command on machines of a pod.
+
+    Raises:
+        SettingsError: `gcloud` could take the name for an option.
+    """
+    if name is not None and name.startswith("-"):
+        raise SettingsError(f"tpu_name is {name!r}, which gcloud would take for an option: it is no name.")
+    pod = ("compute", "tpus", "tpu-vm", "ssh", name or "", f"--zone={zone or ''}")
+    return [*pod, f"--command={command}", f"--worker={worker}"]
 
 
 def remote_command(plan: LaunchPlan) -> str:

@@ -14,17 +14,8 @@ if TYPE_CHECKING:
     from accel_cli.launch.plan import LaunchPlan
 
 
-def job(plan: LaunchPlan) -> Job:
+def job(plan: LaunchPlan, processes: str = EACH) -> Job:
     """Return the program to become: a process for every chip."""
-    return _job(plan, EACH)
-
-
-def job_of_one(plan: LaunchPlan) -> Job:
-    """Return the program to become: one process, for all chips."""
-    return _job(plan, ONE)
-
-
-def _job(plan: LaunchPlan, processes: str) -> Job:
     if plan.launch.no_python:
         raise SettingsError("--no_python: processes on a TPU run a function of a Python script.")
     require_script(plan)
@@ -32,3 +23,8 @@ def _job(plan: LaunchPlan, processes: str) -> Job:
     function = plan.merged.settings.tpu.main_training_function
     line = (sys.executable, "-m", "accel_cli.launch.xla_workers", processes, function, *module, plan.script)
     return Job(command=(*line, *plan.script_arguments), environ=plan.environ)
+
+
+def job_of_one(plan: LaunchPlan) -> Job:
+    """Return the program to become: one process, for all chips."""
+    return job(plan, ONE)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.commands.check.rank_runner import play
-from accel_cli.commands.check.trace import File, Order, Record, differences, ranks_to_try
+from accel_cli.commands.check.trace import Chosen, File, Order, Record, differences, ranks_to_try
 from accel_cli.commands.estimate.memory import Estimate, Job, estimate
 from accel_cli.commands.estimate.suggest import fits
 from accel_cli.config_file import read_config
@@ -85,7 +85,7 @@ def run(options: Namespace) -> int:
 
 def write_html(path: Path, found: Findings, script: str, memory: int | None) -> None:
     """Write the report of a check."""
-    figures = import_module("accel_cli.commands.check.report")
+    figures = import_module("accel_cli.figures")
     items = [
         figures.timeline(found.records),
         *([figures.memory_bars(found.estimates, memory)] if found.estimates else []),
@@ -155,31 +155,32 @@ def worker_environ_of_check(merged: Merged, variables: Mapping[str, str]) -> dic
 
 def estimate_of(record: Record, world: int) -> Estimate:
     """Return the memory of a rank: as tracked, or an estimate if its strategy's code did not run."""
+    chosen = record.strategy
     if record.parts:
-        shown = {"working": record.parts["working"]} if record.offloaded else record.parts
+        shown = {"working": record.parts["working"]} if chosen.offloaded else record.parts
         host = sum(record.parts.values()) - sum(shown.values())
-        return Estimate(strategy=_title(record), parts=shown, host=host + record.host)
+        return Estimate(strategy=_title(chosen), parts=shown, host=host + record.host)
     assert record.sizes is not None  # noqa: S101 - for ourselves
-    width = 4 if record.precision == "no" else 2
+    width = 4 if chosen.precision == "no" else 2
     job = Job(
         sizes=record.sizes,
         devices=world,
         width=width,
         moments=record.moments,
         buckets=record.buckets,
-        tensor=record.axes.get("tp", 1),
-        pipeline=record.axes.get("pp", 1),
-        context=record.axes.get("cp", 1),
+        tensor=chosen.axes.get("tp", 1),
+        pipeline=chosen.axes.get("pp", 1),
+        context=chosen.axes.get("cp", 1),
         on_rank=record.on_rank,
     )
-    one = estimate(record.counted_as or "DDP", job)
+    one = estimate(chosen.counted_as or "DDP", job)
     return replace(one, host=one.host + record.host)
 
 
-def _title(record: Record) -> str:
+def _title(chosen: Chosen) -> str:
     """Return the title of the strategy, with the axes of several ranks."""
-    axes = " x ".join(f"{name} {size}" for name, size in record.axes.items() if size > 1)
-    return f"{record.strategy}: {axes}" if axes else record.strategy
+    axes = " x ".join(f"{name} {size}" for name, size in chosen.axes.items() if size > 1)
+    return f"{chosen.name}: {axes}" if axes else chosen.name
 
 
 def _print_findings(found: Findings, merged: Merged, options: Namespace) -> None:

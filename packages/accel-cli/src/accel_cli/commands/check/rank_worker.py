@@ -37,14 +37,9 @@ def main(order: Order) -> None:
     recorder = CollectiveRecorder()
     install(recorder, order)
     stopped = _run(recorder, order)
-    chosen = recorder.strategy
     record = Record(
         rank=order.rank,
-        strategy=chosen.name,
-        counted_as=chosen.counted_as,
-        axes=chosen.axes,
-        offloaded=chosen.offloaded,
-        precision=chosen.precision,
+        strategy=recorder.strategy,
         fp8=recorder.fp8,
         buckets=recorder.buckets,
         on_rank=recorder.on_rank,

@@ -16,33 +16,17 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_map
 
 from accel_cli.commands.check.memory_tracker import Meter
-from accel_cli.commands.check.trace import Event, File
+from accel_cli.commands.check.trace import Chosen, Event, File
 from accel_cli.commands.check.values import MadeUpValues
 from accel_cli.commands.estimate.memory import Buckets
 from accel_cli.commands.estimate.trace import Ledger, storage_key
 from accel_state.rank_status import call_site, source_location
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping, Sequence
+    from collections.abc import Generator, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Chosen:
-    """The strategy of a rank.
-
-    Args:
-        counted_as: Its name among the estimates, if its own code does not run.
-        offloaded: Whether parameters, gradients and optimizer states are on the host.
-    """
-
-    name: str = ""
-    counted_as: str = ""
-    axes: Mapping[str, int] = field(default_factory=dict[str, int])
-    offloaded: bool = False
-    precision: str = "no"
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,8 @@ from accel_cli.commands.check.checkpoint import Sharded
 from accel_cli.commands.check.engine import FakeEngine
 from accel_cli.commands.check.megatron import FakeMegatron, plugin_of
 from accel_cli.commands.check.parts import on_parts
-from accel_cli.commands.check.recorder import Chosen
+from accel_cli.commands.check.trace import Chosen
+from accel_cli.commands.estimate.memory import MASTER
 from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.fsdp.fields import form_of
@@ -182,7 +183,9 @@ def _fake_strategy(
     plugin.set_mixed_precision(precision.name)
     engine_precision: Any = EnginePrecision(name=plugin.mixed_precision, device_type=runtime.device.type)
     stage = int(plugin.get_value("zero_optimization.stage", 0))
-    shards = Sharded(saved=StateForm.NATIVE, stage=stage, width=_width(engine_precision.name))
+    shards = Sharded(
+        saved=StateForm.NATIVE, stage=stage, width=MASTER if engine_precision.name == "no" else 2
+    )
     loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
     return replace(
         plain,
@@ -213,16 +216,9 @@ def _fake_megatron(
     )
 
 
-def _width(precision: str) -> int:
-    return 4 if precision == "no" else 2
-
-
 def _chosen(name: str, plain: Strategy, handlers: Mapping[type, Any], precision: PrecisionPolicy) -> Chosen:
-    axes = (
-        {}
-        if plain.mesh is None
-        else dict(zip(plain.mesh.mesh_dim_names or (), plain.mesh.shape, strict=True))
-    )
+    mesh = plain.mesh
+    axes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     offloads = name == "fsdp2" and isinstance(_plugin(handlers).cpu_offload, CPUOffloadPolicy)
     counted_as = "" if name in REAL else _COUNTED.get(name, _as_ddp)(handlers)
     return Chosen(name=name, counted_as=counted_as, axes=axes, offloaded=offloads, precision=precision.name)

@@ -75,13 +75,27 @@ class File:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Chosen:
+    """The strategy of a rank.
+
+    Args:
+        counted_as: Its name among the estimates, if its own code does not run.
+        offloaded: Whether parameters, gradients and optimizer states are on the host.
+    """
+
+    name: str = ""
+    counted_as: str = ""
+    axes: Mapping[str, int] = field(default_factory=dict[str, int])
+    offloaded: bool = False
+    precision: str = "no"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """The record of one rank.
 
     Args:
-        strategy: The name of the strategy that would train; empty if no `Accelerator` was made.
-        counted_as: Its name among the estimates, if its own code has not run.
-        offloaded: Whether parameters, gradients and optimizer states are on the host.
+        strategy: The strategy that would train; its name is empty if no `Accelerator` was made.
         fp8: The title of the library that multiplies matrices in 8 bits; empty if none does.
         on_rank: Elements of parameters that Megatron keeps on the rank.
         sizes: The models, in elements; None if none was prepared.
@@ -92,11 +106,7 @@ class Record:
     """
 
     rank: int
-    strategy: str = ""
-    counted_as: str = ""
-    axes: Mapping[str, int] = field(default_factory=dict[str, int])
-    offloaded: bool = False
-    precision: str = "no"
+    strategy: Chosen = field(default_factory=Chosen)
     fp8: str = ""
     buckets: Buckets = field(default_factory=Buckets)
     on_rank: int = 0

@@ -62,7 +62,7 @@ def run(options: Namespace) -> int:
 
 def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[Report], lines: list[str]) -> None:
     """Write the report of a test."""
-    figures = import_module("accel_cli.commands.selftest.report")
+    figures = import_module("accel_cli.figures")
     speeds = reports[0].speeds
     facts = tuple((name, str(value)) for name, value in reports[0].facts.items())
     items = [

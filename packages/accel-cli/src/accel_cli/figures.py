@@ -1,8 +1,8 @@
-"""`accel check --html`: a timeline of memory and collectives by rank, as a figure of plotly."""
+"""The figures of reports in HTML, drawn with plotly."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from plotly.graph_objects import Bar, Figure, Scatter
 from plotly.subplots import make_subplots
@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
     from accel_cli.commands.check.trace import Record
     from accel_cli.commands.estimate.memory import Estimate
+    from accel_cli.commands.selftest.results import Outcome
 
 _COLORS = ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7", "#6d6875", "#457b9d", "#bc6c25")
+_STATES = {"passed": "#8fb996", "failed": "#b03a2e", "skipped": "#c9c9c9", "running": "#e0a458"}
 _GB = 1e9
 _PROBLEM = "#b03a2e"
 
@@ -86,26 +88,51 @@ def memory_bars(estimates: Mapping[int, Estimate], memory: int | None) -> Figure
     """Draw the peak of each rank by kind."""
     kinds = list(dict.fromkeys(kind for one in estimates.values() for kind in one.parts))
     ranks = [f"rank {rank}" for rank in estimates]
-    figure = Figure(
-        [
-            Bar(
-                y=ranks,
-                x=[one.parts.get(kind, 0) / _GB for one in estimates.values()],
-                name=kind,
-                orientation="h",
-                marker={"color": _COLORS[index % len(_COLORS)]},
-            )
-            for index, kind in enumerate(kinds)
-        ]
-    )
+    bars = [
+        Bar(
+            y=ranks,
+            x=[one.parts.get(kind, 0) / _GB for one in estimates.values()],
+            name=kind,
+            orientation="h",
+            marker={"color": _COLORS[index % len(_COLORS)]},
+        )
+        for index, kind in enumerate(kinds)
+    ]
+    figure = _horizontal("Memory of a device at its peak", "GB", bars, 180 + 40 * len(ranks))
+    figure.update_layout(barmode="stack")
     if memory is not None:
         figure.add_vline(x=memory / _GB, line={"color": _PROBLEM, "dash": "dash"})
-    figure.update_yaxes(autorange="reversed")
-    figure.update_xaxes(title="GB")
-    figure.update_layout(
-        title="Memory of a device at its peak",
-        barmode="stack",
-        template="plotly_white",
-        height=180 + 40 * len(ranks),
+    return figure
+
+
+def seconds_by_check(outcomes: Sequence[Outcome]) -> Figure:
+    """Draw how long each check took, coloured by its result."""
+    bar = Bar(
+        y=[one.name for one in outcomes],
+        x=[one.seconds for one in outcomes],
+        text=[one.state for one in outcomes],
+        marker={"color": [_STATES[one.state] for one in outcomes]},
+        orientation="h",
+        hovertext=[one.detail for one in outcomes],
     )
+    return _horizontal("Checks", "seconds", bar, 230 + 32 * len(outcomes))
+
+
+def speed_bars(speeds: Mapping[str, float]) -> Figure:
+    """Draw how fast bytes were moved."""
+    bar = Bar(
+        y=[*speeds],
+        x=[speed / _GB for speed in speeds.values()],
+        text=[f"{speed / _GB:.2f}" for speed in speeds.values()],
+        marker={"color": _COLORS[0]},
+        orientation="h",
+    )
+    return _horizontal("Speeds", "GB/s", bar, 230 + 32 * len(speeds))
+
+
+def _horizontal(title: str, unit: str, bars: Any, height: int) -> Figure:
+    figure = Figure(bars)
+    figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(title=unit, rangemode="tozero")
+    figure.update_layout(title=title, template="plotly_white", height=height)
     return figure
