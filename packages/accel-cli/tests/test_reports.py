@@ -15,7 +15,7 @@ from accel_cli.commands.check.trace import Chosen, Event, Record
 from accel_cli.commands.estimate.memory import Job, Moment, Sizes, estimate
 from accel_cli.commands.selftest import command as selftest
 from accel_cli.commands.selftest.results import Outcome, Report
-from accel_cli.figures import timeline
+from accel_cli.html_report import timeline
 from accel_cli.main import main
 from accel_state.settings import combine
 

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from plotly.graph_objects import Bar, Figure, Scatter
+from plotly.subplots import make_subplots
 
 from accel_cli.output import Table
 from accel_state.html_table import html_table
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
-    from plotly.graph_objects import Figure
+    from accel_cli.commands.check.trace import Record
+    from accel_cli.commands.estimate.memory import Estimate
+    from accel_cli.commands.selftest.results import Outcome
 
+_COLORS = ("#5b8db8", "#e0a458", "#8fb996", "#b07aa1", "#c9ada7", "#6d6875", "#457b9d", "#bc6c25")
+_STATES = {"passed": "#8fb996", "failed": "#b03a2e", "skipped": "#c9c9c9", "running": "#e0a458"}
+_GB = 1e9
+_PROBLEM = "#b03a2e"
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem }
 table { border-collapse: collapse; margin: 1rem 0; display: block; overflow-x: auto }
@@ -26,14 +35,7 @@ caption { text-align: left; font-weight: 600; white-space: nowrap }
 def write_report(
     path: Path, title: str, items: Sequence[Table | Figure | str], problems: Sequence[str]
 ) -> None:
-    """Write a report.
-
-    Args:
-        path: The file.
-        title: Its title.
-        items: Tables, figures and paragraphs, one below the other.
-        problems: What is shown in red, above all else.
-    """
+    """Write a report: the problems in red, then tables, figures and paragraphs, one below the other."""
     body = [f"<p class='problem'>{escape(problem)}</p>" for problem in problems]
     has_plotly = False
     for item in items:
@@ -48,3 +50,121 @@ def write_report(
     head = f"<head>{meta}<title>{escape(title)}</title><style>{_STYLE}</style></head>"
     content = f"<body><h1>{escape(title)}</h1>{''.join(body)}</body>"
     path.write_text(f"<!doctype html><html lang='en'>{head}{content}</html>\n", encoding="utf-8")
+
+
+def timeline(records: Sequence[Record]) -> Figure:
+    """Draw the collectives of each rank in their order, with the memory that it held at each.
+
+    A rank that calls something else than the first one is marked by a red cross from there on.
+    """
+    kinds = list(dict.fromkeys(event.kind for record in records for event in record.events))
+    colors = {kind: _COLORS[index % len(_COLORS)] for index, kind in enumerate(kinds)}
+    has_memory = any(event.nbytes for record in records for event in record.events)
+    figure = make_subplots(rows=2 if has_memory else 1, cols=1, shared_xaxes=True, vertical_spacing=0.08)
+    for record in records:
+        figure.add_trace(_calls(record, records[0], colors), row=1, col=1)
+        if has_memory:
+            figure.add_trace(_memory(record), row=2, col=1)
+    for kind, color in colors.items():  # a legend of what the squares are
+        figure.add_trace(
+            Scatter(
+                x=[None], y=[None], mode="markers", name=kind, marker={"color": color, "symbol": "square"}
+            )
+        )
+    figure.update_yaxes(autorange="reversed", row=1, col=1)
+    figure.update_xaxes(tickformat="d", nticks=8)
+    if has_memory:
+        figure.update_yaxes(title="GB at the call", rangemode="tozero", row=2, col=1)
+    figure.update_xaxes(title="collectives in their order", row=2 if has_memory else 1, col=1)
+    figure.update_layout(
+        title="Collectives by rank",
+        template="plotly_white",
+        height=220 + 40 * len(records) + 220 * has_memory,
+    )
+    return figure
+
+
+def _calls(record: Record, first: Record, colors: Mapping[str, str]) -> Scatter:
+    """Draw the collectives of a rank; red crosses from where they differ from those of the first."""
+    pairs = zip(record.events, first.events, strict=False)
+    shorter = min(len(record.events), len(first.events))
+    same = next((index for index, (mine, other) in enumerate(pairs) if mine != other), shorter)
+    return Scatter(
+        x=[*range(len(record.events))],
+        y=[f"rank {record.rank}"] * len(record.events),
+        mode="markers",
+        marker={
+            "size": 13,
+            "color": [
+                colors[event.kind] if index < same else _PROBLEM for index, event in enumerate(record.events)
+            ],
+            "symbol": ["square" if index < same else "x" for index in range(len(record.events))],
+        },
+        text=[f"{event.kind} at {event.where}" for event in record.events],
+        hovertemplate="%{text}<extra>%{y}</extra>",
+        showlegend=False,
+    )
+
+
+def _memory(record: Record) -> Scatter:
+    return Scatter(
+        x=[*range(len(record.events))],
+        y=[event.nbytes / _GB for event in record.events],
+        mode="lines+markers",
+        name=f"rank {record.rank}",
+        line={"shape": "hv"},
+    )
+
+
+def memory_bars(estimates: Mapping[int, Estimate], memory: int | None) -> Figure:
+    """Draw the peak of each rank by kind."""
+    kinds = list(dict.fromkeys(kind for one in estimates.values() for kind in one.parts))
+    ranks = [f"rank {rank}" for rank in estimates]
+    bars = [
+        Bar(
+            y=ranks,
+            x=[one.parts.get(kind, 0) / _GB for one in estimates.values()],
+            name=kind,
+            orientation="h",
+            marker={"color": _COLORS[index % len(_COLORS)]},
+        )
+        for index, kind in enumerate(kinds)
+    ]
+    figure = _horizontal("Memory of a device at its peak", "GB", bars, 180 + 40 * len(ranks))
+    figure.update_layout(barmode="stack")
+    if memory is not None:
+        figure.add_vline(x=memory / _GB, line={"color": _PROBLEM, "dash": "dash"})
+    return figure
+
+
+def seconds_by_check(outcomes: Sequence[Outcome]) -> Figure:
+    """Draw how long each check took, coloured by its result."""
+    bar = Bar(
+        y=[one.name for one in outcomes],
+        x=[one.seconds for one in outcomes],
+        text=[one.state for one in outcomes],
+        marker={"color": [_STATES[one.state] for one in outcomes]},
+        orientation="h",
+        hovertext=[one.detail for one in outcomes],
+    )
+    return _horizontal("Checks", "seconds", bar, 230 + 32 * len(outcomes))
+
+
+def speed_bars(speeds: Mapping[str, float]) -> Figure:
+    """Draw how fast bytes were moved."""
+    bar = Bar(
+        y=[*speeds],
+        x=[speed / _GB for speed in speeds.values()],
+        text=[f"{speed / _GB:.2f}" for speed in speeds.values()],
+        marker={"color": _COLORS[0]},
+        orientation="h",
+    )
+    return _horizontal("Speeds", "GB/s", bar, 230 + 32 * len(speeds))
+
+
+def _horizontal(title: str, unit: str, bars: Any, height: int) -> Figure:
+    figure = Figure(bars)
+    figure.update_yaxes(autorange="reversed")
+    figure.update_xaxes(title=unit, rangemode="tozero")
+    figure.update_layout(title=title, template="plotly_white", height=height)
+    return figure

@@ -105,7 +105,7 @@ COMMANDS: Mapping[str, Command] = {
         parser="accel_cli.commands.arguments.parsers:tpu",
     ),
     "completion": Command(
-        target="accel_cli.commands.completion.command:run",
+        target="accel_cli.commands.completion.shells:run",
         help="Write the completion of a shell.",
         parser="accel_cli.commands.arguments.parsers:completion",
     ),

@@ -43,11 +43,7 @@ def working(what: str) -> Generator[None]:
 
 
 def is_rich(stream: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether a stream takes colours and frames.
-
-    Args:
-        stream: Where output goes.
-        environ: The environment: `NO_COLOR` and `TERM=dumb` refuse.
+    """Whether a stream takes colours and frames; `NO_COLOR` and `TERM=dumb` refuse.
 
     Example:
         >>> import io

@@ -85,12 +85,7 @@ BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 
 def why_unusable(backend: Fp8Backend, device: Fp8Device, *, emulate: bool = False) -> str | None:
-    """Explain why a backend cannot train on a device; `None` if it can.
-
-    Args:
-        backend: The backend.
-        device: The device.
-        emulate: Whether it was asked to compute the numbers of FP8 with other instructions.
+    """Explain why a backend cannot train on a device, or emulate FP8 there; `None` if it can.
 
     Example:
         >>> why_unusable(BY_NAME["AO"], Fp8Device(type="cpu"))

@@ -35,11 +35,7 @@ _KINDS = {
 def open_regular(
     path: str | os.PathLike[str], error: Callable[[str], Exception] = CheckpointError
 ) -> BufferedReader:
-    """Open a file for reading, without blocking.
-
-    Args:
-        path: The file.
-        error: The exception to raise if it is a folder, a FIFO, a device or a socket.
+    """Open a file for reading, without blocking; raise `error` if it is a folder, FIFO, device or socket.
 
     Example:
         >>> open_regular("/dev/null")
@@ -62,13 +58,7 @@ def read_regular(
     limit: int = JSON_LIMIT,
     error: Callable[[str], Exception] = CheckpointError,
 ) -> bytes:
-    """Read a file in full.
-
-    Args:
-        path: The file.
-        limit: The bytes that it may have.
-        error: The exception to raise if it is no regular file, or larger.
-    """
+    """Read a file in full; raise `error` if it is no regular file, or has more bytes than `limit`."""
     with open_regular(path, error) as file:
         content = file.read(limit + 1)
     if len(content) > limit:

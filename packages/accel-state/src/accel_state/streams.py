@@ -105,8 +105,8 @@ class DeviceStreams(Protocol):
         ...
 
 
-class TorchStreams:
-    """The streams of a real accelerator, through torch's device-independent API."""
+class _TorchStreams:
+    """The `DeviceStreams` of a real accelerator, through torch's device-independent API."""
 
     def __init__(self, device: torch.device) -> None:
         if device.index is None:
@@ -114,39 +114,30 @@ class TorchStreams:
         self.device = device
 
     def new_stream(self) -> Any:
-        """Create a stream."""
         return torch.Stream(self.device)
 
     def current_stream(self) -> Any:
-        """Return this thread's current stream."""
         return torch.accelerator.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """Make a stream current for this thread; also makes its device current."""
-        return stream
+        return stream  # it also makes its device current
 
     def new_event(self) -> Any:
-        """Create a blocking event."""
         return torch.Event(self.device, blocking=True)
 
     def empty(self, nbytes: int) -> Tensor:
-        """Allocate from the caching allocator's pool of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Allocate from torch's pinned allocator."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
-        """Copy with `non_blocking=True`."""
         target.copy_(source, non_blocking=True)
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
-        """Call `Tensor.record_stream`."""
         tensor.record_stream(stream)
 
     def synchronize(self) -> None:
-        """Call `torch.accelerator.synchronize`."""
         torch.accelerator.synchronize(self.device)
 
 
@@ -163,7 +154,7 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
     override = replaced_streams.get(kind)
     if override is not None:
         return override(device)
-    return TorchStreams(device) if kind in _ASYNCHRONOUS else None
+    return _TorchStreams(device) if kind in _ASYNCHRONOUS else None
 
 
 def synchronize(device: torch.device) -> None:

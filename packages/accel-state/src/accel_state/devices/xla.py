@@ -111,32 +111,19 @@ def group_options(earlier: int) -> dict[str, Any]:
 
 
 def collectives(device: torch.device) -> Collectives:
-    """Return the collectives of the ranks, on top of the process group of their hosts.
-
-    Args:
-        device: The device of this process.
-    """
+    """Return the collectives of the ranks, on top of the process group of their hosts."""
     if is_replicated():
         return RecordedCollectives(device, sys.modules[__name__])
     return TorchCollectives(torch.device("cpu"))
 
 
 def all_gather(tensor: Tensor) -> Tensor:
-    """Return the tensors of all ranks, one after the other.
-
-    Args:
-        tensor: Of one dimension, so that there is no layout to agree on.
-    """
+    """Return the tensors of all ranks, of one dimension each: there is no layout to agree on."""
     return import_module("torch_xla.core.xla_model").all_gather(tensor, pin_layout=False)
 
 
 def all_reduce(tensor: Tensor, op: ReduceOp) -> Tensor:
-    """Return the tensors of all ranks combined.
-
-    Args:
-        tensor: A tensor of numbers.
-        op: The reduction.
-    """
+    """Return the tensors of all ranks combined."""
     return import_module("torch_xla.core.xla_model").all_reduce("mul" if op == "prod" else op, tensor)
 
 
@@ -145,22 +132,13 @@ def broadcast(tensor: Tensor, *, is_source: bool) -> Tensor:
 
     Which rank is the source is data, so that all record the same program. (torch_xla's `collective_broadcast`
     multiplies by zero, which leaves NaN of what is infinite elsewhere.)
-
-    Args:
-        tensor: A tensor of numbers.
-        is_source: Whether it is this rank's.
     """
     (flag,) = send([torch.tensor(is_source)], tensor.device)
     return all_reduce(torch.where(flag, tensor, torch.zeros_like(tensor)), "sum")
 
 
 def send(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Begin to copy tensors of the CPU to a device, all at once.
-
-    Args:
-        tensors: Of the CPU.
-        device: The device.
-    """
+    """Begin to copy tensors of the CPU to a device, all at once."""
     return import_module("torch_xla.core.xla_model").send_cpu_data_to_device([*tensors], device)
 
 

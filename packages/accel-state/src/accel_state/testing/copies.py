@@ -40,10 +40,6 @@ class Copy:
             for b in (_addresses(other.target), _addresses(other.source))
         )
 
-    def expect_still_source(self) -> None:
-        """Find a change of the source between now and `run`."""
-        self.expected = self.source.clone()
-
     def poison_target(self) -> None:
         """Make the target's old values unreadable; they are gone anyway."""
         if self.target.dtype is not torch.bool:

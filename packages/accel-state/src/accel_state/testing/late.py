@@ -210,14 +210,7 @@ class LateDevice:
     def after_operator(
         self, name: str, outputs: Iterable[Tensor], actor: Actor | None, *, waits: bool
     ) -> None:
-        """Register an operator's results, which lie where its inputs do.
-
-        Args:
-            name: The operator.
-            outputs: New tensors.
-            actor: What `before_operator` returned.
-            waits: Whether the host has the result when the operator returns.
-        """
+        """Register an operator's results; they are where its inputs are, and `waits` if the host has them."""
         with self.own_code():
             stream = self.current_stream()
             if actor is self.host:
@@ -272,7 +265,7 @@ class LateDevice:
             self._access(actor, tensor, "a copy", where, writes=writes)
         copy = Copy(self._alias(target), self._alias(source), where)
         if not any(other.overlaps(copy) for other in self._pending):
-            copy.expect_still_source()
+            copy.expected = copy.source.clone()
             if self._storages.kind(target) is Kind.PINNED:
                 copy.poison_target()
         self._pending.append(copy)

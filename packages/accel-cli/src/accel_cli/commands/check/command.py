@@ -85,16 +85,16 @@ def run(options: Namespace) -> int:
 
 def write_html(path: Path, found: Findings, script: str, memory: int | None) -> None:
     """Write the report of a check."""
-    figures = import_module("accel_cli.figures")
+    html = import_module("accel_cli.html_report")
     items = [
-        figures.timeline(found.records),
-        *([figures.memory_bars(found.estimates, memory)] if found.estimates else []),
+        html.timeline(found.records),
+        *([html.memory_bars(found.estimates, memory)] if found.estimates else []),
         _ranks_table(found, memory),
     ]
     files = _files_table(found)
     items += [] if files is None else [files, *_checkpoints(found)]
     title = f"accel check {Path(script).name}"
-    import_module("accel_cli.html_report").write_report(path, title, items, found.problems)
+    html.write_report(path, title, items, found.problems)
 
 
 def find_problems(records: Sequence[Record], merged: Merged, world: int, memory: int | None) -> Findings:

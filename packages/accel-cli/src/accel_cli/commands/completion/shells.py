@@ -1,11 +1,16 @@
-"""Completion scripts for each shell."""
+"""`accel completion`: write the completion script of a shell to the standard output."""
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from accel_cli.commands.completion.grammar import grammar as make_grammar
+
 if TYPE_CHECKING:
+    from argparse import Namespace
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from accel_cli.commands.completion.grammar import Arguments, Flag
@@ -74,12 +79,17 @@ compdef _accel accel
 """
 
 
-def bash(grammar: Grammar) -> str:
-    """Return the completion script for bash.
+def run(options: Namespace) -> int:
+    """Write the completion script."""
+    main = import_module("accel_cli.main")  # whose table names this module
+    commands = {name: command.help for name, command in main.COMMANDS.items()}
+    parsers = {name: command.make_parser() for name, command in main.COMMANDS.items() if command.parser}
+    sys.stdout.write(WRITERS[options.shell](make_grammar(commands, parsers)))
+    return 0
 
-    Args:
-        grammar: The arguments by subcommand.
-    """
+
+def bash(grammar: Grammar) -> str:
+    """Return the completion script for bash."""
     return _BASH.format(
         commands=" ".join(grammar),
         values=_lines(
@@ -98,11 +108,7 @@ def bash(grammar: Grammar) -> str:
 
 
 def zsh(grammar: Grammar) -> str:
-    """Return the completion script for zsh.
-
-    Args:
-        grammar: The arguments by subcommand.
-    """
+    """Return the completion script for zsh."""
     return _ZSH.format(
         commands=" ".join(_described(name, words.help) for name, words in grammar.items()),
         values=_lines(
@@ -124,11 +130,7 @@ def zsh(grammar: Grammar) -> str:
 
 
 def fish(grammar: Grammar) -> str:
-    """Return the completion script for fish.
-
-    Args:
-        grammar: The arguments by subcommand.
-    """
+    """Return the completion script for fish."""
     lines = ["# Completion of `accel` for fish: ~/.config/fish/completions/accel.fish"]
     for name, words in grammar.items():
         lines.append(f"complete -c accel -f -n __fish_use_subcommand -a {name} -d {quote(words.help)}")

@@ -62,12 +62,12 @@ def run(options: Namespace) -> int:
 
 def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[Report], lines: list[str]) -> None:
     """Write the report of a test."""
-    figures = import_module("accel_cli.figures")
+    html = import_module("accel_cli.html_report")
     speeds = reports[0].speeds
     facts = tuple((name, str(value)) for name, value in reports[0].facts.items())
     items = [
-        figures.seconds_by_check(outcomes),
-        *([figures.speed_bars(speeds)] if speeds else []),
+        html.seconds_by_check(outcomes),
+        *([html.speed_bars(speeds)] if speeds else []),
         Table(
             head=("check", "result", "what"),
             rows=tuple((one.name, one.state, one.detail) for one in outcomes),
@@ -77,7 +77,7 @@ def write_html(path: Path, outcomes: Sequence[Outcome], reports: list[Report], l
     ]
     failed = [f"{one.name}: {one.detail}" for one in outcomes if one.state == FAILED]
     title = f"accel test on {reports[0].world_size} process(es)"
-    import_module("accel_cli.html_report").write_report(path, title, items, failed)
+    html.write_report(path, title, items, failed)
 
 
 def launch_line(options: Namespace, folder: Path) -> list[str]:
