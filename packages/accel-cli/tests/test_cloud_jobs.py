@@ -32,12 +32,11 @@ from accel_cli.launch import (
     xla_workers,
 )
 from accel_cli.launch.args import read_arguments
-from accel_cli.launch.command import probe_host
+from accel_cli.launch.command import parse_slurm, probe_host
 from accel_cli.launch.exit_codes import run_program
 from accel_cli.launch.machine import Machine
 from accel_cli.launch.plan import make_plan
 from accel_cli.launch.run_sagemaker import hyperparameters
-from accel_cli.launch.slurm import parse_slurm
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.settings import Settings, combine, from_environ, parse_environ, parse_file
 from accel_state.settings.options import BY_PATH

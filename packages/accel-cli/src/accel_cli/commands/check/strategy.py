@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from accel_cli.commands.check.checkpoint import Sharded
-from accel_cli.commands.check.engine import FakeEngine
-from accel_cli.commands.check.megatron import FakeMegatron, plugin_of
+from accel_cli.commands.check.engines import FakeDeepSpeed, FakeMegatron, plugin_of
 from accel_cli.commands.check.parts import on_parts
 from accel_cli.commands.check.trace import Chosen
 from accel_cli.commands.estimate.memory import MASTER
@@ -189,7 +188,7 @@ def _fake_strategy(
     loading = handlers.get(DataLoaderConfiguration) or DataLoaderConfiguration()
     return replace(
         plain,
-        wrapper=FakeEngine(
+        wrapper=FakeDeepSpeed(
             plugin=plugin,
             world_size=topology.world_size,
             accumulation=accumulation_of(handlers.get(GradientAccumulationPlugin)),
