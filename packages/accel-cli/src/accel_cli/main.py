@@ -31,11 +31,11 @@ class Command:
     """A subcommand.
 
     Args:
-        target: `"module:function"`; the function takes what the parser reads, or without a parser the words
+        target: The module whose function `run` takes what the parser reads, or without a parser the words
             after the subcommand, and returns the exit code.
         help: One line for the overview.
-        parser: `"module:function"` that makes the parser, in a module that imports nothing heavy; so that
-            help and mistakes are answered before the target is imported.
+        parser: The function of `accel_cli.commands.arguments.parsers` that makes the parser, without the
+            target: help and mistakes are answered before that is imported.
         imports_torch: Whether the target does, which takes seconds.
     """
 
@@ -47,7 +47,7 @@ class Command:
     def make_parser(self) -> Parser:
         """Make the parser; there has to be one."""
         assert self.parser is not None  # noqa: S101 - for ourselves
-        return _find(self.parser)()
+        return getattr(import_module("accel_cli.commands.arguments.parsers"), self.parser)()
 
     def run(self, words: Sequence[str]) -> int:
         """Read the words after the subcommand, and run it."""
@@ -56,58 +56,58 @@ class Command:
     def call(self, options: Any) -> int:
         """Run it with what the parser has read."""
         with working("importing torch") if self.imports_torch else nullcontext():
-            function = _find(self.target)
-        return function(options)
+            module = import_module(self.target)
+        return module.run(options)
 
 
 COMMANDS: Mapping[str, Command] = {
     "config": Command(
-        target="accel_cli.config.command:run",
+        target="accel_cli.config.command",
         help="Ask how scripts are to be run on this machine, and write it to a file.",
-        parser="accel_cli.commands.arguments.parsers:config",
+        parser="config",
     ),
-    "launch": Command(target="accel_cli.launch.command:run", help="Run a script in one process or in many."),
+    "launch": Command(target="accel_cli.launch.command", help="Run a script in one process or in many."),
     "test": Command(
-        target="accel_cli.commands.selftest.command:run",
+        target="accel_cli.commands.selftest.command",
         help="Tell whether this machine trains correctly with a config.",
-        parser="accel_cli.commands.arguments.parsers:selftest",
+        parser="selftest",
     ),
     "env": Command(
-        target="accel_cli.env_report:run",
+        target="accel_cli.env_report",
         help="Tell what a bug report should say about this machine.",
-        parser="accel_cli.commands.arguments.parsers:env",
+        parser="env",
     ),
     "estimate-memory": Command(
-        target="accel_cli.commands.estimate.command:run",
+        target="accel_cli.commands.estimate.command",
         help="Tell how much memory a model takes, at rest and in training.",
-        parser="accel_cli.commands.arguments.parsers:estimate",
+        parser="estimate",
         imports_torch=True,
     ),
     "check": Command(
-        target="accel_cli.commands.check.command:run",
+        target="accel_cli.commands.check.command",
         help="Try a script as ranks of a large run, without devices.",
-        parser="accel_cli.commands.arguments.parsers:check",
+        parser="check",
     ),
     "merge-weights": Command(
-        target="accel_cli.commands.merge:run",
+        target="accel_cli.commands.merge",
         help="Turn a sharded checkpoint into plain weights.",
-        parser="accel_cli.commands.arguments.parsers:merge",
+        parser="merge",
         imports_torch=True,
     ),
     "to-fsdp2": Command(
-        target="accel_cli.commands.to_fsdp2:run",
+        target="accel_cli.commands.to_fsdp2",
         help="Rewrite a config file for FSDP as one for FSDP2.",
-        parser="accel_cli.commands.arguments.parsers:to_fsdp2",
+        parser="to_fsdp2",
     ),
     "tpu-config": Command(
-        target="accel_cli.commands.tpu:run",
+        target="accel_cli.commands.tpu",
         help="Run commands on all machines of a TPU pod.",
-        parser="accel_cli.commands.arguments.parsers:tpu",
+        parser="tpu",
     ),
     "completion": Command(
-        target="accel_cli.commands.completion.shells:run",
+        target="accel_cli.commands.completion.shells",
         help="Write the completion of a shell.",
-        parser="accel_cli.commands.arguments.parsers:completion",
+        parser="completion",
     ),
 }
 """The subcommands, in the order of the overview."""
@@ -150,12 +150,6 @@ config, estimate_memory, launch, merge_weights = (
     partial(run, name) for name in ("config", "estimate-memory", "launch", "merge-weights")
 )
 """What the programs `accel-config`, `accel-estimate-memory` and so on run."""
-
-
-def _find(named: str) -> Any:
-    """What `"module:name"` names."""
-    module, _, name = named.partition(":")
-    return getattr(import_module(module), name)
 
 
 def _overview() -> str:

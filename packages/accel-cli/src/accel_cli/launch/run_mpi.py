@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Make:
-    """A make of `mpirun`.
+    """A make of `mpirun`; by default it is the Hydra process manager, as most are.
 
     Args:
-        name: What it is called.
         sign: What its `--version` says.
-        processes: The flag for the number of processes.
         hostfile: The flag for the file that lists the machines.
         per_machine: The words for the number of processes of a machine, with `{}` in its place.
         variable: The words for a variable, with `{name}` and `{value}` in their places.
@@ -36,36 +34,22 @@ class Make:
 
     name: str
     sign: str
-    processes: str
-    hostfile: str
-    per_machine: tuple[str, ...]
-    variable: tuple[str, ...]
-
-
-def _hydra(name: str, sign: str) -> Make:
-    """A make whose `mpirun` is the Hydra process manager, as most are."""
-    return Make(
-        name=name,
-        sign=sign,
-        processes="-n",
-        hostfile="-f",
-        per_machine=("-ppn", "{}"),
-        variable=("-genv", "{name}", "{value}"),
-    )
+    hostfile: str = "-f"
+    per_machine: tuple[str, ...] = ("-ppn", "{}")
+    variable: tuple[str, ...] = ("-genv", "{name}", "{value}")
 
 
 MAKES: tuple[Make, ...] = (
     Make(
         name="Open MPI",
         sign="Open MPI",
-        processes="-n",
         hostfile="--hostfile",
         per_machine=("--map-by", "ppr:{}:node"),
         variable=("-x", "{name}={value}"),
     ),
-    _hydra("Intel MPI", "Intel(R) MPI"),
-    _hydra("MVAPICH", "MVAPICH"),
-    _hydra("MPICH", "HYDRA"),
+    Make(name="Intel MPI", sign="Intel(R) MPI"),
+    Make(name="MVAPICH", sign="MVAPICH"),
+    Make(name="MPICH", sign="HYDRA"),
 )
 """The makes that are known, in the order in which they are looked for."""
 
@@ -111,7 +95,7 @@ def arguments(plan: LaunchPlan, make: Make, environ: Mapping[str, str]) -> list[
     variables = [word.format(name=name, value=environ[name]) for name in handed_on for word in make.variable]
     python = [] if plan.launch.no_python else [sys.executable, "-m", "accel_cli.launch.worker"]
     return [
-        *(make.processes, str(plan.launch.num_processes)),
+        *("-n", str(plan.launch.num_processes)),
         *(make.hostfile, str(Path(plan.merged.settings.mpi.hostfile or "").expanduser())),
         *(word.format(plan.local_processes) for word in make.per_machine),
         *variables,

@@ -85,77 +85,42 @@ def _detect(function: str, *args: Any) -> bool:
     return getattr(import_module("accel_state.devices.probes"), function)(*args)
 
 
-def _extra(
-    name: str, backend: str, label: DistributedType, visible_devices_env: str, plugin: str | None
+def _row(
+    name: str,
+    backend: str | None,
+    label: DistributedType,
+    visible_devices_env: str | None,
+    plugin: str | None = None,
+    **row: Any,
 ) -> DeviceKind:
-    """A family whose name is also the type of its devices, its namespace in torch and its RNG key."""
+    """Make a row; its name is also the type of its devices, its namespace in torch and its RNG key."""
+    row = {"type": name, "rng_key": name, "probe": _asking("has_device", name, plugin), **row}
     return DeviceKind(
         name=name,
-        type=name,
         backend=backend,
         distributed_type=label,
         visible_devices_env=visible_devices_env,
-        rng_key=name,
         plugin=plugin,
-        probe=_asking("has_device", name, plugin),
+        **row,
     )
 
 
+_ROCM: dict[str, Any] = {"type": "cuda", "rng_key": "cuda", "probe": _asking("is_rocm_available")}
+_XLA: dict[str, Any] = {"runtime": "accel_state.devices.xla", "probe": _asking("is_torch_xla_available")}
+
 KINDS: tuple[DeviceKind, ...] = (
-    DeviceKind(
-        name="cuda",
-        type="cuda",
-        backend="nccl",
-        distributed_type=DistributedType.MULTI_GPU,
-        visible_devices_env="CUDA_VISIBLE_DEVICES",
-        rng_key="cuda",
-        probe=_asking("is_nvidia"),
-    ),
-    DeviceKind(
-        name="rocm",
-        type="cuda",
-        backend="nccl",  # RCCL answers to NCCL's name
-        distributed_type=DistributedType.MULTI_GPU,
-        visible_devices_env="HIP_VISIBLE_DEVICES",
-        rng_key="cuda",
-        probe=_asking("is_rocm_available"),
-    ),
-    _extra("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", None),
-    DeviceKind(
-        name="mps",
-        type="mps",
-        backend=None,
-        distributed_type=DistributedType.NO,
-        visible_devices_env=None,
-        rng_key=None,
-        probe=_asking("is_mps_available"),
-    ),
-    _extra("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
-    _extra("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
-    _extra("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES", "torch_musa"),
-    _extra("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
-    _extra("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch"),
-    _extra("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
-    DeviceKind(
-        name="xla",
-        type="xla",
-        backend="xla",
-        distributed_type=DistributedType.XLA,
-        visible_devices_env="TPU_VISIBLE_CHIPS",
-        rng_key="xla",
-        plugin="torch_xla",
-        runtime="accel_state.devices.xla",
-        probe=_asking("is_torch_xla_available"),
-    ),
-    DeviceKind(
-        name="cpu",
-        type="cpu",
-        backend="gloo",
-        distributed_type=DistributedType.MULTI_CPU,
-        visible_devices_env=None,
-        rng_key=None,
-        probe=lambda: True,
-    ),
+    _row("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES", probe=_asking("is_nvidia")),
+    _row("rocm", "nccl", DistributedType.MULTI_GPU, "HIP_VISIBLE_DEVICES", **_ROCM),  # RCCL has NCCL's name
+    _row("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK"),
+    _row("mps", None, DistributedType.NO, None, rng_key=None, probe=_asking("is_mps_available")),
+    _row("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
+    _row("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),
+    _row("musa", "mccl", DistributedType.MULTI_MUSA, "MUSA_VISIBLE_DEVICES", "torch_musa"),
+    _row("sdaa", "tccl", DistributedType.MULTI_SDAA, "SDAA_VISIBLE_DEVICES", "torch_sdaa"),
+    _row("hpu", "hccl", DistributedType.MULTI_HPU, "HABANA_VISIBLE_MODULES", "habana_frameworks.torch"),
+    _row("neuron", "neuron", DistributedType.MULTI_NEURON, "NEURON_RT_VISIBLE_CORES", "torch_neuronx"),
+    _row("xla", "xla", DistributedType.XLA, "TPU_VISIBLE_CHIPS", "torch_xla", **_XLA),
+    _row("cpu", "gloo", DistributedType.MULTI_CPU, None, rng_key=None, probe=lambda: True),
 )
 """In probe order; the CPU, which is always there, comes last."""
 
