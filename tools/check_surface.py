@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_state.settings.options import OPTIONS
+from accel_state.settings.model import OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

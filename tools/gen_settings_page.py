@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[1] / "packages/accel-suite/docs/referenc
 HEAD = """\
 # Settings
 
-Written by tools/gen_settings_page.py from `accel_state.settings.options`. A flag wins over the environment,
+Written by tools/gen_settings_page.py from `accel_state.settings.model`. A flag wins over the environment,
 the environment over the config file, the file over the default.
 """
 

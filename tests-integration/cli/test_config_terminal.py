@@ -9,7 +9,7 @@ import pexpect
 import pytest
 import yaml
 
-from accel_cli.config.host_info import probe_host
+from accel_cli.config.defaults import probe_host
 from accel_cli.config.interview import interview
 from accel_state.settings import OPTIONS, to_content
 

@@ -15,7 +15,7 @@ from accel_ops.collect import broadcast, gather, reduce
 from accel_ops.modules import extract_model_from_parallel
 from accel_ops.move import send_to_device
 from accel_ops.pad import pad_across_processes
-from accel_state.batch_size import find_executable_batch_size
+from accel_state.memory import find_executable_batch_size
 from accel_train.data.prepared import PreparedLoader
 from accel_train.optimizer import AcceleratedOptimizer
 from accel_train.scheduler import AcceleratedScheduler

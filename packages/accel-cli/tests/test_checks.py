@@ -14,7 +14,7 @@ from accel_cli.launch.plan import make_plan
 from accel_state.errors import AccelError, SettingsError
 from accel_state.settings import OPTIONS, combine, from_environ, merge_sources, parse_environ, parse_file
 from accel_state.settings.file import to_content
-from accel_state.settings.options import BY_KEY, BY_VARIABLE
+from accel_state.settings.model import BY_KEY, BY_VARIABLE
 from accel_state.settings.sections.megatron import MegatronSettings
 
 

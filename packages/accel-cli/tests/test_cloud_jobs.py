@@ -19,8 +19,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accel_cli.config.defaults import suggestion
-from accel_cli.config.host_info import HostInfo
+from accel_cli.config.defaults import HostInfo, suggestion
 from accel_cli.launch import (
     deepspeed_hosts,
     run_deepspeed,
@@ -39,7 +38,7 @@ from accel_cli.launch.plan import make_plan
 from accel_cli.launch.run_sagemaker import hyperparameters
 from accel_state.errors import AccelError, MissingDependencyError, SettingsError
 from accel_state.settings import Settings, combine, from_environ, parse_environ, parse_file
-from accel_state.settings.options import BY_PATH
+from accel_state.settings.model import BY_PATH
 from accel_state.settings.sections.remote import TpuSettings
 
 EIGHT = Machine(gpus=8, cores=64)

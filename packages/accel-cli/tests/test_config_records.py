@@ -11,7 +11,7 @@ from accel_cli import config_records
 from accel_cli.config_records import ClusterConfig, SageMakerConfig, load_config_from_file
 from accel_state.errors import SettingsError
 from accel_state.labels import ComputeEnvironment, DistributedType
-from accel_state.settings.options import BY_KEY
+from accel_state.settings.model import BY_KEY
 
 CONTENT = {
     "compute_environment": "LOCAL_MACHINE",

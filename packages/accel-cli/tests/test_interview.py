@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 
 from accel_cli.config import basic, command
 from accel_cli.config.command import commands, find_conflicts, summary
-from accel_cli.config.defaults import suggestion
-from accel_cli.config.host_info import HostInfo, probe_host
+from accel_cli.config.defaults import HostInfo, probe_host, suggestion
 from accel_cli.config.interview import Back, interview, question_about
 from accel_cli.config_file import read_config, text_of, write
 from accel_cli.main import main

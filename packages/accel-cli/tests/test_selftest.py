@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_cli.commands.selftest import command
-from accel_cli.commands.selftest.advice import ABOUT, advice
 from accel_cli.commands.selftest.checks import CHECKS
 from accel_cli.commands.selftest.results import (
+    ABOUT,
     CHECK_NAMES,
     FAILED,
     PASSED,
@@ -21,6 +21,7 @@ from accel_cli.commands.selftest.results import (
     SKIPPED,
     Outcome,
     Report,
+    advice,
     combine,
 )
 

@@ -11,9 +11,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_state import runtime
-from accel_state.batch_size import find_executable_batch_size, should_reduce_batch_size
 from accel_state.environ import patch_environment
-from accel_state.memory import clear_device_cache, release_memory
+from accel_state.memory import (
+    clear_device_cache,
+    find_executable_batch_size,
+    release_memory,
+    should_reduce_batch_size,
+)
 from accel_state.progress import tqdm
 
 OUT_OF_MEMORY = RuntimeError("CUDA out of memory. Tried to allocate 20.00 GiB")
@@ -40,7 +44,7 @@ def test_the_cache_of_the_device_is_emptied(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Without collecting garbage before each try."""
-    monkeypatch.setattr("accel_state.batch_size.clear_device_cache", lambda garbage_collection: None)
+    monkeypatch.setattr("accel_state.memory.clear_device_cache", lambda garbage_collection: None)
 
 
 @pytest.mark.usefixtures("quick")

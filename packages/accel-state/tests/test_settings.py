@@ -14,8 +14,16 @@ from accel_state.settings.environ import from_environ, parse_environ, to_environ
 from accel_state.settings.file import default_config_file, parse_file, to_content
 from accel_state.settings.legacy import translate
 from accel_state.settings.merge import Layer, SourcedValue, combine
-from accel_state.settings.model import ENGINES, IMPLICIT_SECTIONS, OPTIONAL_SECTIONS, Settings, value_at
-from accel_state.settings.options import BY_KEY, BY_PATH, OPTIONS
+from accel_state.settings.model import (
+    BY_KEY,
+    BY_PATH,
+    ENGINES,
+    IMPLICIT_SECTIONS,
+    OPTIONAL_SECTIONS,
+    OPTIONS,
+    Settings,
+    value_at,
+)
 from accel_state.settings.sections.deepspeed import DeepSpeedSettings
 from accel_state.settings.sections.fp8 import Fp8Settings
 from accel_state.settings.sections.fsdp import FsdpSettings

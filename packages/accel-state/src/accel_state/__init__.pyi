@@ -48,8 +48,6 @@ from accel_state.available import is_wandb_available as is_wandb_available
 from accel_state.available import is_weights_only_available as is_weights_only_available
 from accel_state.available import require as require
 from accel_state.backends.base import Collectives as Collectives
-from accel_state.batch_size import find_executable_batch_size as find_executable_batch_size
-from accel_state.batch_size import should_reduce_batch_size as should_reduce_batch_size
 from accel_state.devices.affinity import override_numa_affinity as override_numa_affinity
 from accel_state.devices.affinity import set_numa_affinity as set_numa_affinity
 from accel_state.devices.info import check_cuda_p2p_ib_support as check_cuda_p2p_ib_support
@@ -109,7 +107,9 @@ from accel_state.labels import distributed_type_of as distributed_type_of
 from accel_state.logging import MultiProcessAdapter as MultiProcessAdapter
 from accel_state.logging import get_logger as get_logger
 from accel_state.memory import clear_device_cache as clear_device_cache
+from accel_state.memory import find_executable_batch_size as find_executable_batch_size
 from accel_state.memory import release_memory as release_memory
+from accel_state.memory import should_reduce_batch_size as should_reduce_batch_size
 from accel_state.partial_state import PartialState as PartialState
 from accel_state.partial_state import wait_for_everyone as wait_for_everyone
 from accel_state.ports import free_port as free_port

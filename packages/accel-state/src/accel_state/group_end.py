@@ -4,6 +4,12 @@ gloo's destructor waits for collectives that have not completed, NCCL's `shutdow
 long as the limit of the group allows, half an hour by default. A rank that is dead breaks its connections,
 and ends such a wait at once under gloo; one that is stopped or busy elsewhere does not. Where nothing may
 wait, gloo's groups are therefore left to the end of the process, and NCCL gets some seconds.
+
+Before the interpreter ends, gloo's threads have to finish: a collective is done as soon as its result is
+there, and the thread that has carried it out drops it a moment later, and with it the last reference to its
+tensors. If they have a Python object, it needs the interpreter's lock for that. While the interpreter ends,
+CPython before 3.14 ends a thread that asks for the lock; its stack cannot be unwound through C++, and the
+process, whose work is done, aborts with "terminate called without an active exception".
 """
 
 from __future__ import annotations
@@ -13,7 +19,9 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +29,12 @@ from torch.distributed import distributed_c10d as c10d
 
 EXIT_LIMIT_S = 5.0  # what is left undone at the end of a program; the usual end takes milliseconds
 FAILED_LIMIT_S = 1.0
+_NAME = "pt_gloo_runloop"  # in newer versions of torch; 2.9 and older give no name
+_PAUSE = 0.001
+_CALM = 3  # looks in a row that find all asleep: one may have waited for the lock that a look held
+_LIMIT = (
+    5.0  # seconds; a thread that waits for another rank sleeps, so this is for a machine without any time
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,3 +100,40 @@ def _run(end: Any) -> None:
         end()
     except Exception as error:  # noqa: BLE001 - whatever the backend says: the process ends as it would have
         logger.debug("the process group could not be destroyed: %s", error)
+
+
+def wait_for_gloo_threads(*, or_unnamed: bool = False) -> None:
+    """Wait until no thread of gloo runs.
+
+    Args:
+        or_unnamed: If none has the name, wait for all threads that Python has not started.
+    """
+    threads = _threads(or_unnamed=or_unnamed)
+    if not threads:
+        return
+    calm, deadline = 0, time.monotonic() + _LIMIT
+    while calm < _CALM and time.monotonic() < deadline:
+        time.sleep(_PAUSE)  # which hands over the lock
+        calm = 0 if any(map(_runs, threads)) else calm + 1
+
+
+def _threads(*, or_unnamed: bool) -> list[Path]:
+    """The folders of gloo's threads in `/proc`, which only Linux has."""
+    threads = list(Path("/proc/self/task").glob("*"))
+    named = [path for path in threads if _read(path / "comm").strip() == _NAME]
+    if named or not or_unnamed:
+        return named
+    known = {str(thread.native_id) for thread in threading.enumerate()}
+    return [path for path in threads if path.name not in known]
+
+
+def _runs(thread: Path) -> bool:
+    """Whether a thread runs or would run if there were a core for it, rather than wait for something."""
+    return _read(thread / "stat").rpartition(")")[2].split()[:1] == ["R"]
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # the thread has ended
+        return ""

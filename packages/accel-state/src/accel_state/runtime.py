@@ -19,7 +19,6 @@ from accel_state.calls import compare_calls
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
 from accel_state.devices.select import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError
-from accel_state.gloo_threads import wait_for_gloo_threads
 from accel_state.topology import Topology, detect, rendezvous
 
 if TYPE_CHECKING:
@@ -302,7 +301,7 @@ def _leave() -> None:
     hang_monitor.end(closing=True)
     has_gloo = dist.is_available() and dist.is_initialized() and "gloo" in str(dist.get_backend_config())
     group_end.leave()
-    wait_for_gloo_threads(or_unnamed=has_gloo)
+    group_end.wait_for_gloo_threads(or_unnamed=has_gloo)
 
 
 atexit.register(_leave)

@@ -28,10 +28,10 @@ from accel_plugins.kwargs.run import (
 )
 from accel_plugins.parallelism.config import ParallelismConfig as ParallelismConfig
 from accel_state.available import is_rich_available as is_rich_available
-from accel_state.batch_size import find_executable_batch_size as find_executable_batch_size
 from accel_state.labels import (
     DDPCommunicationHookType as DDPCommunicationHookType, DistributedType as DistributedType,
 )
+from accel_state.memory import find_executable_batch_size as find_executable_batch_size
 from accel_state.partial_state import PartialState as PartialState
 from accel_state.rng import synchronize_rng_states as synchronize_rng_states
 from accel_train.accelerator import Accelerator as Accelerator

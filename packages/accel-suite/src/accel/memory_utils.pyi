@@ -1,2 +1,2 @@
 # fmt: off
-from accel_state.batch_size import find_executable_batch_size as find_executable_batch_size
+from accel_state.memory import find_executable_batch_size as find_executable_batch_size

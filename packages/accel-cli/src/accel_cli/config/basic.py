@@ -16,7 +16,7 @@ from accel_state.settings import (
     combine,
     to_content,
 )
-from accel_state.settings.options import BY_PATH
+from accel_state.settings.model import BY_PATH
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from accel_cli.config.basic import DEFAULT_CONFIG_FILE, update, write_basic_config
-from accel_cli.config.host_info import probe_host
+from accel_cli.config.defaults import probe_host
 from accel_cli.config.interview import interview
 from accel_cli.config_file import path_to_write, write
 from accel_cli.launch.checks import Facts, problems
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from pathlib import Path
 
-    from accel_cli.config.host_info import HostInfo
+    from accel_cli.config.defaults import HostInfo
     from accel_state.settings import Settings
 
 

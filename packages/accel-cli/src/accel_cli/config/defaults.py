@@ -1,20 +1,24 @@
-"""Suggested answers of questions, and the titles of their choices."""
+"""Suggested answers of questions, by what is found on this host, and the titles of their choices."""
 
 from __future__ import annotations
 
+import shutil
+import socket
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from accel_cli.launch.machine import this_machine
 from accel_state.settings.environ import as_text
 from accel_state.settings.model import Settings, value_at
 from accel_state.settings.sections.launch import DEVICE_TYPES, SAGEMAKER_TYPES
+from accel_state.topology import first_host
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from accel_cli.config.host_info import HostInfo
     from accel_state.settings.option import Answers, Option
 
-    _Suggests: TypeAlias = Callable[[HostInfo, Answers], str]
+_Suggests: TypeAlias = "Callable[[HostInfo, Answers], str]"
 
 CHOICE_TITLES: Mapping[str, Mapping[str, str]] = {
     "launch.compute_environment": {
@@ -144,3 +148,47 @@ _SUGGESTIONS: Mapping[str, str | _Suggests] = {
     "sagemaker.pytorch_version": "2.8.0",
     "sagemaker.py_version": "py312",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostInfo:
+    """This host, and the nodes of its Slurm job.
+
+    Args:
+        address: Network address; None if the host has none.
+        nodes: Number of nodes of the Slurm job; 1 outside of one.
+        first_node: Name of the job's first node; None outside of one.
+    """
+
+    gpus: int = 0
+    cores: int = 1
+    bf16: bool = False
+    address: str | None = None
+    nodes: int = 1
+    first_node: str | None = None
+
+
+def probe_host(environ: Mapping[str, str]) -> HostInfo:
+    """Probe this host, without torch."""
+    machine = this_machine(environ)
+    nodes = environ.get("SLURM_JOB_NUM_NODES", "")
+    return HostInfo(
+        gpus=machine.gpus,
+        cores=machine.cores,
+        # All NVIDIA GPUs have compute capability 8 (Ampere) or later; AMD's are assumed to compute in it.
+        bf16=machine.gpus > 0
+        and (shutil.which("nvidia-smi") is None or (machine.capability() or (0, 0)) >= (8, 0)),
+        address=_address(),
+        nodes=int(nodes) if nodes.isdecimal() and int(nodes) > 0 else 1,
+        first_node=first_host(environ.get("SLURM_JOB_NODELIST", "")),
+    )
+
+
+def _address() -> str | None:
+    """Return the address of the outgoing network interface; no packet is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # an address for documentation: RFC 5737
+            return str(probe.getsockname()[0])
+        except OSError:
+            return None

@@ -9,14 +9,13 @@ from accel_cli.config.defaults import CHOICE_TITLES, choices, suggestion
 from accel_state.errors import SettingsError
 from accel_state.settings import OPTIONS, Layer, Option, Settings, SourcedValue, combine
 from accel_state.settings.merge import parse
-from accel_state.settings.model import value_at
-from accel_state.settings.options import BY_PATH
+from accel_state.settings.model import BY_PATH, value_at
 from accel_state.settings.parsing import boolean, comma_list
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from accel_cli.config.host_info import HostInfo
+    from accel_cli.config.defaults import HostInfo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.exit_codes import run_program
-from accel_cli.launch.orphans import children
+from accel_cli.launch.signals import children
 from accel_state.errors import AccelError, MissingDependencyError
 
 if TYPE_CHECKING:

@@ -15,9 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from accel_cli.launch.exit_codes import ERROR
-from accel_cli.launch.orphans import adopt_orphans, end_descendants
 from accel_cli.launch.run_torchrun import WORKER
-from accel_cli.launch.signals import Relay
+from accel_cli.launch.signals import Relay, adopt_orphans, end_descendants
 from accel_cli.launch.worker_errors import (
     error_of_failure,
     format_all_errors,

@@ -13,7 +13,7 @@ from accel_cli.launch.job import Job
 from accel_cli.launch.run_simple import require_script, worker_line
 from accel_cli.launch.run_torchrun import choose_port
 from accel_state.errors import MissingDependencyError, SettingsError
-from accel_state.settings.options import BY_VARIABLE
+from accel_state.settings.model import BY_VARIABLE
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

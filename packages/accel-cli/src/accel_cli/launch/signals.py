@@ -1,22 +1,26 @@
-"""Signals on their way from a launcher to the processes that it has started."""
+"""Signals on their way from a launcher to the processes below it, and the end of what these leave behind."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import signal
+import sys
 import time
 from typing import TYPE_CHECKING
 
-from accel_cli.launch.orphans import children, end_descendants, kill
+import psutil
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable, Sequence
     from types import FrameType
 
 _STOP_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 _FORWARDED_SIGNALS = ("SIGUSR1", "SIGUSR2")
 _SAME = 0.5  # seconds in which several SIGINT count as one Ctrl-C, since a shell and a terminal both send it
+_PR_SET_CHILD_SUBREAPER = 36  # of <linux/prctl.h>
+_GRACE = 5.0  # seconds in which what is left behind may end by itself
 AGAIN = "accel launch: waiting for the processes to end; Ctrl-C ends them at once\n"
 """Printed when a signal asks to end."""
 
@@ -90,3 +94,42 @@ class Relay:
 def _numbers(names: Iterable[str]) -> list[signal.Signals]:
     """The signals of these names that this system knows."""
     return [signal.Signals[name] for name in names if name in signal.Signals.__members__]
+
+
+def adopt_orphans() -> None:
+    """Become the parent of processes that lose theirs below this one, so that `end_descendants` finds them.
+
+    Linux only; elsewhere those in a session of their own get away.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_descendants(workers: Sequence[int]) -> None:
+    """End what workers have started and left behind."""
+    if not workers:
+        return
+    kill(workers, signal.SIGTERM)
+    left = psutil.Process().children(recursive=True)
+    for process in left:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.terminate()
+    _, deaf = psutil.wait_procs(left, timeout=_GRACE)
+    for process in deaf:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
+def children() -> list[int]:
+    """Return the processes that this one has started and that still run."""
+    return [child.pid for child in psutil.Process().children()]
+
+
+def kill(workers: Iterable[int], number: int) -> None:
+    """Send a signal to workers and to what they have started, where each has a process group of its own."""
+    for worker in workers:
+        with contextlib.suppress(OSError):
+            if sys.platform == "win32":
+                os.kill(worker, number)
+            else:
+                os.killpg(worker, number)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_state.settings.error_collector import ErrorCollector
-from accel_state.settings.merge import Layer, SourcedValue, combine, parse
-from accel_state.settings.model import Settings, value_at
-from accel_state.settings.options import BY_PATH, BY_VARIABLE
+from accel_state.settings.merge import ErrorCollector, Layer, SourcedValue, combine, parse
+from accel_state.settings.model import BY_PATH, BY_VARIABLE, Settings, value_at
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -9,11 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
-from accel_state.settings.error_collector import ErrorCollector
 from accel_state.settings.legacy import translate
-from accel_state.settings.merge import DEFAULT, Layer, SourcedValue, parse
-from accel_state.settings.model import Settings, value_at
-from accel_state.settings.options import BY_KEY, OPTIONS
+from accel_state.settings.merge import DEFAULT, ErrorCollector, Layer, SourcedValue, parse
+from accel_state.settings.model import BY_KEY, OPTIONS, Settings, value_at
 from accel_state.settings.sections.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:

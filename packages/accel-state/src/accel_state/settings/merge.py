@@ -12,6 +12,7 @@ from accel_state.settings.sections.launch import ENGINE_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import TracebackType
 
     from accel_state.settings.option import Option
 
@@ -70,6 +71,45 @@ class Merged:
         return self.sourced.get(path, DEFAULT)
 
 
+class ErrorCollector:
+    """A reusable context manager that collects `SettingsError`s instead of raising them.
+
+    Attributes:
+        found: A sentence for each error.
+
+    Example:
+        >>> problems = ErrorCollector()
+        >>> for text in ("1", "a", "b"):
+        ...     with problems:
+        ...         if not text.isdecimal():
+        ...             raise SettingsError(f"{text!r} is no number")
+        >>> problems.found
+        ["'a' is no number", "'b' is no number"]
+    """
+
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if isinstance(error, SettingsError):
+            self.found += error.problems
+        return isinstance(error, SettingsError)
+
+    def raise_if_any(self) -> None:
+        """Raise one SettingsError with all collected errors, if any.
+
+        Raises:
+            SettingsError: Errors were collected.
+        """
+        if self.found:
+            raise SettingsError(*self.found)
+
+
 def parse(option: Option, text: str, layer: Layer, origin: str) -> SourcedValue | None:
     """Parse the text of an option.
 
@@ -80,7 +120,7 @@ def parse(option: Option, text: str, layer: Layer, origin: str) -> SourcedValue 
         SettingsError: The text cannot be used; the message names it and its origin.
 
     Example:
-        >>> from accel_state.settings.options import BY_KEY
+        >>> from accel_state.settings.model import BY_KEY
         >>> parse(BY_KEY["num_machines"], "2", Layer.FILE, "key num_machines").value
         2
     """

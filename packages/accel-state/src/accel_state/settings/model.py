@@ -1,22 +1,37 @@
-"""What a run was asked to do: frozen records, and nothing that knows where a value came from."""
+"""The settings of a run as a frozen record, and their table: one row per setting, for readers and writers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from accel_state.settings.sections.deepspeed import DeepSpeedSettings, HostSettings
-from accel_state.settings.sections.fp8 import Fp8Settings
-from accel_state.settings.sections.fsdp import FsdpSettings
-from accel_state.settings.sections.launch import LaunchSettings
-from accel_state.settings.sections.megatron import MegatronSettings
-from accel_state.settings.sections.parallelism import ParallelismSettings
-from accel_state.settings.sections.process import ProcessSettings
-from accel_state.settings.sections.remote import MpiSettings, SageMakerSettings, TpuSettings
-from accel_state.settings.sections.training import DynamoSettings, PrecisionSettings, TrainingSettings
+from accel_state.settings.sections.deepspeed import DEEPSPEED, DeepSpeedSettings, HostSettings
+from accel_state.settings.sections.fp8 import FP8, Fp8Settings
+from accel_state.settings.sections.fsdp import FSDP, FsdpSettings
+from accel_state.settings.sections.launch import LAUNCH, LaunchSettings
+from accel_state.settings.sections.megatron import MEGATRON, MegatronSettings
+from accel_state.settings.sections.parallelism import PARALLELISM, ParallelismSettings
+from accel_state.settings.sections.process import PROCESS, ProcessSettings
+from accel_state.settings.sections.remote import (
+    MPI,
+    SAGEMAKER,
+    TPU,
+    MpiSettings,
+    SageMakerSettings,
+    TpuSettings,
+)
+from accel_state.settings.sections.training import (
+    DYNAMO,
+    TRAINING,
+    DynamoSettings,
+    PrecisionSettings,
+    TrainingSettings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from accel_state.settings.option import Option
 
 Precision: TypeAlias = Literal["no", "fp16", "bf16", "fp8"]
 
@@ -80,3 +95,31 @@ def value_at(settings: Settings, path: str) -> object:
     if not name:
         return found is not None
     return None if found is None else getattr(found, name)
+
+
+OPTIONS: tuple[Option, ...] = (
+    *LAUNCH,
+    *MPI,
+    *PROCESS,
+    *DEEPSPEED,
+    *MEGATRON,
+    *FSDP,
+    *PARALLELISM,
+    *TRAINING,
+    *FP8,
+    *DYNAMO,
+    *TPU,
+    *SAGEMAKER,
+)
+"""Every setting, in the order of the help text and of the questions."""
+
+BY_PATH: Mapping[str, Option] = {option.path: option for option in OPTIONS}
+"""The settings by their path in `Settings`."""
+
+BY_VARIABLE: Mapping[str, Option] = {option.variable: option for option in OPTIONS if option.variable}
+"""The settings that have an environment variable, by its name."""
+
+BY_KEY: Mapping[str, Option] = {
+    key: option for option in OPTIONS if option.key for key in (option.key, *option.key_aliases)
+}
+"""The settings of config files by their key, in every spelling that is read."""

@@ -10,10 +10,9 @@ import torch
 
 from accel_state.streams import override_streams
 from accel_state.testing.clocks import Access, Actor, Race
-from accel_state.testing.copies import Copy
 from accel_state.testing.memory import Pool
 from accel_state.testing.operators import OperatorMode, TransferMode
-from accel_state.testing.queues import LateEvent, LateStream, Schedule
+from accel_state.testing.queues import Copy, LateEvent, LateStream, Schedule
 from accel_state.testing.storages import Kind, Storages, byte_range, user_line
 
 if TYPE_CHECKING:

@@ -187,7 +187,6 @@ from accel_state.available import (
     is_transformers_available as is_transformers_available, is_triton_available as is_triton_available,
     is_wandb_available as is_wandb_available, is_weights_only_available as is_weights_only_available,
 )
-from accel_state.batch_size import find_executable_batch_size as find_executable_batch_size
 from accel_state.devices.affinity import set_numa_affinity as set_numa_affinity
 from accel_state.devices.info import (
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support, check_os_kernel as check_os_kernel,
@@ -220,7 +219,9 @@ from accel_state.labels import (
     SageMakerDistributedType as SageMakerDistributedType,
     TORCH_DISTRIBUTED_OPERATION_TYPES as TORCH_DISTRIBUTED_OPERATION_TYPES,
 )
-from accel_state.memory import release_memory as release_memory
+from accel_state.memory import (
+    find_executable_batch_size as find_executable_batch_size, release_memory as release_memory,
+)
 from accel_state.partial_state import wait_for_everyone as wait_for_everyone
 from accel_state.ports import is_port_in_use as is_port_in_use
 from accel_state.progress import tqdm as tqdm

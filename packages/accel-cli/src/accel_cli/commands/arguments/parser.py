@@ -9,7 +9,7 @@ from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_state.did_you_mean import nearest
 from accel_state.errors import SettingsError
 from accel_state.settings.file import DEFAULT_PATH_HELP
-from accel_state.settings.options import BY_PATH
+from accel_state.settings.model import BY_PATH
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer  # pyright: ignore[reportPrivateUsage] - groups have no public name

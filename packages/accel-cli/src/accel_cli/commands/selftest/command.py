@@ -12,8 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_cli.commands.selftest.advice import advice
-from accel_cli.commands.selftest.results import CHECK_NAMES, FAILED, Outcome, Report, combine
+from accel_cli.commands.selftest.results import CHECK_NAMES, FAILED, Outcome, Report, advice, combine
 from accel_cli.output import Table, show, working
 from accel_state.available import require
 from accel_state.regular_file import read_json
