@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from accel_cli import env_report
-from accel_cli.commands.arguments.parser import Parser
+from accel_cli.commands.arguments import Parser
 from accel_cli.main import COMMANDS, main
 from accel_state.errors import SettingsError
 

@@ -17,7 +17,7 @@ from accel_state.errors import AccelError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from accel_cli.commands.arguments.parser import Parser
+    from accel_cli.commands.arguments import Parser
 
 ERROR = 2
 """The exit code of a command line that cannot be carried out; nothing was started."""
@@ -34,7 +34,7 @@ class Command:
         target: The module whose function `run` takes what the parser reads, or without a parser the words
             after the subcommand, and returns the exit code.
         help: One line for the overview.
-        parser: The function of `accel_cli.commands.arguments.parsers` that makes the parser, without the
+        parser: The function of `accel_cli.commands.arguments` that makes the parser, without the
             target: help and mistakes are answered before that is imported.
         imports_torch: Whether the target does, which takes seconds.
     """
@@ -47,7 +47,7 @@ class Command:
     def make_parser(self) -> Parser:
         """Make the parser; there has to be one."""
         assert self.parser is not None  # noqa: S101 - for ourselves
-        return getattr(import_module("accel_cli.commands.arguments.parsers"), self.parser)()
+        return getattr(import_module("accel_cli.commands.arguments"), self.parser)()
 
     def run(self, words: Sequence[str]) -> int:
         """Read the words after the subcommand, and run it."""
@@ -105,7 +105,7 @@ COMMANDS: Mapping[str, Command] = {
         parser="tpu",
     ),
     "completion": Command(
-        target="accel_cli.commands.completion.shells",
+        target="accel_cli.commands.completion",
         help="Write the completion of a shell.",
         parser="completion",
     ),

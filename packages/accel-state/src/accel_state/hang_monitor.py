@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -16,12 +17,12 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage] - documented
 
 from accel_state.errors import DistributedOperationException, StalledCollectiveError
 from accel_state.rank_status import RankStatus, call_site, format_statuses, main_thread_site, source_location
 from accel_state.stores import absent_keys, clone_store, get_all
-from accel_state.transport_errors import first_sentence, is_stall, is_transport_error
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
@@ -34,6 +35,12 @@ _RING = 16  # collectives of this rank that are remembered
 WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
 MIN_POLL_S = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
 SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to hear why it ends
+
+# Errors of the transport have such a type or origin; a download of the program may time out as well.
+_TYPES = (dist.DistBackendError, dist.DistNetworkError, dist.DistStoreError)
+# gloo's errors are plain RuntimeErrors that begin with a line of gloo's own source.
+_GLOO = re.compile(r"\[(?P<enforced>enforce fail at )?\S*\bgloo/\S+:\d+\] ")
+_NCCL_STALL = re.compile(r"timed? ?out|connection|remote|peer|system error|aborted", re.IGNORECASE)
 
 logger = logging.getLogger(__name__)
 
@@ -342,6 +349,42 @@ def _explain(monitor: HangMonitor, operation: str, error: BaseException) -> None
     if is_transport_error(error):
         wrapped = StalledCollectiveError if is_stall(error) else DistributedOperationException
         raise wrapped(monitor.on_timeout(operation, error)) from error
+
+
+def is_transport_error(error: BaseException | None) -> bool:
+    """Return whether an error was raised by a process-group backend or by the store.
+
+    Example:
+        >>> is_transport_error(RuntimeError("request timed out"))
+        False
+        >>> is_transport_error(RuntimeError("[/gloo/transport/tcp/pair.cc:561] Connection closed by peer"))
+        True
+    """
+    return isinstance(error, _TYPES) or (type(error) is RuntimeError and _GLOO.match(str(error)) is not None)
+
+
+def is_stall(error: BaseException) -> bool:
+    """Return whether a transport error means that another rank did not take part, not that ranks disagree.
+
+    Example:
+        >>> is_stall(RuntimeError("[enforce fail at gloo/transport/tcp/pair.cc:464] 8 vs 4"))
+        False
+    """
+    origin = _GLOO.match(str(error))
+    if origin is not None:
+        return origin["enforced"] is None
+    return not isinstance(error, dist.DistBackendError) or _NCCL_STALL.search(str(error)) is not None
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the message of a transport error, without its source location and advice.
+
+    Example:
+        >>> first_sentence(RuntimeError("[/gloo/transport/tcp/pair.cc:561] Read error. Look elsewhere"))
+        'Read error'
+    """
+    line = re.sub(r"^\[[^\]]*\] ", "", (str(error).strip().splitlines() or [""])[0])
+    return line.split(". ")[0].rstrip(".") or type(error).__name__
 
 
 if hasattr(os, "register_at_fork"):

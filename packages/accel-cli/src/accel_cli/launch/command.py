@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -11,15 +12,18 @@ from typing import TYPE_CHECKING
 
 from accel_cli.config_file import ConfigFile, read_config
 from accel_cli.launch.args import help_text, read_arguments
-from accel_cli.launch.explain import explain
 from accel_cli.launch.hostfile import read_hosts
 from accel_cli.launch.launchers import job_of_plan
 from accel_cli.launch.machine import Machine, this_machine
 from accel_cli.launch.plan import make_plan
-from accel_cli.output import show
+from accel_cli.output import Table, show
+from accel_cli.redact import redact
 from accel_cli.text_file import command_lines
 from accel_state.environ import read
-from accel_state.settings import ErrorCollector, Layer, SourcedValue, merge_sources, parse_environ
+from accel_state.settings import OPTIONS, ErrorCollector, Layer, SourcedValue, merge_sources, parse_environ
+from accel_state.settings.environ import as_text as value_text
+from accel_state.settings.merge import TITLES
+from accel_state.settings.model import value_at
 from accel_state.topology import detect, rendezvous
 
 if TYPE_CHECKING:
@@ -110,6 +114,53 @@ def probe_host(settings: Settings, environ: Mapping[str, str]) -> Machine:
     if settings.tpu.command_file is not None and settings.tpu.use_cluster:
         machine = replace(machine, commands=tuple(command_lines(settings.tpu.command_file, "command_file")))
     return machine
+
+
+def explain(
+    plan: LaunchPlan, job: Job, environ: Mapping[str, str], notes: Sequence[str] = ()
+) -> list[Table | str]:
+    """Return what would be run, and why."""
+    return [
+        Table(head=("setting", "value", "comes from"), rows=tuple(_settings_table(plan))),
+        f"\nway: {plan.launcher.explain}",
+        f"\ncommand:\n  {shlex.join(job.command)}",
+        "\n  ".join(["\nenvironment, as far as it differs:", *_differences(environ, job.environ)]),
+        *(f"\nnote: {note}" for note in notes),
+    ]
+
+
+def _settings_table(plan: LaunchPlan) -> list[tuple[str, str, str]]:
+    """Return every setting that has a source, and the number of processes, which is decided in any case."""
+    rows: list[tuple[str, str, str]] = []
+    for option in OPTIONS:
+        source_of = plan.merged.source_of(option.path)
+        if option.path == "launch.num_processes":
+            origin = source_of.origin if source_of.value is not None else "this machine"
+            rows.append((option.path, str(plan.launch.num_processes), origin))
+        elif source_of.value is not None:
+            value = value_at(plan.merged.settings, option.path)
+            off = option.section in TITLES and not value_at(plan.merged.settings, option.section)
+            text = redact(option.path, value_text(source_of.value if value is None else value))
+            if not off:
+                rows.append((option.path, text, source_of.origin))
+            elif option.name and source_of.layer < 3:
+                rows.append(
+                    (
+                        option.path,
+                        value_text(source_of.value),
+                        f"{source_of.origin}; not used: no {TITLES[option.section]}",
+                    )
+                )
+    return rows
+
+
+def _differences(before: Mapping[str, str], after: Mapping[str, str]) -> list[str]:
+    changed = [
+        f"{name}={shown if (shown := redact(name, value)) != value else shlex.quote(value)}"
+        for name, value in after.items()
+        if before.get(name) != value
+    ]
+    return [*changed, *(f"unset {name}" for name in before if name not in after)] or ["(nothing)"]
 
 
 def become(job: Job) -> int:

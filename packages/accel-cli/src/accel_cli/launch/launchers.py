@@ -21,10 +21,6 @@ if TYPE_CHECKING:
 _NEEDS_TORCHRUN = ("rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role", "min_machines")
 
 
-def _sharded_on_tpu(facts: Facts, launch: LaunchSettings) -> bool:
-    return launch.on_tpu and facts.settings.fsdp is not None and bool(facts.settings.fsdp.xla)
-
-
 def _several(facts: Facts, launch: LaunchSettings) -> bool:
     defaults = LaunchSettings()
     asked = any(getattr(launch, name) != getattr(defaults, name) for name in _NEEDS_TORCHRUN)
@@ -77,7 +73,7 @@ BUILT_IN: Mapping[str, Launcher] = {
         ),
         Launcher(
             name="xla_spmd",
-            applies=_sharded_on_tpu,
+            applies=lambda facts, _: facts.settings.is_sharded_on_xla,
             job=f"{_PACKAGE}.run_xla:job_of_one",
             explain="one process drives all chips of this machine, over which the compiler shards",
             environ=_formats_of,

@@ -117,7 +117,7 @@ def to_content(settings: Settings) -> dict[str, Any]:
     engines = [kind for kind, section in ENGINE_TYPES.items() if value_at(settings, section)]
     for option in OPTIONS:
         value = value_at(settings, option.path)
-        if option.path == "launch.distributed_type" and engines and not _is_sharded_on_xla(settings):
+        if option.path == "launch.distributed_type" and engines and not settings.is_sharded_on_xla:
             value = engines[0]
         if option.path == "launch.num_processes" and value is None:
             value = -1
@@ -130,10 +130,6 @@ def to_content(settings: Settings) -> dict[str, Any]:
     if settings.parallelism is not None:
         content.setdefault("parallelism_config", {"parallelism_config_dp_replicate_size": 1})
     return content
-
-
-def _is_sharded_on_xla(settings: Settings) -> bool:
-    return settings.launch.on_tpu and settings.fsdp is not None and bool(settings.fsdp.xla)
 
 
 def concat(before: SourcedValue | None, after: SourcedValue) -> SourcedValue:

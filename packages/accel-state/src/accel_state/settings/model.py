@@ -63,6 +63,11 @@ class Settings:
     tpu: TpuSettings = field(default_factory=TpuSettings)
     sagemaker: SageMakerSettings = field(default_factory=SageMakerSettings)
 
+    @property
+    def is_sharded_on_xla(self) -> bool:
+        """Whether FSDP shards over the devices of a TPU."""
+        return self.launch.on_tpu and self.fsdp is not None and bool(self.fsdp.xla)
+
 
 OPTIONAL_SECTIONS: Mapping[
     str, type[FsdpSettings | DeepSpeedSettings | MegatronSettings | ParallelismSettings]

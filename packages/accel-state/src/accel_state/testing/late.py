@@ -10,17 +10,16 @@ import torch
 
 from accel_state.streams import override_streams
 from accel_state.testing.clocks import Access, Actor, Race
-from accel_state.testing.memory import Pool
 from accel_state.testing.operators import OperatorMode, TransferMode
 from accel_state.testing.queues import Copy, LateEvent, LateStream, Schedule
-from accel_state.testing.storages import Kind, Storages, byte_range, user_line
+from accel_state.testing.storages import Kind, Pool, Storages, byte_range, user_line
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from torch import Tensor
 
-    from accel_state.testing.memory import Block
+    from accel_state.testing.storages import Block
 
 
 class RaceError(AssertionError):

@@ -1,1 +1,0 @@
-"""`accel completion`: shell completion of commands, flags and values."""
