@@ -19,7 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 from accel import Accelerator
 from accel.utils import DeepSpeedPlugin
 from accel_cli.commands.check.memory_tracker import Meter
-from accel_cli.commands.estimate.inputs import passes_of_batch
+from accel_cli.commands.estimate.command import passes_of_batch
 from accel_cli.commands.estimate.memory import Buckets, Job, estimate
 from accel_cli.commands.estimate.meta_model import meta_model
 from accel_cli.commands.estimate.trace import moments_of

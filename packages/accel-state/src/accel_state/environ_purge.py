@@ -11,7 +11,7 @@ from accel_state.environ import accelerate_variables, remove
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Mapping
-    from contextlib import AbstractContextManager
+    from contextlib import _GeneratorContextManager  # pyright: ignore[reportPrivateUsage] - what decorates
 
 _Decorated = TypeVar("_Decorated", bound="Callable[..., Any]")
 
@@ -63,7 +63,7 @@ def _purged() -> Generator[None]:
 
 
 def _purging(
-    function: Callable[..., Any], scope: Callable[[], AbstractContextManager[None]] = _purged
+    function: Callable[..., Any], scope: Callable[[], _GeneratorContextManager[None]] = _purged
 ) -> Callable[..., Any]:
     if inspect.iscoroutinefunction(function):
 
@@ -74,12 +74,7 @@ def _purging(
 
         return awaiting
 
-    @functools.wraps(function)
-    def calling(*args: Any, **kwargs: Any) -> Any:
-        with scope():
-            return function(*args, **kwargs)
-
-    return calling
+    return scope()(function)
 
 
 # What test frameworks call before and after the methods of a class.
@@ -109,7 +104,7 @@ def _purge_methods(cls: type) -> None:
         setattr(cls, name, type(member)(purging) if function is not member else purging)
 
 
-def _lifecycle_scopes() -> Mapping[str, Callable[[], AbstractContextManager[None]]]:
+def _lifecycle_scopes() -> Mapping[str, Callable[[], _GeneratorContextManager[None]]]:
     """For every set-up and tear-down method the scope that remembers, or drops, what the set-up adds."""
     before: dict[str, set[str]] = {}
 

@@ -290,9 +290,4 @@ def get_cpu_distributed_information() -> CPUInformation:
         True
     """
     found = detect(process_environment.read())
-    return CPUInformation(
-        rank=found.rank,
-        world_size=found.world_size,
-        local_rank=found.local_rank,
-        local_world_size=found.local_world_size,
-    )
+    return CPUInformation(found.rank, found.world_size, found.local_rank, found.local_world_size)

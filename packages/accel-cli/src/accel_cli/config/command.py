@@ -66,7 +66,7 @@ def _ask(options: Namespace) -> int:
     show("Esc goes back to the question before; Ctrl-C ends, and writes nothing.", "")
     try:
         settings = interview(terminal.ask, found)
-        show("", *summary(settings))
+        show("", summary(settings))
         wrong = find_conflicts(settings, found)
         show(*(f"Conflict: {one}" for one in wrong))
         replaces = " (replaces the existing file)" if path.exists() else ""
@@ -88,7 +88,7 @@ _ACTIONS: Mapping[str | None, Callable[[Namespace], int]] = {
 }
 
 
-def summary(settings: Settings) -> list[Table]:
+def summary(settings: Settings) -> Table:
     """Return a table of the settings to write."""
     sourced = combine(parse_file(to_content(settings), "")).sourced
     rows = [
@@ -96,7 +96,7 @@ def summary(settings: Settings) -> list[Table]:
         for option in OPTIONS
         if option.path in sourced and option.key
     ]
-    return [Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")]
+    return Table(head=("setting", "value"), rows=tuple(rows), title="Your answers")
 
 
 def find_conflicts(settings: Settings, found: HostInfo) -> list[str]:

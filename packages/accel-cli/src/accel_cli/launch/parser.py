@@ -97,17 +97,11 @@ def launch_command(args: Namespace) -> None:
 def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - programs call it by this name
     args: Namespace,
 ) -> tuple[Namespace, ClusterConfig | SageMakerConfig | None, bool]:
-    """Check flags with the config file and the environment, as `launch_command` does.
-
-    Args:
-        args: What `launch_command_parser` parsed.
+    """Check flags as `launch_command` does.
 
     Returns:
         The flags, with number of processes and precision decided; the config file; whether it decides the
         precision.
-
-    Raises:
-        SettingsError: Things do not add up.
     """
     plan, _ = plan_of_line(line_of(vars(args)))
     path = args.config_file or default_config_file(read())

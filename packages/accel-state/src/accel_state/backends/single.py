@@ -24,11 +24,7 @@ class SingleCollectives:
 
     rank: int = 0
     world_size: int = 1
-
-    @property
-    def chunk_bytes(self) -> int:
-        """Chunks are for several processes."""
-        return 0
+    chunk_bytes: int = 0
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Return the only chunk."""

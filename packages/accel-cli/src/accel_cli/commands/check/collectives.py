@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,18 +18,14 @@ if TYPE_CHECKING:
     from accel_state.backends.base import ReduceOp
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class AloneCollectives:
     """`accel_state.backends.base.Collectives` without other processes."""
 
-    def __init__(self, recorder: CollectiveRecorder, rank: int, world_size: int) -> None:
-        self._recorder = recorder
-        self.rank = rank
-        self.world_size = world_size
-
-    @property
-    def chunk_bytes(self) -> int:
-        """No bytes are sent."""
-        return 0
+    recorder: CollectiveRecorder
+    rank: int
+    world_size: int
+    chunk_bytes: int = 0
 
     def exchange_chunks(self, chunk: Tensor, meanwhile: Callable[[], None] | None = None) -> Tensor:
         """Return the same chunk for every rank."""
@@ -75,7 +72,7 @@ class AloneCollectives:
         self._do("wait_for_everyone")
 
     def _do(self, kind: str, meanwhile: Callable[[], None] | None = None) -> None:
-        self._recorder.saw(kind)
+        self.recorder.saw(kind)
         if meanwhile is not None:
             meanwhile()
 

@@ -69,7 +69,10 @@ class CollectiveRecorder:
         """Track the memory of prepared models."""
         self.models += models
         if sharded:
-            self._measure(models)
+            if self.meter is None:
+                self.meter = self._stack.enter_context(Meter(self.fakes))
+            for model in models:
+                self.meter.add(model)
             return
         if self.ledger is None:
             self.ledger = self._stack.enter_context(Ledger(models[0]))
@@ -78,12 +81,6 @@ class CollectiveRecorder:
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(self.ledger.finish)
-
-    def _measure(self, models: Sequence[nn.Module]) -> None:
-        if self.meter is None:
-            self.meter = self._stack.enter_context(Meter(self.fakes))
-        for model in models:
-            self.meter.add(model)
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Optimizer) -> Generator[None]:
@@ -139,10 +136,7 @@ class CollectiveRecorder:
         """Run the block on real tensors."""
         self._outside += 1
         try:
-            with (
-                _disable_current_modes(),
-                MadeUpValues(self.saw),
-            ):  # tensors that a script made before are fake
+            with _disable_current_modes(), MadeUpValues(self.saw):  # tensors of before are fake
                 yield
         finally:
             self._outside -= 1

@@ -21,7 +21,6 @@ class Suggestion:
     """A suggested configuration."""
 
     estimate: Estimate
-    devices: int
     checkpointing: bool
     config: Mapping[str, Any]
 
@@ -59,7 +58,7 @@ def suggest(
         one = estimate(strategy, again if checkpointing else job)
         if fits(one, memory, host, min(per_machine, job.devices)):
             config = config_of(strategy, job, checkpointing=checkpointing)
-            return Suggestion(estimate=one, devices=job.devices, checkpointing=checkpointing, config=config)
+            return Suggestion(estimate=one, checkpointing=checkpointing, config=config)
     return None
 
 
