@@ -106,7 +106,7 @@ def _row(
 
 
 _ROCM: dict[str, Any] = {"type": "cuda", "rng_key": "cuda", "probe": _asking("is_rocm_available")}
-_XLA: dict[str, Any] = {"runtime": "accel_state.devices.xla", "probe": _asking("is_torch_xla_available")}
+_XLA: dict[str, Any] = {"runtime": "accel_state.devices.xla", "probe": _asking("has_xla")}
 
 KINDS: tuple[DeviceKind, ...] = (
     _row("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES", probe=_asking("is_nvidia")),

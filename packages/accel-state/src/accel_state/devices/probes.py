@@ -123,6 +123,11 @@ def is_habana_gaudi1() -> bool:
     return kind.probe() and kind.module.get_device_name().upper() == "GAUDI"
 
 
+def has_xla() -> bool:
+    """Whether torch_xla is installed; it is not imported."""
+    return find_spec("torch_xla") is not None
+
+
 @functools.cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
     """Whether torch_xla is installed; it is imported only to check for hardware.
@@ -136,7 +141,7 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
     """
     if check_is_tpu and check_is_gpu:
         raise SettingsError("is_torch_xla_available: choose one of check_is_tpu=True and check_is_gpu=True")
-    if find_spec("torch_xla") is None:
+    if not has_xla():
         return False
     wanted = {"TPU"} if check_is_tpu else {"GPU", "CUDA"} if check_is_gpu else None
     return wanted is None or import_module("torch_xla.runtime").device_type() in wanted
