@@ -175,19 +175,13 @@ def _devices(kinds: Any) -> dict[str, Any]:
         "kind": kind.name,
         "count": count,
         "names": [_device(properties(index)) for index in range(count)] if properties is not None else [],
-        "driver": _driver(),
+        "driver": next(iter(ask_nvidia("driver_version")), None),  # NVIDIA's
         "process group": kind.backend,
     }
 
 
 def _device(properties: Any) -> str:
     return f"{properties.name}, {properties.total_memory / 1e9:.1f} GB"
-
-
-def _driver() -> str | None:
-    """The version of NVIDIA's driver."""
-    versions = (ask_nvidia("--query-gpu=driver_version", "--format=csv,noheader") or "").split()
-    return versions[0] if versions else None
 
 
 # Imported when they are reported: what needs torch, and what is there only with other packages of ours.

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
-import subprocess
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import takewhile
@@ -13,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_state.available import is_installed
+from accel_state.devices.info import nvidia_smi
 from accel_state.devices.kinds import KINDS
+from accel_state.errors import MissingDependencyError
 from accel_state.fp8_backends import BACKENDS, BY_NAME
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
 def _capability() -> tuple[int, int] | None:
     """Return the least compute capability of the GPUs, from `nvidia-smi`."""
     found: list[tuple[int, int]] = []
-    for line in (ask_nvidia("--query-gpu=compute_cap", "--format=csv,noheader") or "").splitlines():
-        major, _, minor = line.strip().partition(".")
+    for line in ask_nvidia("compute_cap"):
+        major, _, minor = line.partition(".")
         if major.isdecimal() and minor.isdecimal():
             found.append((int(major), int(minor)))
     return min(found, default=None)
@@ -120,15 +121,14 @@ def _nvidia() -> int:
     folder = Path("/proc/driver/nvidia/gpus")
     if folder.is_dir():
         return len(list(folder.iterdir()))
-    return sum(line.startswith("GPU ") for line in (ask_nvidia("--list-gpus") or "").splitlines())
+    return len(ask_nvidia("name"))
 
 
-def ask_nvidia(*flags: str) -> str | None:
-    """Return the output of `nvidia-smi`; None where it is not installed."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return None
-    return subprocess.run([tool, *flags], capture_output=True, text=True, check=False).stdout
+def ask_nvidia(field: str) -> list[str]:
+    """Return a field of every NVIDIA GPU; none where the driver's tool is not there, or has no answer."""
+    with suppress(MissingDependencyError):
+        return nvidia_smi(field)
+    return []
 
 
 def _amd() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import module_from_spec, spec_from_file_location
@@ -44,7 +45,7 @@ def main(arguments: Sequence[str], load: Callable[[str], Any] = import_module) -
             f"{rest[0]} has no function {function!r} for the processes to run: name another with "
             "--main_training_function."
         )
-    start = _Start(getattr(module, function))
+    start = partial(_call, getattr(module, function))
     if processes == ONE:
         start(0)
     else:
@@ -65,15 +66,10 @@ def _missing() -> MissingDependencyError:
     )
 
 
-class _Start:
-    """Calls a function without the index that torch_xla passes."""
-
-    def __init__(self, function: Callable[[], object]) -> None:
-        self._function = function
-
-    def __call__(self, index: int) -> None:
-        del index
-        self._function()
+def _call(function: Callable[[], object], index: int) -> None:
+    """Call a function without the index that torch_xla passes."""
+    del index
+    function()
 
 
 def _import(script: Path) -> Any:

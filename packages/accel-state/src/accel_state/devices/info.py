@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 def get_gpu_info() -> tuple[list[str], int]:
     """Return the names of the NVIDIA GPUs of this machine, and their number; 0 without a driver."""
     try:
-        names = _nvidia_smi("name")
+        names = nvidia_smi("name")
     except MissingDependencyError:
         return [], 0
     return names, len(names)
@@ -34,7 +34,7 @@ def get_driver_version() -> str:
     Raises:
         MissingDependencyError: There is no NVIDIA driver.
     """
-    return _nvidia_smi("driver_version")[0]
+    return nvidia_smi("driver_version")[0]
 
 
 def check_cuda_p2p_ib_support() -> bool:
@@ -70,8 +70,12 @@ def check_os_kernel() -> None:
         )
 
 
-def _nvidia_smi(field: str) -> list[str]:
-    """Query one field of every GPU."""
+def nvidia_smi(field: str) -> list[str]:
+    """Query one field of every GPU.
+
+    Raises:
+        MissingDependencyError: There is no NVIDIA driver.
+    """
     try:
         answer = subprocess.run(
             ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader"],
