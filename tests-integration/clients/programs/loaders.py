@@ -1,7 +1,7 @@
 """Data loaders in the middle of an epoch: their states, saved and loaded by `accelerate`, whichever it is.
 
-Run as `loaders.py save FOLDER` and `loaders.py load FOLDER`: either writes to FOLDER, for each rank, which
-batches come after the saved ones.
+Run as `loaders.py save FOLDER` or `loaders.py load FOLDER`, or with several such pairs: each writes to its
+FOLDER, for each rank, which batches come after the saved ones.
 """
 
 from __future__ import annotations
@@ -79,10 +79,9 @@ def prepared(kind: str, *, dispatch: bool | None) -> tuple[Accelerator, Any]:
     return accelerator, loader
 
 
-def main() -> None:
+def main(action: str, folder: Path) -> None:
     """Save or load, and write what comes next."""
     torch.manual_seed(0)
-    action, folder = sys.argv[1], Path(sys.argv[2])
     rest: dict[str, list[list[int]]] = {}
     index = 0
     for kind in DATA:
@@ -110,4 +109,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    for asked, place in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        main(asked, Path(place))
