@@ -49,6 +49,14 @@ def joined() -> None:
     _joined = os.getpid(), weakref.ref(dist.group.WORLD)
 
 
+def join_alone(backend: str | None) -> None:
+    """Initialise the default process group of a job of one process, which has none; gloo's by default."""
+    if not dist.is_initialized():
+        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented
+        dist.init_process_group(backend or "gloo", store=store, rank=0, world_size=1)
+        joined()
+
+
 def groups_joined() -> int:
     """Return how many default process groups this process has initialised, itself and not its parent."""
     return _number if _joined is not None and _joined[0] == os.getpid() else 0

@@ -119,7 +119,7 @@ def put(config: dict[str, Any], key: str, value: Any) -> None:
     config[last] = value
 
 
-def refuse_mismatches(mismatches: Sequence[Mismatch]) -> None:
+def refuse_mismatches(mismatches: Sequence[Mismatch | str]) -> None:
     """Raise one error that names all contradictions, if there are any."""
     if mismatches:
         raise SettingsError(

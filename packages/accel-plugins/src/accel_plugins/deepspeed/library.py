@@ -66,14 +66,7 @@ def start(runtime: Runtime) -> ModuleType:
     with _for_device(runtime.device):
         deepspeed = load_library("the strategy 'deepspeed'")
         check_names()
-        if not dist.is_initialized():
-            dist.init_process_group(
-                runtime.kind.backend or "gloo",
-                store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented
-                rank=0,
-                world_size=1,
-            )
-            group_end.joined()
+        group_end.join_alone(runtime.kind.backend)
         comm = ds_module("comm.comm")
         if comm.cdb is None or not comm.cdb.is_initialized():
             with _without_compiling(runtime.device):

@@ -97,8 +97,6 @@ class DeepSpeedPlugin:
         for name in ("offload_optimizer_nvme_path", "offload_param_nvme_path"):
             if str(getattr(self, name)).lower() == "none":
                 setattr(self, name, None)
-        expect_flags(self, "is_train_batch_min")
-        expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", optional=True)
         if self.enable_msamp or self.msamp_opt_level is not None:
             raise UnsupportedError(
                 f"DeepSpeedPlugin(enable_msamp={self.enable_msamp!r}, "
@@ -106,6 +104,7 @@ class DeepSpeedPlugin:
                 "cannot be imported beside DeepSpeed 0.19; use mixed_precision='fp8' with "
                 "AORecipeKwargs() (torchao) or TERecipeKwargs() (TransformerEngine), under any ZeRO stage."
             )
+        expect_flags(self, "zero3_init_flag", "zero3_save_16bit_model", "enable_msamp")
         keywords = {name: getattr(self, name) for name in KEYS if getattr(self, name) is not None}
         self.hf_ds_config = _configuration(self.hf_ds_config, keywords)
         known = {
@@ -240,12 +239,8 @@ class DeepSpeedPlugin:
         noted: list[str] = [] if mismatches is None else mismatches
         for key, _ in [*leaves(self.deepspeed_config if config is None else config, prefix)]:
             self.fill_match(key, noted, must_match, **kwargs)
-        if mismatches is None and noted:
-            raise SettingsError(
-                "The DeepSpeed configuration contradicts other settings: "
-                + "; ".join(noted)
-                + ". Set each in one place only, or to 'auto' in the configuration."
-            )
+        if mismatches is None:
+            refuse_mismatches(noted)
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
         """Set the engine's precision, unless the configuration has one.

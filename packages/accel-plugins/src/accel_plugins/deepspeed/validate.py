@@ -92,9 +92,8 @@ def check_request(config: HfDeepSpeedConfig, bundle: Bundle, *, trains: bool) ->
         )
 
 
-def config_names(deepspeed: Any) -> frozenset[str]:
+def config_names() -> frozenset[str]:
     """Return the top-level keys that the installed version of DeepSpeed knows."""
-    del deepspeed
     names = set(_MORE_NAMES)
     for module in _NAMES_IN:
         names |= {

@@ -71,18 +71,6 @@ _OF_POLICIES = {
     "transformer_cls_names_to_wrap": "transformer_based_wrap",
     "min_num_params": "size_based_wrap",
 }
-_FLAGS = (
-    "cpu_ram_efficient_loading",
-    "use_orig_params",
-    "sync_module_states",
-    "forward_prefetch",
-    "activation_checkpointing",
-    "activation_checkpointing_offload",
-    "limit_all_gathers",
-    "xla",
-    "xla_fsdp_v2",
-    "xla_fsdp_grad_ckpt",
-)
 
 
 @dataclass
@@ -165,7 +153,7 @@ class FullyShardedDataParallelPlugin:
         resolve_fields(self, "fsdp", _DEFAULTS)
         if self.fsdp_version not in {1, 2}:
             raise SettingsError(f"{self._field_of('fsdp_version')}: expected 1 or 2.")
-        expect_flags(self, *_FLAGS)
+        expect_flags(self)
         if isinstance(self.transformer_cls_names_to_wrap, str):
             names = str(self.transformer_cls_names_to_wrap).split(",")
             self.transformer_cls_names_to_wrap = [name.strip() for name in names if name.strip()]

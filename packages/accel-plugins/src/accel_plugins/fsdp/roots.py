@@ -1,4 +1,4 @@
-"""FSDP1's modules: the registry of roots, and the map from original parameters to theirs."""
+"""FSDP1's modules: the registry of roots, and the original names of their parameters."""
 
 from __future__ import annotations
 
@@ -13,14 +13,12 @@ from torch.distributed.fsdp import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_plugins.dcp.tensors import plain_name
-from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Iterator, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -48,11 +46,6 @@ class FsdpRoots:
         """Return the first root module that has one of the parameters."""
         ids = {id(one) for one in parameters}
         return next((root for root in self._roots if any(id(one) in ids for one in root.parameters())), None)
-
-    def parameters(self) -> Iterator[Tensor]:
-        """Iterate over the parameters of all root modules."""
-        for root in [*self._roots]:
-            yield from root.parameters()
 
     def of_optimizer(
         self, optimizer: Optimizer, models: Sequence[nn.Module]
@@ -92,49 +85,11 @@ def suppress_fsdp1_warnings() -> Generator[None]:
         yield
 
 
-class ParamRemap:
-    """Map from original parameters to FSDP1's, for optimizers prepared with the model or later."""
-
-    def __init__(self) -> None:
-        self._successors: Any = WeakIdKeyDictionary()
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
-
-    def add(self, root: FullyShardedDataParallel, before: Mapping[str, Tensor], *, flat: bool) -> None:
-        """Add a wrapped model."""
-        now = _flattened(root) if flat else _visible(root)
-        for name, parameter in before.items():
-            if name in now and now[name] is not parameter:
-                self._successors[parameter] = now[name]
-
-    def knows(self, optimizer: Optimizer) -> bool:
-        """Return whether an optimizer was prepared before."""
-        return optimizer in self._optimizers
-
-    def has_successor(self, parameter: Tensor) -> bool:
-        """Return whether a parameter was replaced."""
-        return parameter in self._successors
-
-    def switch(self, optimizer: Optimizer) -> None:
-        """Replace an optimizer's original parameters by those of FSDP1."""
-        self._optimizers.add(optimizer)
-        owner: dict[int, int] = {}
-        for index, group in enumerate(optimizer.param_groups):
-            new: dict[int, Tensor] = {}
-            for parameter in group["params"]:
-                after = self._successors.get(parameter, parameter)
-                new[id(after)] = after
-            for key in new:
-                if owner.setdefault(key, index) != index:
-                    raise SettingsError(
-                        f"The parameters of one block are in the groups {owner[key]} and {index} of "
-                        f"{type(optimizer).__qualname__}, but FSDP1 makes one flat parameter of them; set "
-                        "FullyShardedDataParallelPlugin(use_orig_params=True)."
-                    )
-            group["params"][:] = new.values()
-
-
-def _visible(root: FullyShardedDataParallel) -> dict[str, Tensor]:
-    return {plain_name(name): one for name, one in root.named_parameters(remove_duplicate=False)}
+def parameters_by_name(root: FullyShardedDataParallel, *, flat: bool) -> dict[str, Tensor]:
+    """Return FSDP1's parameters by the original names: flat ones by those of all that they consist of."""
+    if not flat:
+        return {plain_name(name): one for name, one in root.named_parameters(remove_duplicate=False)}
+    return {prefix + inner: one for prefix, one in _flat_parameters(root) for inner in one._fqns}
 
 
 def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
@@ -143,13 +98,6 @@ def tied_names(root: FullyShardedDataParallel) -> dict[str, str]:
     for prefix, flat in _flat_parameters(root):
         for name, _, inside, first, _, first_inside in flat._shared_param_infos:
             found[prefix + _joined(inside, name)] = prefix + _joined(first_inside, first)
-    return found
-
-
-def _flattened(root: FullyShardedDataParallel) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for prefix, flat in _flat_parameters(root):
-        found |= dict.fromkeys((prefix + inner for inner in flat._fqns), flat)
     return found
 
 

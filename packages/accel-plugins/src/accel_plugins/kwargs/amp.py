@@ -27,8 +27,7 @@ class AutocastKwargs(KwargsHandler):
     cache_enabled: bool | None = None
 
     def __post_init__(self) -> None:
-        expect_flags(self, "enabled")
-        expect_flags(self, "cache_enabled", optional=True)
+        expect_flags(self, "cache_enabled")
 
 
 @dataclass
@@ -57,4 +56,4 @@ class GradScalerKwargs(KwargsHandler):
         expect(self, "growth_factor", "a number above 1", lambda value: value > 1)
         expect(self, "backoff_factor", "a number between 0 and 1", lambda value: 0 < value < 1)
         expect(self, "growth_interval", "a whole number above 0", lambda value: is_count(value, least=1))
-        expect_flags(self, "enabled")
+        expect_flags(self)

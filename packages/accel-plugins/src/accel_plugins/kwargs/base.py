@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_state import environ
@@ -44,16 +45,19 @@ def expect(owner: object, name: str, wanted: str, holds: Callable[[Any], bool]) 
         raise SettingsError(f"{type(owner).__name__}({name}={value!r}): expected {wanted}.")
 
 
-def expect_flags(owner: object, *names: str, optional: bool = False) -> None:
-    """Check that fields are bools; a string such as `"false"` would count as true.
+def expect_flags(owner: Any, *optional: str) -> None:
+    """Check that all fields declared as bools are; a string such as `"false"` would count as true.
 
     Raises:
-        SettingsError: A field is neither `True`, `False`, 1 nor 0.
+        SettingsError: A field is neither `True`, `False`, 1 nor 0, nor `None` if it is one of the `optional`.
     """
-    wanted = "True, False or None" if optional else "True or False"
-    flags = (True, False, None) if optional else (True, False)
-    for name in names:
-        expect(owner, name, wanted, lambda value: isinstance(value, int | None) and value in flags)
+    for name in (one.name for one in fields(owner) if one.type in {"bool", "bool | None"}):
+        wanted, kinds = ("True, False or None", int | None) if name in optional else ("True or False", int)
+        expect(owner, name, wanted, partial(_is_flag, kinds))
+
+
+def _is_flag(kinds: Any, value: Any) -> bool:
+    return isinstance(value, kinds) and value in {True, False, None}
 
 
 def is_count(value: object, *, least: int) -> bool:

@@ -56,14 +56,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     comm_state_option: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        expect_flags(
-            self,
-            "broadcast_buffers",
-            "find_unused_parameters",
-            "check_reduction",
-            "gradient_as_bucket_view",
-            "static_graph",
-        )
+        expect_flags(self)
         expect(self, "dim", "an integer", lambda value: isinstance(value, int))
         expect(self, "bucket_cap_mb", "a whole number above 0", lambda value: is_count(value, least=1))
         self.comm_hook = self._hook("comm_hook", _Hook)

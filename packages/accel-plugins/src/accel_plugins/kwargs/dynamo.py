@@ -58,8 +58,7 @@ class TorchDynamoPlugin(KwargsHandler):
         resolve_fields(self, "dynamo", {**_DEFAULTS, "use_regional_compilation": False}, names)
         self.backend = _backend(cast("Any", self.backend))
         expect(self, "mode", "a text", lambda value: isinstance(value, str))
-        expect_flags(self, "fullgraph", "disable", "use_regional_compilation")
-        expect_flags(self, "dynamic", optional=True)
+        expect_flags(self, "dynamic")
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields, with the backend as `torch.compile` spells it."""

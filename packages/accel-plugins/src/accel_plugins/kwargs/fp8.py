@@ -54,7 +54,7 @@ class AORecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         flags = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
-        expect_flags(self, *flags, optional=True)
+        expect_flags(self, *flags)
         expect(
             self,
             "config",
@@ -139,7 +139,7 @@ class TERecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         blocks = self.use_mxfp8_block_scaling
         resolve_fields(self, "fp8", self.DEFAULTS)
-        expect_flags(self, "use_autocast_during_eval", "use_mxfp8_block_scaling")
+        expect_flags(self)
         expect(self, "margin", "a whole number of at least 0", lambda value: is_count(value, least=0))
         for name in ("interval", "amax_history_len"):
             expect(self, name, "a whole number above 0", lambda value: is_count(value, least=1))

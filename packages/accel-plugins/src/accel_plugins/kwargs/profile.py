@@ -59,7 +59,7 @@ class ProfileKwargs(KwargsHandler):
     flame_graph: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        expect_flags(self, *_OPTIONS, "flame_graph")
+        expect_flags(self)
         expect(self, "activities", "a list of names, or None", lambda value: not isinstance(value, str))
         if self.flame_graph and self.output_trace_dir is None:
             raise SettingsError(

@@ -36,7 +36,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     def __post_init__(self) -> None:
         wanted = "a whole number above 0, or None"
         expect(self, "num_steps", wanted, lambda value: value is None or is_count(value, least=1))
-        expect_flags(self, "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+        expect_flags(self)
 
 
 @dataclass
@@ -73,16 +73,7 @@ class DataLoaderConfiguration:
     resume_mid_epoch: bool = field(default=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        expect_flags(
-            self,
-            "split_batches",
-            "even_batches",
-            "use_seedable_sampler",
-            "non_blocking",
-            "use_stateful_dataloader",
-            "resume_mid_epoch",
-        )
-        expect_flags(self, "dispatch_batches", optional=True)
+        expect_flags(self, "dispatch_batches")
         expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))
 
 
@@ -118,7 +109,7 @@ class ProjectConfiguration:
     def __post_init__(self) -> None:
         for name in ("project_dir", "logging_dir"):
             expect(self, name, "a path or None", lambda value: isinstance(value, str | os.PathLike | None))
-        expect_flags(self, "automatic_checkpoint_naming", "save_on_each_node")
+        expect_flags(self)
         wanted = "a whole number above 0, or None"
         expect(self, "total_limit", wanted, lambda value: value is None or is_count(value, least=1))
         expect(self, "iteration", "a whole number of at least 0", lambda value: is_count(value, least=0))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from accel_plugins.megatron.check import data_parallel_size
@@ -18,7 +17,6 @@ from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.plugin import MegatronLMPlugin
-    from accel_state.runtime import Runtime
 
 _LARGEST_SEED = 2**31
 _made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none
@@ -135,18 +133,6 @@ def start(groups: Groups) -> Lease:
         _make(groups)
     _leases.add(lease)
     return lease
-
-
-def join_default_group(runtime: Runtime) -> None:
-    """Initialise the default process group of a job of one process, which has none."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            runtime.kind.backend or "gloo",
-            store=dist.HashStore(),  # pyright: ignore[reportPrivateImportUsage] - documented
-            rank=0,
-            world_size=1,
-        )
-        group_end.joined()
 
 
 def _make(groups: Groups) -> None:

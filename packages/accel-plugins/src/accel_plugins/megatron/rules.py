@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.kwargs.base import is_count
@@ -38,10 +39,8 @@ DEFAULTS: Mapping[str, Any] = {
 LENGTHS = ("seq_length", "encoder_seq_length", "decoder_seq_length")
 """The longest sequences."""
 
-BACKENDS = ("auto", "flash", "fused", "unfused", "local")
-"""The names of megatron-core's implementations of attention."""
-
-_STYLES = {
+_CHOICES: Mapping[str, tuple[str | None, ...]] = {
+    "attention_backend": ("auto", "flash", "fused", "unfused", "local"),
     "weight_decay_incr_style": ("constant", "linear", "cosine"),
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root"),
     "recompute_granularity": (None, "full", "selective"),
@@ -93,37 +92,27 @@ def is_number(value: object, low: float = 0.0, high: float = math.inf) -> bool:
     )
 
 
-def _rows() -> dict[str, tuple[str, Callable[[Any], bool]]]:
-    rows: dict[str, tuple[str, Callable[[Any], bool]]] = {}
+def _optional(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
 
-    def add(names: tuple[str, ...], wanted: str, holds: Callable[[Any], bool]) -> None:
-        rows.update(dict.fromkeys(names, (wanted, holds)))
 
-    add(_FLAGS, "True or False", lambda value: isinstance(value, int) and value in {0, 1})
-    add(
-        ("use_rotary_position_embeddings",), "True, False or None", lambda value: value in {None, True, False}
+_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    name: (wanted, holds)
+    for names, wanted, holds in (
+        (_FLAGS, "True or False", lambda value: isinstance(value, int) and value in {0, 1}),
+        (("use_rotary_position_embeddings",), "True, False or None", {None, True, False}.__contains__),
+        (_SIZES, "a whole number above 0", partial(is_count, least=1)),
+        (_OPTIONAL_SIZES, "a whole number above 0, or None", _optional(partial(is_count, least=1))),
+        (_COUNTS, "a whole number, 0 or more, or None", _optional(partial(is_count, least=0))),
+        (_FRACTIONS, "a number from 0 to 1, or None", _optional(partial(is_number, high=1))),
+        (_AMOUNTS, "a number, 0 or more", is_number),
+        (_OPTIONAL_AMOUNTS, "a number, 0 or more, or None", _optional(is_number)),
+        (_CALLABLES, "something to call, or None", _optional(callable)),
+        (_DICTIONARIES, "a dictionary, or None", lambda value: isinstance(value, dict | None)),
+        *(((name,), f"one of {words}", words.__contains__) for name, words in _CHOICES.items()),
     )
-    add(_SIZES, "a whole number above 0", lambda value: is_count(value, least=1))
-    add(
-        _OPTIONAL_SIZES,
-        "a whole number above 0, or None",
-        lambda value: value is None or is_count(value, least=1),
-    )
-    add(
-        _COUNTS, "a whole number, 0 or more, or None", lambda value: value is None or is_count(value, least=0)
-    )
-    add(_FRACTIONS, "a number from 0 to 1, or None", lambda value: value is None or is_number(value, 0, 1))
-    add(_AMOUNTS, "a number, 0 or more", is_number)
-    add(_OPTIONAL_AMOUNTS, "a number, 0 or more, or None", lambda value: value is None or is_number(value))
-    add(_CALLABLES, "something to call, or None", lambda value: value is None or callable(value))
-    add(_DICTIONARIES, "a dictionary, or None", lambda value: value is None or isinstance(value, dict))
-    add(("attention_backend",), f"one of {BACKENDS}", lambda value: value in BACKENDS)
-    for name, words in _STYLES.items():
-        add((name,), f"one of {words}", lambda value, words=words: value in words)
-    return rows
-
-
-_ROWS = _rows()
+    for name in names
+}
 
 
 def check_values(fields: Mapping[str, Any], sources: Mapping[str, str]) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accel_plugins.parallelism.config import AXES, ParallelismConfig, mesh_of
 from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
 from accel_plugins.strategy import BatchSharding
+from accel_state import group_end
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Axes:
 def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:
     """Build the mesh of a run."""
     world = runtime.topology.world_size
-    ensure_group(runtime)
+    group_end.join_alone(runtime.kind.group_backend)  # a mesh needs a group
     config = _config(handlers, world, sharded=sharded)
     config.check_world(world)
     mesh = config.get_device_mesh(runtime.device.type)
@@ -73,13 +73,6 @@ def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) ->
             repeats=tensor_rank != 0,
         ),
     )
-
-
-def ensure_group(runtime: Runtime) -> None:
-    """Initialise a process group of one rank, which a mesh needs, if there is none."""
-    if not dist.is_initialized():
-        backend = runtime.kind.group_backend or "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def _config(handlers: Mapping[type, Any], world: int, *, sharded: bool) -> ParallelismConfig:

@@ -88,9 +88,6 @@ class ContextParallel:
             if name.endswith("self_attn"):
                 module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
-    def validate(self, model: nn.Module) -> None:
-        """Accept every model."""
-
     def _check(self, buffers: list[Tensor], dims: list[int], not_restored: set[Tensor]) -> None:
         ranks = self.mesh.size()
         if not buffers or len(buffers) != len(dims):

@@ -66,7 +66,7 @@ class DeepSpeedSequenceParallelConfig:
         resolve_fields(self, "parallelism", {"sp_attn_implementation": "sdpa"})
         if self.sp_seq_length_is_variable is None:
             self.sp_seq_length_is_variable = self.sp_seq_length is None
-        expect_flags(self, "sp_seq_length_is_variable")
+        expect_flags(self)
         expect(
             self,
             "sp_seq_length",
@@ -102,7 +102,7 @@ class TorchTensorParallelConfig:
     enable_async_tp: bool = False
 
     def __post_init__(self) -> None:
-        expect_flags(self, "enable_async_tp")
+        expect_flags(self)
         if self.enable_async_tp:
             raise UnsupportedError(
                 "TorchTensorParallelConfig(enable_async_tp=True) is not available in this version; leave it "

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from accel_state.labels import DistributedType
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_SCALED = frozenset({"fp16"})
 
 
 def build_precision(
@@ -64,7 +63,7 @@ def build_precision(
             f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}; use 'no'."
         )
     scaling = None
-    if name in _SCALED:
+    if name == "fp16":
         scaler = build_scaler(device, scaler_kwargs or GradScalerKwargs(), shared=shared)
         scaling = LossScaling(scaler, master_weights=master_weights)
     return MixedPrecision(

@@ -16,7 +16,7 @@ from accel_plugins.sharding.shards import shard_like
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping
+    from collections.abc import Generator, Iterable, Mapping
 
     from torch.optim import Optimizer
 
@@ -30,40 +30,48 @@ class _Held:
     state: Any
 
 
-class ShardRemap:
+class ParamRemap:
     """Map from original to sharded parameters, for optimizers prepared with the model or later."""
 
     def __init__(self) -> None:
         self._successors: Any = WeakIdKeyDictionary()
         self._models: WeakSet[nn.Module] = WeakSet()
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
 
     def has(self, model: nn.Module) -> bool:
         """Return whether a model was sharded already."""
         return model in self._models
 
+    def knows(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer was prepared before."""
+        return optimizer in self._optimizers
+
     def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
         """Check that the parameters of optimizers belong to prepared models."""
         owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
         for optimizer in optimizers:
-            check_params_belong_to(optimizer, lambda one: id(one) in owned or one in self._successors)
+            everything = [one for group in optimizer.param_groups for one in group["params"]]
+            unknown = [one for one in everything if id(one) not in owned and one not in self._successors]
+            if unknown:
+                raise SettingsError(
+                    f"{len(unknown)} of the {len(everything)} parameters of {type(optimizer).__qualname__}, "
+                    f"the first of shape {tuple(unknown[0].shape)}, belong to no model that is prepared with "
+                    "it or was before: they would not be trained. Create the optimizer from "
+                    "model.parameters() of the model that you pass to prepare(), and pass both."
+                )
 
-    def add(self, model: nn.Module, before: Any) -> None:
-        """Add a sharded model."""
+    def add(self, model: nn.Module, before: Iterable[tuple[Tensor, str]], now: Mapping[str, Tensor]) -> None:
+        """Add a sharded model: the names of its parameters before, and its parameters now by name."""
         self._models.add(model)
-        now = dict(model.named_parameters(remove_duplicate=False))
-        for parameter, name in before.items():
-            self._successors[parameter] = now[name]
+        for parameter, name in before:
+            if name in now and now[name] is not parameter:
+                self._successors[parameter] = now[name]
 
     def switch(self, optimizer: Optimizer) -> None:
         """Replace an optimizer's original parameters by the sharded ones, and shard its state."""
-        mapping = {
-            parameter: self._successors[parameter]
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter in self._successors
-        }
-        if mapping:
-            switch_parameters(optimizer, mapping)
+        self._optimizers.add(optimizer)
+        every = (one for group in optimizer.param_groups for one in group["params"])
+        switch_parameters(optimizer, {one: self._successors[one] for one in every if one in self._successors})
 
 
 def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_Held]:
@@ -98,18 +106,24 @@ def reattach_params(held: Iterable[_Held], model: nn.Module) -> None:
 def switch_parameters(optimizer: Optimizer, mapping: Mapping[Tensor, Tensor]) -> None:
     """Replace parameters of an optimizer, in place, by those that a mapping has for them.
 
-    Groups keep their lists; state is sharded like the new parameters.
+    Groups keep their lists; state is sharded like the new parameters. One parameter may replace several.
     """
     by_id = {id(old): new for old, new in mapping.items()}
-    for group in optimizer.param_groups:
-        parameters = group["params"]
-        for index, parameter in enumerate(parameters):
-            new = by_id.get(id(parameter))
-            if new is None:
-                continue
-            parameters[index] = new
-            if parameter in optimizer.state:
-                optimizer.state[new] = _shard_state(optimizer.state.pop(parameter), new)
+    owner: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        parameters = {id(one): one for one in (by_id.get(id(old), old) for old in group["params"])}
+        for old in group["params"]:
+            new = by_id.get(id(old))
+            if new is not None and old in optimizer.state:
+                optimizer.state[new] = _shard_state(optimizer.state.pop(old), new)
+        for key in parameters:
+            if owner.setdefault(key, index) != index:
+                raise SettingsError(
+                    f"The parameters of one block are in the groups {owner[key]} and {index} of "
+                    f"{type(optimizer).__qualname__}, but FSDP1 makes one flat parameter of them; set "
+                    "FullyShardedDataParallelPlugin(use_orig_params=True)."
+                )
+        group["params"][:] = parameters.values()
 
 
 @contextmanager
@@ -151,16 +165,3 @@ def _shard_state(state: Any, like: Tensor) -> Any:
         else value
         for name, value in items.items()
     }
-
-
-def check_params_belong_to(optimizer: Optimizer, is_known: Callable[[Tensor], bool]) -> None:
-    """Check that an optimizer's parameters belong to prepared models."""
-    everything = [one for group in optimizer.param_groups for one in group["params"]]
-    unknown = [one for one in everything if not is_known(one)]
-    if unknown:
-        raise SettingsError(
-            f"{len(unknown)} of the {len(everything)} parameters of {type(optimizer).__qualname__}, the "
-            f"first of shape {tuple(unknown[0].shape)}, belong to no model that is prepared with it or was "
-            "before: they would not be trained. Create the optimizer from model.parameters() of the model "
-            "that you pass to prepare(), and pass both."
-        )

@@ -56,8 +56,7 @@ class DeepSpeedWrapper:
     @property
     def plugin(self) -> DeepSpeedPlugin:
         """The selected plugin."""
-        several = [*self.plugins.values()]
-        return next((one for one in several if one.selected), several[0])
+        return _selected(self.plugins)
 
     def check(self, bundle: Bundle) -> None:
         """Refuse objects that no engine can be made of, and configurations that contradict them."""
@@ -115,7 +114,7 @@ class DeepSpeedWrapper:
             accumulation=self.accumulation,
             split_batches=self.split_batches,
         )
-        return parsed(config, config_names(self.deepspeed))
+        return parsed(config, config_names())
 
     def _initialize(self, model: nn.Module, bundle: Bundle) -> tuple[Any, Any, Any]:
         config = self._config_for(model, bundle)
@@ -167,7 +166,7 @@ def build(
     )
     for plugin in plugins.values():
         plugin.set_mixed_precision(precision.name)
-    first = next((one for one in plugins.values() if one.selected), next(iter(plugins.values())))
+    first = _selected(plugins)
     topology = runtime.topology
     sequences = sequences_of(runtime, handlers)
     sharers = 1 if sequences is None else sequences.size
@@ -239,6 +238,11 @@ def accumulation_of(plugin: GradientAccumulationPlugin | None) -> KnownValue:
     steps = None if plugin is None else plugin.num_steps
     source = f"Accelerator(gradient_accumulation_steps={steps!r})"
     return KnownValue(value=steps or 1, source=source, binding=steps is not None)
+
+
+def _selected(plugins: Mapping[str, DeepSpeedPlugin]) -> DeepSpeedPlugin:
+    several = [*plugins.values()]
+    return next((one for one in several if one.selected), several[0])
 
 
 def _release(stepper: DeepSpeedStepper, sequences: SequenceParallel | None) -> None:

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
     from accel_state.runtime import Runtime
 
+_PLAIN = ReplicatedPersister()  # of models without an engine
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedPersister:
@@ -43,7 +45,7 @@ class DeepSpeedPersister:
         owner = self.stepper.owner_of(model)
         if owner is None:
             if self.runtime.topology.is_main:
-                write(self._plain.full_state_dict(model), directory / _weights_name(index))
+                write(_PLAIN.full_state_dict(model), directory / f"{folder_name(index)}.bin")
         else:
             save_engine(owner.engine, directory, index, write=write)
 
@@ -51,9 +53,9 @@ class DeepSpeedPersister:
         """Load the native checkpoint, also one that was written with another sharding."""
         owner = self.stepper.owner_of(model)
         if owner is None:
-            path = directory / _weights_name(index)
+            path = directory / f"{folder_name(index)}.bin"
             state = torch.load(path, map_location="cpu", weights_only=True)
-            self._plain.load_full_state_dict(model, state)
+            _PLAIN.load_full_state_dict(model, state)
         else:
             load_engine(owner.engine, EngineState(owner.engine, owner.groups), directory, index)
 
@@ -77,18 +79,18 @@ class DeepSpeedPersister:
         `exact` asks for the float32 master weights instead of the 16-bit weights of the model.
         """
         state = self._state_of(model)
-        return self._plain.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
+        return _PLAIN.full_state_dict(model) if state is None else state.weights(keep=keep, exact=exact)
 
     def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
         """Gather the full state dict tensor by tensor; tied tensors come together."""
         state = self._state_of(model)
-        return self._plain.iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
+        return _PLAIN.iter_full_state_dict(model) if state is None else state.iter_weights(keep=keep)
 
     def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
         """Load a full state dict into the model."""
         engine = self._state_of(model)
         if engine is None:
-            return self._plain.load_full_state_dict(model, state, **options)
+            return _PLAIN.load_full_state_dict(model, state, **options)
         return engine.load_weights(state, **options)
 
     def full_optimizer_state(
@@ -109,10 +111,6 @@ class DeepSpeedPersister:
     def state(self) -> EngineState:
         """The state of the engine that is trained."""
         return EngineState(self.stepper.wrapper.engine, self.stepper.wrapper.groups)
-
-    @property
-    def _plain(self) -> ReplicatedPersister:
-        return ReplicatedPersister()
 
     def _state_of(self, model: nn.Module) -> EngineState | None:
         owner = self.stepper.owner_of(model)
@@ -154,10 +152,6 @@ class DeepSpeedShards:
         """Load a state dict that is keyed by parameter name into the optimizer."""
         del optimizer, models
         self.persister.state.load_named_optimizer(state)
-
-
-def _weights_name(index: int) -> str:
-    return f"pytorch_model_{index}.bin" if index else "pytorch_model.bin"
 
 
 def _full(name: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

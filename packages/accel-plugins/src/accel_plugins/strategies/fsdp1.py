@@ -28,10 +28,10 @@ from accel_plugins.fsdp.loading import (
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.recompute import checkpoint_function
-from accel_plugins.fsdp.roots import FsdpRoots, ParamRemap, suppress_fsdp1_warnings
+from accel_plugins.fsdp.roots import FsdpRoots, parameters_by_name, suppress_fsdp1_warnings
 from accel_plugins.fsdp.states import Fsdp1Shards
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
-from accel_plugins.sharding.optimizers import check_params_belong_to
+from accel_plugins.sharding.optimizers import ParamRemap
 from accel_plugins.strategies.replicated import check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
@@ -77,15 +77,12 @@ class Fsdp1Wrapper:
         for model in bundle.models:
             copy.copy(plugin).set_auto_wrap_policy(without_compiler(model))
         models = [without_compiler(model) for model in bundle.models]
-        owned = {id(one) for model in models for one in model.parameters()}
-        owned |= {id(one) for one in self.roots.parameters()}
+        self.book.check(bundle.optimizers, models)
         for optimizer in bundle.optimizers:
-            check_params_belong_to(optimizer, lambda one: id(one) in owned or self.book.has_successor(one))
             if optimizer.state and not self.book.knows(optimizer):
                 raise SettingsError(
                     f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot shard "
-                    "its "
-                    "state; prepare it first, or load the state afterwards. fsdp_version=2 can."
+                    "its state; prepare it first, or load the state afterwards. fsdp_version=2 can."
                 )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
@@ -107,7 +104,7 @@ class Fsdp1Wrapper:
     def _wrapped(self, model: nn.Module) -> nn.Module:
         plugin, device = copy.copy(self.plugin), self.runtime.device
         plugin.set_auto_wrap_policy(model)
-        before = dict(model.named_parameters(remove_duplicate=False))
+        before = [(one, name) for name, one in model.named_parameters(remove_duplicate=False)]
         if self.master_weights is not None and self.runtime.topology.is_main:
             warn_about_master_weights(model, self.master_weights)
         on_cpu = device.type == "cpu"
@@ -145,7 +142,7 @@ class Fsdp1Wrapper:
         if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
             _checkpoint_blocks(root, plugin)
         self.roots.add(root)
-        self.book.add(root, before, flat=not plugin.use_orig_params)
+        self.book.add(root, before, parameters_by_name(root, flat=not plugin.use_orig_params))
         return root
 
 

@@ -21,7 +21,7 @@ from accel_plugins.megatron.dummy import (
 )
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, train_step_of
 from accel_plugins.megatron.families import find_family
-from accel_plugins.megatron.groups import check_shared, groups_of, join_default_group, start
+from accel_plugins.megatron.groups import check_shared, groups_of, start
 from accel_plugins.megatron.library import ENGINE_EXTRA, core, load_library, without_core_warnings
 from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_plugins.megatron.model_args import described
@@ -43,6 +43,7 @@ from accel_plugins.precision.engine import EnginePrecision
 from accel_plugins.strategies.megatron_save import MegatronPersister
 from accel_plugins.strategies.replicated import check_materialised
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
+from accel_state import group_end
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
@@ -366,7 +367,7 @@ def build(
     plugin.set_mixed_precision(precision.name)
     groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
     check_shared(groups)
-    join_default_group(runtime)
+    group_end.join_alone(runtime.kind.backend)
     trained = Trained()
     stepper = MegatronStepper(trained=trained, clipping=plugin.gradient_clipping or 0.0)
     unwrap_once.register(MegatronEngine, lambda engine: engine.source)

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from accel_ops.modules import without_compiler
 from accel_plugins.sharding.master_weights import dtype_to_train, warn_about_master_weights
 from accel_plugins.sharding.materialize import materialize_from_rank0, to_meta
-from accel_plugins.sharding.optimizers import ShardRemap, detach_params, reattach_params
+from accel_plugins.sharding.optimizers import ParamRemap, detach_params, reattach_params
 from accel_plugins.strategies.replicated import move_to_device
 from accel_state.errors import SettingsError
 
@@ -42,7 +42,7 @@ class ShardedWrapper:
     parameters_on: torch.device
     master_weights: str | None = None
     only_main_has_values: bool = False
-    book: ShardRemap = field(default_factory=ShardRemap)
+    book: ParamRemap = field(default_factory=ParamRemap)
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models that cannot be sharded or that differ between ranks; all ranks raise if one does."""
@@ -101,7 +101,7 @@ class ShardedWrapper:
         self.shard(model)
         materialize_from_rank0(model, values, self.runtime, parameters_on=self.parameters_on)
         reattach_params(held, model)
-        self.book.add(model, values.before)
+        self.book.add(model, values.before.items(), dict(model.named_parameters(remove_duplicate=False)))
 
     def _validate(self, model: nn.Module) -> None:
         may_be_empty = self.only_main_has_values and not self.runtime.topology.is_main
