@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.weights import gather
-from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -115,15 +114,6 @@ def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
     yield from _gathered(engine, engine.placed, tensors)
 
 
-def load_masters(engine: MegatronEngine, state: Mapping[str, Tensor]) -> None:
-    """Copy weights to the float32 copies, which have more digits than the model's parameters."""
-    slots = slots_of(engine)
-    with torch.no_grad():
-        for one in trained(engine):
-            if all(name in state for name in one.names):
-                load_master(engine, slots, one, state)
-
-
 @torch.no_grad()
 def load_master(
     engine: MegatronEngine, slots: Mapping[nn.Parameter, Slot], one: Placed, state: Mapping[str, Tensor]
@@ -165,30 +155,6 @@ def iter_optimizer_state(engine: MegatronEngine) -> Iterator[tuple[str, float | 
         tensors = [_full_shape(slots, one, key) for one in placed]
         for part in _gathered(engine, placed, tensors):
             yield key, step, part
-
-
-def load_full_state(engine: MegatronEngine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load such a state dict, which every rank has."""
-    if engine.plugin.no_load_optim:
-        return
-    saved = state["param_groups"]
-    found, own = [len(group["params"]) for group in saved], [len(names) for names in engine.optimizer_names]
-    if found != own:
-        raise CheckpointError(
-            f"The optimizer was saved with groups of {found} parameters, and has groups of {own} now."
-        )
-    for group, before in zip(optimizer.param_groups, saved, strict=True):
-        group.update({name: value for name, value in before.items() if name != "params"})
-    number_of = dict(
-        zip(_flat(engine.optimizer_names), _flat(group["params"] for group in saved), strict=True)
-    )
-    slots = slots_of(engine)
-    with torch.no_grad():
-        for one in trained(engine):
-            entries = [state["state"].get(number_of[name]) for name in one.names]
-            slot = slots.get(one.parameter)
-            if slot is not None and all(entry is not None for entry in entries):
-                restore(engine, one, slot, entries)
 
 
 def restore(engine: MegatronEngine, one: Placed, slot: Slot, entries: Sequence[Any]) -> None:

@@ -71,14 +71,7 @@ class MegatronShards:
         check_names(model)
         aliases = aliases_of(model.source)
         known = {name: state[alias] for name, names in aliases.items() for alias in names if alias in state}
-        for one, full in _full_weights(model, model.placed, known):
-            load([one], full, model.groups)
-        if model.optimizer is None:
-            return
-        slots = slots_of(model)
-        model.optimizer.reload_model_params()
-        for one, full in _full_weights(model, trained(model), known):
-            load_master(model, slots, one, full)
+        load_weights(model, known)
 
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Return the sharded state dict of the optimizer, with parameters by name."""
@@ -116,22 +109,36 @@ class MegatronShards:
         check_groups([group["params"] for group in saved], names)
         for group, before in zip(optimizer.param_groups, saved, strict=True):
             group.update({key: value for key, value in before.items() if key != "params"})
-        slots = slots_of(engine)
-        with torch.no_grad():
-            for owned, placed in _in_order(engine, trained(engine)):
-                if any(name not in state["state"] for name in owned):
-                    continue
-                entries = [
-                    {key: _full(value) for key, value in sorted(state["state"][name].items())}
-                    for name in owned
-                ]
-                for one in placed:
-                    if one.parameter in slots:
-                        restore(engine, one, slots[one.parameter], entries)
+        load_entries(engine, state["state"])
 
     def _mesh(self) -> DeviceMesh:
         group: Any = dist.group.WORLD
         return DeviceMesh.from_group(group, self.device_type)
+
+
+def load_weights(engine: MegatronEngine, known: StateDict) -> None:
+    """Load weights of transformers, full or sharded, also to the float32 copies, which have more digits."""
+    for one, full in _full_weights(engine, engine.placed, known):
+        load([one], full, engine.groups)
+    if engine.optimizer is None:
+        return
+    slots = slots_of(engine)
+    engine.optimizer.reload_model_params()
+    for one, full in _full_weights(engine, trained(engine), known):
+        load_master(engine, slots, one, full)
+
+
+@torch.no_grad()
+def load_entries(engine: MegatronEngine, state: StateDict) -> None:
+    """Load the optimizer's state of weights of transformers, full or sharded."""
+    slots = slots_of(engine)
+    for owned, placed in _in_order(engine, trained(engine)):
+        if any(name not in state for name in owned):
+            continue
+        entries = [{key: _full(value) for key, value in sorted(state[name].items())} for name in owned]
+        for one in placed:
+            if one.parameter in slots:
+                restore(engine, one, slots[one.parameter], entries)
 
 
 def engine_of(optimizer: Optimizer, models: Sequence[nn.Module]) -> MegatronEngine:

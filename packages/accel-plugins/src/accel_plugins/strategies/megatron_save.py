@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_plugins.dcp.tensors import named_state
 from accel_plugins.megatron.engine import MegatronEngine
-from accel_plugins.megatron.optimizer_state import full_state, iter_masters, load_full_state, load_masters
-from accel_plugins.megatron.sharded_state import check_names, engine_of
-from accel_plugins.megatron.weights import aliases_of, buffers_of, load
+from accel_plugins.megatron.optimizer_state import full_state, iter_masters
+from accel_plugins.megatron.sharded_state import check_names, engine_of, load_entries, load_weights
+from accel_plugins.megatron.weights import aliases_of, buffers_of
 from accel_plugins.strategies.replicated import ReplicatedPersister
+from accel_state.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -63,11 +65,7 @@ class MegatronPersister(ReplicatedPersister):
                 f"Error(s) in loading state_dict for {type(model.source).__name__}: missing keys {missing}, "
                 f"unexpected keys {unexpected}."
             )
-        present = [one for one in model.placed if all(name in found for name in one.names)]
-        load(present, found, model.groups)
-        if model.optimizer is not None:
-            model.optimizer.reload_model_params()
-            load_masters(model, found)
+        load_weights(model, found)
         result = torch.nn.Module().load_state_dict({})
         return result._replace(missing_keys=missing, unexpected_keys=unexpected)
 
@@ -81,4 +79,16 @@ class MegatronPersister(ReplicatedPersister):
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
     ) -> None:
         """Load such a state dict."""
-        load_full_state(engine_of(optimizer, models), optimizer, state)
+        engine = engine_of(optimizer, models)
+        if engine.plugin.no_load_optim:
+            return
+        saved, names = state["param_groups"], engine.optimizer_names
+        found, own = [len(group["params"]) for group in saved], [len(group) for group in names]
+        if found != own:
+            raise CheckpointError(
+                f"The optimizer was saved with groups of {found} parameters, and has groups of {own} now."
+            )
+        named = named_state(state, names)
+        for group, before in zip(optimizer.param_groups, saved, strict=True):
+            group.update({name: value for name, value in before.items() if name != "params"})
+        load_entries(engine, named["state"])

@@ -6,6 +6,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from accel_ops.tree import recursively_apply
+from accel_ops.weights.tensors import tensor_memory
 from accel_plugins.dcp.protocol import StateForm
 from accel_plugins.dcp.tensors import TensorShards
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
@@ -15,7 +19,7 @@ from accel_plugins.strategies.replicated import ReplicatedPersister, check_mater
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategies.xla import move_to_xla
 from accel_plugins.strategy import PLAIN_FEATURES, BatchSharding, Strategy
-from accel_plugins.xla.checkpoints import CompilerShardedPersister, SpmdAllocator, SpmdPlanners
+from accel_plugins.xla.checkpoints import SpmdAllocator, SpmdPlanners
 from accel_plugins.xla.spmd import (
     BatchSharder,
     checkpoint_blocks,
@@ -28,13 +32,13 @@ from accel_plugins.xla.support import SPMD_PLUGIN, refuse_unsupported
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
-    import torch
     from torch import nn
+    from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
-    from accel_plugins.roles import PrecisionPolicy
+    from accel_plugins.roles import PrecisionPolicy, StateDict
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
@@ -90,6 +94,40 @@ class ShardedXlaWrapper:
         return blocks(model, fsdp2_prepare_auto_wrap_policy(self.plugin, model), set())
 
 
+class CompilerShardedPersister(ReplicatedPersister):
+    """Persister of models that the compiler shards: full states are copied to the CPU."""
+
+    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
+        """Copy the state dict of the model to the CPU; tied tensors share memory."""
+        state = ReplicatedPersister.full_state_dict(self, model)
+        copies = {name: value for part in _iter_copies(state) for name, value in part.items()}
+        return {name: copies[name] for name in state} if keep else {}
+
+    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
+        """Copy the state dict to the CPU tensor by tensor; tied names come together."""
+        state = ReplicatedPersister.full_state_dict(self, model)
+        return (part if keep else {} for part in _iter_copies(state))
+
+    def full_optimizer_state(
+        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
+    ) -> StateDict:
+        """Copy the state dict of the optimizer to the CPU."""
+        del models
+        state = recursively_apply(torch.Tensor.cpu, optimizer.state_dict())
+        return state if keep else {}
+
+
+def _iter_copies(state: StateDict) -> Iterator[StateDict]:
+    """Copy tensors to the CPU one by one; names of the same memory get one copy."""
+    names: dict[Any, list[str]] = {}
+    for name, value in state.items():
+        key = tensor_memory(value) if isinstance(value, torch.Tensor) else id(value)
+        names.setdefault(key, []).append(name)
+    for group in names.values():
+        value = state[group[0]]
+        yield dict.fromkeys(group, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
+
+
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
@@ -112,7 +150,7 @@ def build(
         name="xla_fsdp",
         wrapper=ShardedXlaWrapper(device=runtime.device, plugin=plugin, mesh=mesh),
         stepper=TorchStepper(precision=precision, around_backward=quiet_backward),
-        persister=CompilerShardedPersister(full=ReplicatedPersister()),
+        persister=CompilerShardedPersister(),
         sharding=BatchSharding(num_shards=topology.world_size, shard_index=topology.rank),
         features=PLAIN_FEATURES,
         shards=TensorShards(form_now=partial(form_of, plugin), allocator_like=SpmdAllocator(mesh)),

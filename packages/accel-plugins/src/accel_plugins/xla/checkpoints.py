@@ -1,4 +1,4 @@
-"""Save and load compiler-sharded tensors: shards with the planners of torch_xla, and full states."""
+"""Save and load shards of compiler-sharded tensors, with the planners of torch_xla."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from accel_ops.tree import recursively_apply
-from accel_ops.weights.tensors import tensor_memory
 from accel_plugins.dcp.planners import load_object
 from accel_plugins.dcp.tensors import allocator_like
 from accel_plugins.xla.spmd import shard, xla_module
@@ -21,16 +18,14 @@ from accel_state.devices.xla import library
 
 if TYPE_CHECKING:
     import io
-    from collections.abc import Generator, Iterator, Mapping, Sequence
+    from collections.abc import Generator, Mapping
 
-    from torch import Tensor, nn
+    import torch
+    from torch import Tensor
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, WriteItem
-    from torch.optim import Optimizer
 
     from accel_plugins.dcp.protocol import StateAllocator
-    from accel_plugins.roles import StateDict
-    from accel_plugins.strategies.replicated import ReplicatedPersister
 
 
 class SpmdPlanners:
@@ -133,49 +128,3 @@ def _is_ours(item: WriteItem, sharded: Mapping[str, Any], rank: int) -> bool:
     (shards,) = library()._XLAC._get_local_shard_replica_and_indices([tensor])
     replica, _ = shards[item.index.index]
     return replica == 0 and math.prod(item.tensor_data.chunk.sizes) > 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CompilerShardedPersister:
-    """Persister of models that the compiler shards."""
-
-    full: ReplicatedPersister
-
-    def full_state_dict(self, model: nn.Module, *, keep: bool = True) -> StateDict:
-        """Copy the state dict of the model to the CPU; tied tensors share memory."""
-        state = self.full.full_state_dict(model)
-        copies = {name: value for part in _iter_copies(state) for name, value in part.items()}
-        return {name: copies[name] for name in state} if keep else {}
-
-    def iter_full_state_dict(self, model: nn.Module, *, keep: bool = True) -> Iterator[StateDict]:
-        """Copy the state dict to the CPU tensor by tensor; tied names come together."""
-        return (part if keep else {} for part in _iter_copies(self.full.full_state_dict(model)))
-
-    def load_full_state_dict(self, model: nn.Module, state: Mapping[str, Any], **options: Any) -> Any:
-        """Load a state dict; parameters are sharded as before."""
-        return self.full.load_full_state_dict(model, state, **options)
-
-    def full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
-    ) -> StateDict:
-        """Copy the state dict of the optimizer to the CPU."""
-        state = recursively_apply(torch.Tensor.cpu, self.full.full_optimizer_state(optimizer, models))
-        return state if keep else {}
-
-    def load_full_optimizer_state(
-        self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
-    ) -> None:
-        """Load a state dict into the optimizer; its state is sharded as the parameters are."""
-        self.full.load_full_optimizer_state(optimizer, models, state)
-
-
-def _iter_copies(state: StateDict) -> Iterator[StateDict]:
-    """Copy tensors to the CPU one by one; names of the same memory get one copy."""
-    names: dict[Any, list[str]] = {}
-    for name, value in state.items():
-        names.setdefault(tensor_memory(value) if isinstance(value, torch.Tensor) else id(value), []).append(
-            name
-        )
-    for group in names.values():
-        value = state[group[0]]
-        yield dict.fromkeys(group, value.detach().cpu() if isinstance(value, torch.Tensor) else value)
