@@ -125,16 +125,7 @@ def choose(
     device: torch.device,
     specs: Mapping[str, StrategySpec] = BUILT_IN,
 ) -> str:
-    """Name the strategy of a run: the one that is selected, else the first that applies.
-
-    Args:
-        settings: What was asked for; `settings.training.strategy` selects.
-        topology: Rank and world size.
-        device: Device of this process.
-        specs: The strategies to choose from, in order; as of `accel_plugins.registry.STRATEGIES.available`.
-
-    Returns:
-        A key of `specs`; the same on every rank.
+    """Name the strategy of a run: the one that is selected, else the first that applies; on every rank alike.
 
     Raises:
         SettingsError: Sequences are to be divided by DeepSpeed, which is not used; or the strategy that is

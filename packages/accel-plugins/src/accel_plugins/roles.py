@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from accel_plugins.kwargs.amp import AutocastKwargs
 
 StateDict: TypeAlias = dict[str, Any]
+Parameters: TypeAlias = "Tensor | Iterable[Tensor]"
+Optimizers: TypeAlias = "Iterable[Optimizer]"
 
 
 class ModelWrapper(Protocol):
@@ -86,12 +88,7 @@ class Stepper(Protocol):
         ...
 
     def clip_grad_norm(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:
         """Scale the gradients down so that their norm over all parameters and ranks is at most `max_norm`.
 
@@ -107,11 +104,7 @@ class Stepper(Protocol):
         ...
 
     def clip_grad_value(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        clip_value: float,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
     ) -> None:
         """Clamp every gradient to `[-clip_value, clip_value]`; `optimizers` as in `clip_grad_norm`."""
         ...
@@ -248,12 +241,7 @@ class NativeFiles(Protocol):
     ) -> None:
         """Write the optimizer that was prepared as number `index`; `model` owns its parameters.
 
-        Args:
-            optimizer: Prepared, without any wrapper of ours.
-            model: Prepared.
-            directory: Exists already.
-            index: As which it was prepared.
-            write: As in `save_model`.
+        Arguments are those of `save_model`.
         """
         ...
 

@@ -23,13 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One value of a DCP folder.
+    """One value of a DCP folder; one without a shape is an object that is no tensor.
 
-    Args:
-        key: Its key in the index.
-        path: The keys of nested dictionaries, and indices of lists, that lead to it.
-        shape: Shape of the full tensor; `None` for an object that is not a tensor.
-        dtype: Dtype of the tensor.
+    `path` has the keys of nested dictionaries, and indices of lists, that lead to it.
     """
 
     key: str

@@ -96,15 +96,8 @@ class RankPlanners(Protocol):
     def plan_load(
         self, state: dict[str, Any], index: Metadata, *, strict: bool, flat: bool
     ) -> tuple[LoadPlanner, LoadPlan]:
-        """Plan what this rank reads.
+        """Plan what this rank reads: return a planner that takes what is read, and the items.
 
-        Args:
-            state: As for `read_into`: tensors are filled in place, other values replaced.
-            index: The index of the folder.
-            strict: Whether the folder must have every key of `state`.
-            flat: Whether the keys of `state` are already those of the index.
-
-        Returns:
-            A planner that takes what is read, and the items.
+        Arguments are those of `read_into`.
         """
         ...

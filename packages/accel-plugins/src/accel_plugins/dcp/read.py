@@ -74,15 +74,9 @@ def read_into(
 def read_all(
     folder: Path, allocate: Callable[[Entry], Any], planners: RankPlanners | None = None
 ) -> dict[str, Any]:
-    """Read every value of a DCP folder.
+    """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
 
-    Args:
-        folder: A DCP folder with an index.
-        allocate: Allocates the destination tensor of an entry with a shape.
-        planners: As for `read_into`.
-
-    Returns:
-        Nested dictionaries and lists, as they were saved.
+    `allocate` makes the destination tensor of an entry with a shape.
 
     Raises:
         CheckpointError: The folder is damaged.

@@ -114,6 +114,11 @@ def numbered_state(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> 
         {'state': {1: {'step': 1}}, 'param_groups': [{'params': [0, 1]}]}
     """
     check_groups([group["params"] for group in state["param_groups"]], names)
+    return renumbered(state, names)
+
+
+def renumbered(state: Mapping[str, Any], names: Sequence[Sequence[str]]) -> StateDict:
+    """Do so with groups that are checked."""
     numbers: dict[str, int] = {}
     for group_names in names:
         for name in group_names:

@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
 
 class ShardWriter:
-    """Write one rank's shards of a state.
+    """Write one rank's shards of a state: nested dictionaries and lists, with the same names on all ranks.
 
-    Args:
-        state: Nested dictionaries and lists of tensors and plain objects; the same names on all ranks.
-        rank: Rank of this process.
-        planners: Plan what it writes; PyTorch's, for plain tensors and DTensors, if `None`.
+    PyTorch's planners, for plain tensors and DTensors, plan what it writes unless others are given.
     """
 
     def __init__(self, state: Mapping[str, Any], rank: int, planners: RankPlanners | None = None) -> None:

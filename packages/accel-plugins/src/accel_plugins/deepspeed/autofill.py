@@ -14,9 +14,9 @@ from accel_plugins.deepspeed.fill import (
     fill,
     put,
     refuse_mismatches,
-    refuse_open,
 )
 from accel_plugins.deepspeed.hf_config import AUTO
+from accel_state.errors import SettingsError
 from accel_state.logging import get_logger
 
 if TYPE_CHECKING:
@@ -33,14 +33,10 @@ _FROM_HIDDEN_SIZE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """Facts about a run from which a configuration is filled.
+    """Facts about a run from which a configuration is filled; `None` where they are not known.
 
-    Args:
-        world_size: Data-parallel size.
-        micro_batch: Samples per micro-batch and rank; `None` if no loader has a batch size.
-        accumulation: Micro-batches per optimizer step, with their source.
-        hidden_size: Hidden size of the model; `None` if its configuration has none.
-        schedule_shards: Scheduler steps per optimizer step.
+    `world_size` is data-parallel, `micro_batch` has the samples per rank, and `schedule_shards` are scheduler
+    steps per optimizer step.
     """
 
     world_size: int = 1
@@ -221,5 +217,10 @@ def _without_optional(filled: Filled) -> dict[str, Any]:
             del node[last]
         else:
             open_keys.append(key)
-    refuse_open(open_keys)
+    if open_keys:
+        raise SettingsError(
+            "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
+            + ", ".join(f"{key}='auto'" for key in open_keys)
+            + ". Give a value, or leave the key out for DeepSpeed's own default."
+        )
     return result

@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownValue:
-    """A value that is known from outside of the configuration.
+    """A value that is known from outside of the configuration, with its source for messages.
 
-    Args:
-        value: The value.
-        source: Its source, for messages, such as `"Accelerator(mixed_precision='bf16')"`.
-        binding: Whether another value in the configuration is an error; else the configuration wins.
+    If it is `binding`, another value in the configuration is an error; else the configuration wins.
     """
 
     value: Any
@@ -46,11 +43,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filled:
-    """A filled configuration.
-
-    Args:
-        open_keys: Dotted keys whose value is still `"auto"`.
-    """
+    """A filled configuration, its contradictions, and the dotted keys whose value is still `"auto"`."""
 
     config: dict[str, Any]
     mismatches: tuple[Mismatch, ...] = ()
@@ -126,16 +119,6 @@ def refuse_mismatches(mismatches: Sequence[Mismatch | str]) -> None:
             "The DeepSpeed configuration contradicts other settings: "
             + "; ".join(map(str, mismatches))
             + ". Set each in one place only, or to 'auto' in the configuration."
-        )
-
-
-def refuse_open(open_keys: Sequence[str]) -> None:
-    """Raise one error that names all keys whose value is still `"auto"`, if there are any."""
-    if open_keys:
-        raise SettingsError(
-            "The DeepSpeed configuration has 'auto' for keys whose value is not known: "
-            + ", ".join(f"{key}='auto'" for key in open_keys)
-            + ". Give a value, or leave the key out for DeepSpeed's own default."
         )
 
 

@@ -32,9 +32,7 @@ _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_state
 class EngineFolder:
     """The files of one checkpoint; tensors are memory-mapped.
 
-    Args:
-        models: Contents of the model files by rank; a single one if parameters are not sharded.
-        optimizers: Contents of the optimizer files by rank; none at stage 0.
+    There is a single model file if parameters are not sharded, and no optimizer file at stage 0.
     """
 
     folder: Path

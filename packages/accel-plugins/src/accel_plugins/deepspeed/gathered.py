@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_plugins.deepspeed.library import ds_module, load_library
+from accel_plugins.deepspeed.library import ds_module
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
@@ -74,10 +74,3 @@ def find_classes(model: nn.Module, names: str) -> list[type[nn.Module]]:
                 f"module of the class {name!r}; {hint}"
             )
     return [classes[name] for name in wanted]
-
-
-def mark_leaf_modules(model: nn.Module, names: str) -> None:
-    """Mark modules of given classes as leaf modules: their parameters are gathered with their submodules'."""
-    classes = find_classes(model, names)
-    load_library("transformer_moe_cls_names")
-    ds_module("utils").set_z3_leaf_modules(model, classes)

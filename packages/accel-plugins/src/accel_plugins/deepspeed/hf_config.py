@@ -197,9 +197,7 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def link(config: Mapping[str, Any], *, asked: bool) -> HfDeepSpeedConfig | None:
     """Register a configuration with transformers, if the program has imported it.
 
-    Returns:
-        The registered object, which is registered as long as the caller keeps it; `None` if models are built
-        full.
+    The returned object stays registered as long as the caller keeps it; `None` if models are built full.
     """
     if "transformers" not in sys.modules or not is_installed("deepspeed"):
         return None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import warnings
 from contextlib import contextmanager
-from importlib import import_module
 from importlib.metadata import version
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -157,7 +156,7 @@ def absent_names(names: Mapping[str, tuple[str, ...]] = NAMES) -> list[str]:
     for owner, attributes in names.items():
         module, _, inner = owner.partition(":")
         try:
-            found = import_module(f"deepspeed.{module}")
+            found = ds_module(module)
             found = attrgetter(inner)(found) if inner else found
         except (ImportError, AttributeError):
             absent.append(owner)

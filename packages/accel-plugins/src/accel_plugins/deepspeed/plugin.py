@@ -18,8 +18,9 @@ from accel_plugins.deepspeed.fill import (
     refuse_mismatches,
     without_none,
 )
-from accel_plugins.deepspeed.gathered import mark_leaf_modules
+from accel_plugins.deepspeed.gathered import find_classes
 from accel_plugins.deepspeed.hf_config import AUTO, HfDeepSpeedConfig, link
+from accel_plugins.deepspeed.library import ds_module, load_library
 from accel_plugins.kwargs.base import expect_flags, resolve_fields
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.logging import get_logger
@@ -302,7 +303,9 @@ class DeepSpeedPlugin:
             SettingsError: The model has no layer of a class.
         """
         if self.transformer_moe_cls_names and self.hf_ds_config.is_zero3():
-            mark_leaf_modules(model, self.transformer_moe_cls_names)
+            classes = find_classes(model, self.transformer_moe_cls_names)
+            load_library("transformer_moe_cls_names")
+            ds_module("utils").set_z3_leaf_modules(model, classes)
 
     def to_settings(self, settings: Settings) -> Settings:
         """Return the settings with DeepSpeed enabled and the configuration's accumulation steps."""

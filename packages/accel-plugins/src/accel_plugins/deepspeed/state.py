@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, cast, final
 import torch
 import torch.distributed as dist
 
+from accel_plugins.dcp.tensors import renumbered
 from accel_plugins.deepspeed.gathered import GatheredParameters, is_sharded
 from accel_plugins.deepspeed.library import ds_module
 from accel_plugins.sharding.shards import names_of_each
@@ -25,10 +26,7 @@ _MAX_PROBLEMS = 20  # named by a message
 class EngineState:
     """Weights and optimizer state of one engine. Every method is a collective over all ranks.
 
-    Args:
-        engine: The engine; `None` for a sharded model without one.
-        groups: The optimizer's original parameters, group by group.
-        module: The model; the engine's if `None`.
+    A sharded model may have no engine. `groups` are the optimizer's original parameters, group by group.
     """
 
     def __init__(
@@ -182,13 +180,7 @@ class EngineState:
                 f"{', '.join(lost) or 'further parameters'}; the prepared one has {len(mine)} group(s). "
                 "Build it as in the run that was saved."
             )
-        index = {name: number for number, name in enumerate(name for group in mine for name in group)}
-        groups = [
-            {**group, "params": [index[name] for name in shard]}
-            for group, shard in zip(saved, mine, strict=True)
-        ]
-        states = {index[name]: value for name, value in state["state"].items() if name in index}
-        self.load_optimizer({"state": states, "param_groups": groups})
+        self.load_optimizer(renumbered(state, mine))
 
     def _tensors(self) -> Iterator[Tensor]:
         for group in self._groups:

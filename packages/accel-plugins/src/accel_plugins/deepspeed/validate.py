@@ -26,16 +26,12 @@ logger = get_logger(__name__)
 # Keys that DeepSpeed's constants lack.
 _MORE_NAMES = frozenset(
     {
-        "zero_optimization",
-        "fp16",
-        "bf16",
         "amp",
         "aio",
         "tensorboard",
         "wandb",
         "csv_monitor",
         "comet",
-        "comms_logger",
         "flops_profiler",
         "activation_checkpointing",
         "autotuning",
@@ -44,17 +40,13 @@ _MORE_NAMES = frozenset(
         "weight_quantization",
         "hybrid_engine",
         "tensor_parallel",
-        "expert_parallel",
         "compile",
         "timers",
         "nebula",
-        "checkpoint",
-        "data_types",
         "sequence_parallel_size",
         "data_parallel_size",
         "inference",
         "pipeline",
-        "zero_force_ds_cpu_optimizer",
     }
 )
 _NAMES_IN = ("runtime.constants", "runtime.config", "runtime.zero.config", "monitor.config", "comm.config")

@@ -113,9 +113,8 @@ BLOCK = 32
 class BlockScaledLinear(nn.Linear):
     """A linear layer whose weight is of torchao's type for MXFP8; that type leaves the bias out.
 
-    Attributes:
-        pads_rows: Whether rows of zeros are added up to a multiple of `BLOCK`: gradients of the weight are
-            sums over rows.
+    With `pads_rows`, rows of zeros are added up to a multiple of `BLOCK`: gradients of the weight are sums
+    over rows.
     """
 
     pads_rows: bool = True
@@ -176,13 +175,7 @@ class TorchAo:
 
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
-    """Make the recipe.
-
-    Args:
-        handler: The options.
-        runtime: Device and topology.
-        sharded: Whether FSDP2 shards the model.
-        keeps_types: Whether the strategy leaves weights of the type that a library has given them.
+    """Make the recipe of models that FSDP2 shards or not, by a strategy that keeps types of weights or not.
 
     Raises:
         UnsupportedError: MXFP8 was asked for, and the device or the strategy cannot do it.

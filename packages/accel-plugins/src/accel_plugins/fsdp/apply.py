@@ -30,12 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSharding:
-    """Shard models over a mesh with FSDP2.
-
-    Args:
-        plugin: A plugin of version 2.
-        mesh: A mesh with a shard axis, or with a replicate axis and a shard axis.
-    """
+    """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2."""
 
     plugin: FullyShardedDataParallelPlugin
     mesh: DeviceMesh

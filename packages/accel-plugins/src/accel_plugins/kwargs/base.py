@@ -79,16 +79,11 @@ def resolve_fields(
 ) -> dict[str, str]:
     """Replace the fields of a plugin that are `None` by what the environment says, else by their defaults.
 
-    Variables are read whether or not the section's switch is on: whoever makes a plugin wants it.
+    Variables of a section of `Settings` are read whether or not its switch is on: whoever makes a plugin
+    wants it. `setting_names` maps fields to settings where they differ.
 
-    Args:
-        plugin: An instance of a dataclass.
-        section: The section of `Settings` whose variables set fields of the same name.
-        defaults: Defaults of fields; the others stay `None`.
-        setting_names: Field to the name of its setting, where they differ.
-
-    Returns:
-        The source of each field's value as messages name it: the argument or the variable, with the value.
+    Returns: The source of each field's value as messages name it: the argument or the variable, with the
+    value.
 
     Raises:
         SettingsError: A variable has a value that cannot be used.

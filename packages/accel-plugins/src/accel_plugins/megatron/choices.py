@@ -55,21 +55,9 @@ _SAMPLING = ("temperature", "top_k", "top_p")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How tokens are chosen and when a sequence ends.
+    """How tokens are chosen and when a sequence ends, as options of `megatron_generate` say it.
 
-    Args:
-        num_beams: Beams of a beam search; 1 for none.
-        length_penalty: Power of the length by which scores of beams are divided.
-        is_sampled: Whether tokens are drawn; else the most probable one is taken.
-        temperature: Divides logits.
-        top_k: Draw only from so many of the most probable tokens; 0 for all.
-        top_p: Draw only from the most probable tokens that have this probability together; 0 for all.
-        top_p_decay: Factor of `top_p` after each token; 0 for none.
-        top_p_bound: The least `top_p` becomes by that.
-        seed: Of the draws; `None` for one from the random state of PyTorch.
-        ends: Tokens that end a sequence.
-        pad: Token that follows the end.
-        start: Token to put before every prompt, if any.
+    `ends` are the tokens that end a sequence, `pad` follows them, and `start` comes before every prompt.
     """
 
     num_beams: int

@@ -73,7 +73,12 @@ class MegatronLMDummyDataLoader:
         Raises:
             SettingsError: There is no active plugin.
         """
-        plugin = _active_plugin("set_megatron_data_args()")
+        plugin = AcceleratorState().megatron_lm_plugin if is_initialized() else None
+        if plugin is None:
+            raise SettingsError(
+                "set_megatron_data_args() needs an Accelerator(megatron_lm_plugin=…), which this run does "
+                "not have."
+            )
         plugin.megatron_lm_default_args.update(
             (name, value)
             for name, value in self.dataset_args.items()
@@ -107,15 +112,6 @@ class MegatronLMDummyDataLoader:
         provider = self.get_train_valid_test_datasets_provider(accelerator)
         plugin = accelerator.state.megatron_lm_plugin
         return indexed_loaders(plugin, provider(num_samples(plugin)))
-
-
-def _active_plugin(what: str) -> Any:
-    plugin = AcceleratorState().megatron_lm_plugin if is_initialized() else None
-    if plugin is None:
-        raise SettingsError(
-            f"{what} needs an Accelerator(megatron_lm_plugin=…), which this run does not have."
-        )
-    return plugin
 
 
 def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:

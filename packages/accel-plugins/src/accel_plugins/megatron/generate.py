@@ -118,13 +118,9 @@ def _search(engine: MegatronEngine, prompts: Prompts, choice: Choice) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Prompts without padding on their left.
+    """Prompts of shape `[rows, width]` without padding on their left; tokens beyond `lengths` do not count.
 
-    Args:
-        tokens: Of shape `[rows, width]`; tokens beyond a prompt's length do not count.
-        lengths: Tokens of each.
-        limits: Tokens that each may have together with its continuation.
-        shifts: Padding that each had on its left.
+    `limits` includes the continuation, `shifts` is the padding that each had on its left.
     """
 
     tokens: Tensor

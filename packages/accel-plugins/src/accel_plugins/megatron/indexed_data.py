@@ -23,11 +23,7 @@ _OF_BATCHES = ("micro_batch_size",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Documents:
-    """What megatron-core asks of a tokenizer when it reads tokens.
-
-    Args:
-        eod: The token that ends a document; -1 if there is none.
-    """
+    """What megatron-core asks of a tokenizer when it reads tokens; -1 for no token that ends a document."""
 
     vocab_size: int | None
     eod: int

@@ -33,11 +33,7 @@ _inside: list[int] = []  # threads that are in a context
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextParallel:
-    """Shard sequences over a mesh.
-
-    Args:
-        rotation: `"allgather"` or `"alltoall"`.
-    """
+    """Shard sequences over a mesh; keys and values rotate by `"allgather"` or `"alltoall"`."""
 
     mesh: DeviceMesh
     rotation: str

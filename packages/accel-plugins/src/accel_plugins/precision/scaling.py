@@ -27,11 +27,8 @@ class LossScaling:
     """A `GradScaler` that is updated once per iteration, however many optimizers step in it.
 
     All gradients of an iteration were made with one scale, so that it must not change between the steps of
-    two optimizers: it is updated when all known optimizers have stepped, or else before the next loss.
-
-    Args:
-        scaler: The scaler to keep.
-        master_weights: Whether parameters in float16 are put into float32 when they are wrapped.
+    two optimizers: it is updated when all known optimizers have stepped, or else before the next loss. With
+    `master_weights`, parameters in float16 are put into float32 when they are wrapped.
     """
 
     def __init__(self, scaler: GradScaler, *, master_weights: bool = False) -> None:

@@ -11,12 +11,13 @@ from accel_ops.modules import without_compiler
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_plugins.deepspeed.engine import DeepSpeedEngineWrapper
+    from accel_plugins.roles import Optimizers, Parameters
 
 
 @final
@@ -79,12 +80,7 @@ class DeepSpeedStepper:
         )
 
     def clip_grad_norm(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:
         """Let the engine clip all its gradients at its next step; clip parameters outside the engine now."""
         del optimizers  # the engine has one
@@ -96,11 +92,7 @@ class DeepSpeedStepper:
         return wrapper.clip(max_norm, norm_type)
 
     def clip_grad_value(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        clip_value: float,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
     ) -> None:
         """Clamp the gradients in `.grad`; the strategy declares whether the engine leaves them there."""
         del optimizers

@@ -57,9 +57,7 @@ unwrap_once.register(FullyShardedDataParallel, lambda model: model.module)
 class Fsdp1Wrapper:
     """Model wrapper that puts models into `FullyShardedDataParallel`.
 
-    Args:
-        master_weights: The name of the mixed precision under which trained parameters are put into float32;
-            `None` where all keep their dtypes.
+    `master_weights` names the mixed precision under which trained parameters are put into float32, if any.
     """
 
     runtime: Runtime

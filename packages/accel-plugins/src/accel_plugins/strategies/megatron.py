@@ -49,14 +49,14 @@ from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.megatron.groups import Groups, Lease
-    from accel_plugins.roles import PrecisionPolicy
+    from accel_plugins.roles import Optimizers, Parameters, PrecisionPolicy
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
@@ -65,9 +65,8 @@ if TYPE_CHECKING:
 class Trained:
     """The engine that is trained and the optimizer of PyTorch that it was prepared with.
 
-    Args:
-        is_ready: Whether gradients are unscaled, and finite.
-        lease: The process groups, from the first model that is prepared until it is released.
+    `is_ready` says that gradients are unscaled, and finite. The lease of process groups lasts from the first
+    model that is prepared until it is released.
     """
 
     engine: MegatronEngine | None = None
@@ -221,11 +220,7 @@ def _one_group(stages: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronStepper:
-    """Stepper of the engine that is trained.
-
-    Args:
-        clipping: The norm to which every step clips gradients; 0 for none.
-    """
+    """Stepper of the engine that is trained; steps clip gradients to the norm `clipping`, unless it is 0."""
 
     trained: Trained
     clipping: float
@@ -248,12 +243,7 @@ class MegatronStepper:
         return nullcontext()
 
     def clip_grad_norm(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor | None:
         """Clip the gradients of the whole model by their norm over all groups."""
         del parameters, optimizers
@@ -267,11 +257,7 @@ class MegatronStepper:
         return torch.tensor(clip(optimizer, max_norm))
 
     def clip_grad_value(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        clip_value: float,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
     ) -> None:
         """Raise: the strategy does not declare `CLIP_GRAD_VALUE`."""
         del parameters, clip_value, optimizers

@@ -11,13 +11,13 @@ import torch
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_plugins.roles import PrecisionPolicy
+    from accel_plugins.roles import Optimizers, Parameters, PrecisionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,22 +75,13 @@ class TorchStepper:
         )
 
     def clip_grad_norm(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        max_norm: float,
-        norm_type: float = 2.0,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, max_norm: float, norm_type: float = 2.0, *, optimizers: Optimizers = ()
     ) -> Tensor:
         """Scale the gradients down to a norm of at most `max_norm`; return the norm before that."""
         return self.clip_norm(unscaled(self.precision, parameters, optimizers), max_norm, norm_type)
 
     def clip_grad_value(
-        self,
-        parameters: Tensor | Iterable[Tensor],
-        clip_value: float,
-        *,
-        optimizers: Iterable[Optimizer] = (),
+        self, parameters: Parameters, clip_value: float, *, optimizers: Optimizers = ()
     ) -> None:
         """Clamp every gradient to `[-clip_value, clip_value]`."""
         self.clip_value(unscaled(self.precision, parameters, optimizers), clip_value)
@@ -103,7 +94,7 @@ def _step_within(stepper: TorchStepper, optimizer: Optimizer, closure: Any = Non
 
 
 def unscaled(
-    precision: PrecisionPolicy, parameters: Tensor | Iterable[Tensor], optimizers: Iterable[Optimizer]
+    precision: PrecisionPolicy, parameters: Parameters, optimizers: Optimizers
 ) -> Tensor | list[Tensor]:
     """Unscale the gradients of the optimizers that own any of the parameters; return the parameters."""
     clipped = parameters if isinstance(parameters, torch.Tensor) else [*parameters]

@@ -119,14 +119,9 @@ class Quantizer:
         *,
         where: str,
     ) -> nn.Parameter:
-        """Restore a weight from its saved, quantised state.
+        """Restore a weight of packed numbers; messages say `where` it is from.
 
-        Args:
-            weight: The packed numbers.
-            statistics: What was saved beside it: `SCB` for 8 bits, the parts of the quantisation state for 4.
-            device: Where it goes.
-            layer: The layer that gets it.
-            where: The file and the weight, for the message.
+        The statistics are what was saved beside it: `SCB` for 8 bits, the parts of the state for 4.
         """
         check = check_8bit if self.config.load_in_8bit else check_4bit
         check(where, weight, statistics, (layer.out_features, layer.in_features))
