@@ -20,7 +20,7 @@ from transformers import (
 
 from accel_cli.main import main
 from accel_ops.modules import extract_model_from_parallel
-from accel_plugins.megatron.context import gather_chunks, own_chunks
+from accel_plugins.megatron.attention import gather_chunks, own_chunks
 from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
 from accel_plugins.megatron.gpt2 import GPT2
 from accel_plugins.megatron.groups import groups_of

@@ -12,8 +12,12 @@ import torch
 from torch import nn
 
 from accel_plugins.megatron.check import check_model, data_parallel_size
-from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from accel_plugins.megatron.indexed_data import indexed_loaders, num_samples
+from accel_plugins.megatron.dummy import (
+    MegatronLMDummyDataLoader,
+    MegatronLMDummyScheduler,
+    indexed_loaders,
+    num_samples,
+)
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.megatron_args import scheduler_arguments
 from accel_plugins.megatron.model_args import Sizes, add_model_config_to_megatron_parser

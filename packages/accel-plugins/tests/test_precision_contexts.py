@@ -7,7 +7,7 @@ import torch
 
 from accel_plugins.kwargs.amp import AutocastKwargs
 from accel_plugins.precision.build import get_grad_scaler, get_mixed_precision_context_manager
-from accel_plugins.precision.sharded_scaler import ShardedGradScaler
+from accel_plugins.precision.scaling import ShardedGradScaler
 from accel_state.accelerator_state import AcceleratorState
 
 

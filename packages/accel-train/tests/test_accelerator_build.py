@@ -25,7 +25,7 @@ from accel_plugins.kwargs.run import (
     ProjectConfiguration,
 )
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.precision.sharded_scaler import ShardedGradScaler
+from accel_plugins.precision.scaling import ShardedGradScaler
 from accel_plugins.strategies import single
 from accel_plugins.strategy import StrategySpec
 from accel_state import registry as tables

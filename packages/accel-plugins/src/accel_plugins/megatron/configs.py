@@ -10,6 +10,7 @@ import torch
 from accel_plugins.megatron.check import has_own_code
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.megatron_args import optimizer_args
+from accel_plugins.precision.amp import DTYPES
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_plugins.megatron.plugin import MegatronLMPlugin
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_other_args(plugin: MegatronLMPlugin) -> None:
@@ -44,7 +43,7 @@ def check_other_args(plugin: MegatronLMPlugin) -> None:
 
 def dtype_of(precision: str) -> torch.dtype:
     """Return the dtype of parameters under a mixed precision."""
-    return _DTYPES.get(precision, torch.float32)
+    return DTYPES.get(precision, torch.float32)
 
 
 def transformer_config(

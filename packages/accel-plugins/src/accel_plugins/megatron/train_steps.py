@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from accel_plugins.megatron.context import gather_chunks, own_chunks, sum_over_context
+from accel_plugins.megatron.attention import gather_chunks, own_chunks, sum_over_context
 from accel_plugins.megatron.library import core, load_library, uses_transformer_engine
 from accel_state.errors import SettingsError, UnsupportedError
 

@@ -9,9 +9,8 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 
 from accel_plugins.kwargs.amp import AutocastKwargs, GradScalerKwargs
-from accel_plugins.precision.amp import FullPrecision, MixedPrecision
-from accel_plugins.precision.scaling import LossScaling
-from accel_plugins.precision.sharded_scaler import ShardedGradScaler
+from accel_plugins.precision.amp import DTYPES, FullPrecision, MixedPrecision
+from accel_plugins.precision.scaling import LossScaling, ShardedGradScaler
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import has_sharded_gradients
@@ -20,8 +19,6 @@ from accel_state.partial_state import PartialState
 if TYPE_CHECKING:
     from accel_plugins.roles import PrecisionPolicy
     from accel_state.labels import DistributedType
-
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_precision(
@@ -56,8 +53,8 @@ def build_precision(
     """
     if name == "no":
         return FullPrecision(device_type=device.type)
-    if name not in _DTYPES:
-        raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *_DTYPES]}.")
+    if name not in DTYPES:
+        raise SettingsError(f"mixed_precision={name!r}: expected one of {['no', *DTYPES]}.")
     if not torch.amp.is_autocast_available(device.type):
         raise UnsupportedError(
             f"mixed_precision={name!r}: torch has no autocast for devices of type {device.type!r}; use 'no'."
@@ -68,7 +65,7 @@ def build_precision(
         scaling = LossScaling(scaler, master_weights=master_weights)
     return MixedPrecision(
         name=name,
-        dtype=_DTYPES[name],
+        dtype=DTYPES[name],
         device_type=device.type,
         options=(autocast_kwargs or AutocastKwargs()).to_kwargs(),
         scaling=scaling,

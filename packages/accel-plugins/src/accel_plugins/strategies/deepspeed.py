@@ -21,7 +21,7 @@ from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
 from accel_plugins.deepspeed.ulysses import sequences_of
 from accel_plugins.deepspeed.validate import check_device_support, check_request, config_names, parsed
 from accel_plugins.kwargs.run import DataLoaderConfiguration, GradientAccumulationPlugin
-from accel_plugins.precision.engine import EnginePrecision
+from accel_plugins.precision.amp import EnginePrecision
 from accel_plugins.strategies.deepspeed_save import DeepSpeedPersister, DeepSpeedShards
 from accel_plugins.strategies.deepspeed_step import DeepSpeedStepper
 from accel_plugins.strategies.replicated import check_materialised

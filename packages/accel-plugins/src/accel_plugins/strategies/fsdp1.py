@@ -28,8 +28,7 @@ from accel_plugins.fsdp.loading import (
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.recompute import checkpoint_function
-from accel_plugins.fsdp.roots import FsdpRoots, parameters_by_name, suppress_fsdp1_warnings
-from accel_plugins.fsdp.states import Fsdp1Shards
+from accel_plugins.fsdp.roots import Fsdp1Shards, FsdpRoots, parameters_by_name, suppress_fsdp1_warnings
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
 from accel_plugins.sharding.optimizers import ParamRemap
 from accel_plugins.strategies.replicated import check_materialised, move_to_device

@@ -39,7 +39,7 @@ from accel_plugins.megatron.sharded_state import MegatronShards
 from accel_plugins.megatron.stages import build_stages, virtual_stages
 from accel_plugins.megatron.weights import drop_values, find_rows, load
 from accel_plugins.parallelism.config import mesh_of
-from accel_plugins.precision.engine import EnginePrecision
+from accel_plugins.precision.amp import EnginePrecision
 from accel_plugins.strategies.megatron_save import MegatronPersister
 from accel_plugins.strategies.replicated import check_materialised
 from accel_plugins.strategy import BatchSharding, Feature, Strategy

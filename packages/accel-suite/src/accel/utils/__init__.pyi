@@ -159,7 +159,7 @@ from accel_plugins.precision.build import (
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
 )
-from accel_plugins.precision.sharded_scaler import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accel_plugins.precision.scaling import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from accel_quant.bnb.config import BnbQuantizationConfig as BnbQuantizationConfig
 from accel_quant.bnb.convert import has_4bit_bnb_layers as has_4bit_bnb_layers
 from accel_quant.bnb.load import load_and_quantize_model as load_and_quantize_model

@@ -9,7 +9,7 @@ from accel_plugins.fsdp.loading import (
     ensure_weights_retied as ensure_weights_retied,
     get_parameters_from_modules as get_parameters_from_modules,
 )
-from accel_plugins.precision.sharded_scaler import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
+from accel_plugins.precision.scaling import get_fsdp2_grad_scaler as get_fsdp2_grad_scaler
 from accel_train.checkpoint.fsdp_files import (
     load_fsdp_model as load_fsdp_model, load_fsdp_optimizer as load_fsdp_optimizer,
     save_fsdp_model as save_fsdp_model, save_fsdp_optimizer as save_fsdp_optimizer,

@@ -25,7 +25,7 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.ddp import DistributedDataParallelKwargs
 from accel_plugins.kwargs.run import DataLoaderConfiguration, GradientAccumulationPlugin
 from accel_plugins.megatron.groups import groups_of
-from accel_plugins.precision.engine import EnginePrecision
+from accel_plugins.precision.amp import EnginePrecision
 from accel_plugins.strategies.deepspeed import accumulation_of
 from accel_plugins.strategies.replicated import ReplicatedPersister
 from accel_plugins.strategies.torch_step import TorchStepper
