@@ -191,12 +191,6 @@ class Sampler:
         return torch.multinomial(scores.softmax(-1), 1, generator=self.generator).squeeze(1)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    score: float
-    tokens: list[int]
-
-
 def beam_search(
     logits: Tensor,
     advance: Callable[[Tensor, Tensor], Tensor],
@@ -230,7 +224,7 @@ def beam_search(
     scores = torch.full((beams,), -1e9, device=logits.device)
     scores[0] = 0.0
     running: list[list[int]] = [[] for _ in range(beams)]
-    ended: list[_Ended] = []
+    ended: list[tuple[float, list[int]]] = []
     vocabulary = logits.shape[-1]
     for step in range(1, steps + 1):
         totals = scores[:, None] + torch.log_softmax(logits.float(), dim=-1)
@@ -241,19 +235,15 @@ def beam_search(
             beam, token = divmod(index, vocabulary)
             if token in ends or step == steps:
                 if rank < beams:
-                    ended.append(_Ended(score / step**length_penalty, [*running[beam], token]))
+                    ended.append((score / step**length_penalty, [*running[beam], token]))
             elif len(following) < beams:
                 following.append((score, beam, token))
-        ended = sorted(ended, key=lambda one: -one.score)[:beams]
-        if not following or _is_settled(ended, beams, following[0][0] / step**length_penalty):
+        ended = sorted(ended, key=lambda one: -one[0])[:beams]
+        worst = ended[-1][0] if len(ended) == beams else -math.inf
+        if not following or following[0][0] / step**length_penalty <= worst:
             break
         running = [[*running[beam], token] for _, beam, token in following]
         scores = torch.tensor([score for score, _, _ in following], device=logits.device)
         rows, tokens = (torch.tensor([one[i] for one in following], device=logits.device) for i in (1, 2))
         logits = advance(rows, tokens)
-    return ended[0].tokens
-
-
-def _is_settled(ended: list[_Ended], beams: int, best_running: float) -> bool:
-    worst = ended[-1].score if len(ended) == beams else -math.inf
-    return best_running <= worst
+    return ended[0][1]

@@ -128,15 +128,10 @@ def token_loss(loss_mask: Tensor, output_tensor: Any, *, per_token: bool) -> tup
     mean = total / sum_over_context(count)
     reduced = {"lm loss": avg_losses_across_data_parallel_group([sum_over_context(mean)])[0]}
     if logits is not None:
+        gather_vocabulary = core("tensor_parallel.mappings").gather_from_tensor_model_parallel_region
         full = gather_chunks(gather_vocabulary(logits.detach()).transpose(0, 1))
         reduced["logits"] = full.transpose(0, 1)
     return (total, count.int(), reduced) if per_token else (mean, reduced)
-
-
-def gather_vocabulary(logits: Tensor) -> Tensor:
-    """Return logits of the full vocabulary from those of this tensor-parallel rank."""
-    mappings = core("tensor_parallel.mappings")
-    return mappings.gather_from_tensor_model_parallel_region(logits)
 
 
 def with_losses(model: Any, output: Tensor, labels: Tensor) -> Any:

@@ -47,7 +47,13 @@ class DeepSpeedPersister:
             if self.runtime.topology.is_main:
                 write(_PLAIN.full_state_dict(model), directory / f"{folder_name(index)}.bin")
         else:
-            save_engine(owner.engine, directory, index, write=write)
+            engine = owner.engine
+
+            def save(state_dict: Any, path: str) -> None:  # as the engine calls it, by name
+                write(state_dict, Path(path))
+
+            with _replaced(engine.checkpoint_engine, save=save):
+                engine.save_checkpoint(str(directory), tag=folder_name(index))
 
     def load_model(self, model: nn.Module, directory: Path, index: int) -> None:
         """Load the native checkpoint, also one that was written with another sharding."""
@@ -167,12 +173,6 @@ def folder_name(index: int) -> str:
         ('pytorch_model', 'pytorch_model_1')
     """
     return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
-
-
-def save_engine(engine: Any, directory: Path, index: int, *, write: Write = torch.save) -> None:
-    """Write the engine's native checkpoint folder. A collective over all ranks."""
-    with _replaced(engine.checkpoint_engine, save=lambda state_dict, path: write(state_dict, Path(path))):
-        engine.save_checkpoint(str(directory), tag=folder_name(index))
 
 
 def load_engine(engine: Any, state: EngineState, directory: Path, index: int) -> None:

@@ -178,7 +178,8 @@ class MegatronWrapper:
         names: list[list[str]] = []
         if optimizer is not None:
             names = names_of(model, optimizer)
-            own = group_of(placed, model, optimizer) if family is not None else _one_group(stages)
+            own = {parameter: 0 for stage in stages for parameter in stage.parameters()}
+            own = own if family is None else group_of(placed, model, optimizer)
             stages = [self._trained(config, index, stage) for index, stage in enumerate(stages)]
             made = make_optimizer(plugin, optimizer, stages, own, self.precision)
         else:
@@ -212,10 +213,6 @@ class MegatronWrapper:
             module=self._in_precision(config, stage),
             disable_bucketing=index > 0,
         )
-
-
-def _one_group(stages: Sequence[nn.Module]) -> dict[nn.Parameter, int]:
-    return {parameter: 0 for stage in stages for parameter in stage.parameters()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

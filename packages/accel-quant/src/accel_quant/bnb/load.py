@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from accel_bigmodel.offload_index import Index
-    from accel_bigmodel.sources import Source
     from accel_quant.bnb.config import BnbQuantizationConfig
 
     Device = int | str | torch.device
@@ -156,7 +155,8 @@ class _Loader:
         else:
             replaced.clear()
             for source in open_checkpoint(checkpoint):
-                self.take(_tensors(source), repr(str(source.path)))
+                tensors = ((name, source.get(name)) for name in source.tensors)
+                self.take(tensors, repr(str(source.path)))
             self.check(tied)
         if self.index and self.folder is not None:
             save_offload_index(self.index, self.folder)
@@ -171,7 +171,8 @@ class _Loader:
                     owner: Any = self.model.get_submodule(layer)
                     shape = owner.out_features, owner.in_features
                     check_shape(f"{origin}: the weight {name!r}", value, shape)
-                    self._put(layer, self._quantized(layer, value))
+                    device = self._device(f"{layer}.weight")
+                    self._put(layer, self.quantizer.quantize(value, device, owner))
                     self._tidy(value.nbytes)
                 else:
                     self._waiting[layer] = value
@@ -223,10 +224,6 @@ class _Loader:
         device = device_of(name, self.plan)
         return torch.device("cpu" if device in (None, "disk") else device)  # pyright: ignore[reportArgumentType] - None is excluded
 
-    def _quantized(self, layer: str, value: Tensor) -> nn.Parameter:
-        owner = self.model.get_submodule(layer)
-        return self.quantizer.quantize(value, self._device(f"{layer}.weight"), owner)
-
     def _put(self, layer: str, weight: nn.Parameter) -> None:
         name = f"{layer}.weight"
         owner: Any = self.model.get_submodule(layer)
@@ -271,11 +268,6 @@ def _resident_weights(model: nn.Module, replaced: dict[str, nn.Linear]) -> Itera
             yield name, replaced.pop(layer).weight.detach()
         else:
             yield name, site.table[site.leaf].detach()
-
-
-def _tensors(source: Source) -> Iterator[tuple[str, Tensor]]:
-    for name in source.tensors:
-        yield name, source.get(name)
 
 
 def _types(

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def register_slots() -> None:
     """Register with offloading hooks how quantised parameters are flattened."""
     bnb = bitsandbytes()
-    slot_of.register(bnb.nn.Int8Params, _int8_slot)
+    slot_of.register(bnb.nn.Int8Params, lambda tensor, module, name: Int8Slot(module, name, tensor))
     slot_of.register(bnb.nn.Params4bit, _4bit_slot)
 
 
@@ -68,10 +68,6 @@ class Int8Slot(QuantizedSlot):
     def _statistics(self, value: Tensor) -> dict[str, Any]:
         self._scales = self._scales.to(value.device)
         return {"has_fp16_weights": False, "CB": value, "SCB": self._scales}
-
-
-def _int8_slot(tensor: Tensor, module: nn.Module, name: str) -> Int8Slot:
-    return Int8Slot(module, name, tensor)
 
 
 def _4bit_slot(tensor: Tensor, module: nn.Module, name: str) -> QuantizedSlot:
