@@ -108,9 +108,6 @@ STRATEGIES = Registry(group=ENTRY_POINT_GROUP, kind=StrategySpec, noun="strategy
 def load(strategy: str | StrategySpec) -> StrategyFactory:
     """Import the factory of a strategy.
 
-    Raises:
-        SettingsError: There is no such strategy.
-
     Example:
         >>> load("single").__name__
         'build'
@@ -125,12 +122,7 @@ def choose(
     device: torch.device,
     specs: Mapping[str, StrategySpec] = BUILT_IN,
 ) -> str:
-    """Name the strategy of a run: the one that is selected, else the first that applies; on every rank alike.
-
-    Raises:
-        SettingsError: Sequences are to be divided by DeepSpeed, which is not used; or the strategy that is
-            selected does not use what else was asked for.
-    """
+    """Name the strategy of a run, on all ranks alike: the selected one, else the first that applies."""
     selected = settings.training.strategy
     sequences = settings.parallelism and settings.parallelism.sp_size
     if selected is None and settings.deepspeed is None and (sequences or 1) > 1:

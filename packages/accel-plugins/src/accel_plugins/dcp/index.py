@@ -35,12 +35,7 @@ class Entry:
 
 
 def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
-    """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them.
-
-    Raises:
-        CheckpointError: The shards do not add up to full tensors.
-        OSError: A metadata file is absent, or the index cannot be written.
-    """
+    """Merge the metadata files of all ranks into the index of a DCP folder; remove and name them."""
     metadata_files = [folder / local_metadata_file(rank) for rank in ranks]
     found = [unpickle(file) for file in metadata_files]
     try:
@@ -59,11 +54,7 @@ def write_index(folder: Path, ranks: Iterable[int]) -> list[str]:
 
 
 def read_index(folder: Path) -> Metadata:
-    """Read the index of a DCP folder.
-
-    Raises:
-        CheckpointError: The index is absent or damaged, or names files outside of the folder.
-    """
+    """Read the index of a DCP folder."""
     path = folder / INDEX_NAME
     if not path.is_file():
         raise CheckpointError(

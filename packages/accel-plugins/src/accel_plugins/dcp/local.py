@@ -40,9 +40,6 @@ def load_local(
 
     `allocate` makes a destination tensor, sharded as in this run, from the keys that lead to it and the shape
     and dtype of the full tensor.
-
-    Raises:
-        CheckpointError: The file is absent, or was written with another world size or another sharding.
     """
     if not path.is_file():
         raise CheckpointError(

@@ -77,9 +77,6 @@ def read_all(
     """Read every value of a DCP folder into nested dictionaries and lists, as they were saved.
 
     `allocate` makes the destination tensor of an entry with a shape.
-
-    Raises:
-        CheckpointError: The folder is damaged.
     """
     state: dict[str, Any] = {}
     for entry in entries(read_index(folder)):

@@ -53,9 +53,6 @@ class RunFacts:
 def autofill(config: Mapping[str, Any], facts: RunFacts) -> dict[str, Any]:
     """Fill a configuration so that an engine can be built from it.
 
-    Raises:
-        SettingsError: Values contradict the facts, or stay `"auto"`; all such keys are named.
-
     Example:
         >>> config = {"train_batch_size": "auto", "zero_optimization": {"stage": 2}}
         >>> autofill(config, RunFacts(world_size=2, micro_batch=4))["train_batch_size"]

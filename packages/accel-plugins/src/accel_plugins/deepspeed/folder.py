@@ -76,11 +76,7 @@ class EngineFolder:
         return cast("dict[str, Any]", state)
 
     def optimizer(self) -> dict[str, Any]:
-        """Return the optimizer's full state dict at a stage above 0, with parameters by name.
-
-        Raises:
-            CheckpointError: The state cannot be split by parameter.
-        """
+        """Return the optimizer's full state dict at a stage above 0, with parameters by name."""
         key = "optimizer_state_dict" if self.stage == 3 else "base_optimizer_state"
         bases = [one[key] for one in self.optimizers]
         if not all(isinstance(base, dict) for base in bases):
@@ -145,11 +141,7 @@ class EngineFolder:
 
 
 def read_folder(folder: Path) -> EngineFolder:
-    """Read a checkpoint folder.
-
-    Raises:
-        CheckpointError: Files are absent or damaged, or of tensor- or pipeline-parallel models.
-    """
+    """Read a checkpoint folder."""
     models, optimizers = _files(folder, _MODEL), _files(folder, _OPTIMIZER)
     if not models:
         raise CheckpointError(f"{str(folder)!r} has no *_model_states.pt: it is not a DeepSpeed checkpoint.")

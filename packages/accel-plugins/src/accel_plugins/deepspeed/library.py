@@ -29,11 +29,7 @@ _EXTRA = "accel-plugins[deepspeed]"
 
 
 def load_library(what: str) -> ModuleType:
-    """Import DeepSpeed.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed, or too old.
-    """
+    """Import DeepSpeed."""
     require("deepspeed", what, install=_EXTRA)
     if compare_versions("deepspeed", "<", _MINIMUM):
         raise MissingDependencyError(
@@ -56,9 +52,6 @@ def start(runtime: Runtime) -> ModuleType:
     """Import DeepSpeed and initialise it with the device and the process group of this run.
 
     A single process gets a process group of one rank, which DeepSpeed needs.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed, or lacks what accel uses of it.
     """
     if "LOCAL_RANK" not in environ.read():  # from which DeepSpeed derives its device
         environ.publish({"LOCAL_RANK": str(runtime.topology.local_rank)})

@@ -102,11 +102,7 @@ class EngineState:
 
     @torch.no_grad()
     def optimizer(self, *, keep: bool) -> dict[str, Any]:
-        """Gather the optimizer's full state dict, as a single process has it, empty on ranks without `keep`.
-
-        Raises:
-            UnsupportedError: The optimizer's state cannot be split by parameter.
-        """
+        """Gather the optimizer's full state dict, as one process has it; empty on ranks without `keep`."""
         outer = self._engine.optimizer
         if not _shards(outer):
             base = getattr(outer, "optimizer", outer)

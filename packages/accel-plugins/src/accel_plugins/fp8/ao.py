@@ -175,11 +175,7 @@ class TorchAo:
 
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
-    """Make the recipe of models that FSDP2 shards or not, by a strategy that keeps types of weights or not.
-
-    Raises:
-        UnsupportedError: MXFP8 was asked for, and the device or the strategy cannot do it.
-    """
+    """Make the recipe, for models that FSDP2 shards, or by a strategy that keeps the types of weights."""
     if handler.config == "mxfp8" and not keeps_types:
         raise UnsupportedError(
             "AORecipeKwargs(config='mxfp8') trains in one process, with DDP and FSDP2, and not with FSDP1, "

@@ -31,13 +31,7 @@ _SHARDING = (FullyShardedDataParallelPlugin, ParallelismConfig, DeepSpeedPlugin)
 
 
 def build(settings: Settings, runtime: Runtime, handlers: Mapping[type, Any]) -> Recipe:
-    """Make the recipe; `fp8.backend` of the settings names a backend, unless a handler does.
-
-    Raises:
-        SettingsError: There are two.
-        MissingDependencyError: The backend is not installed.
-        UnsupportedError: The device, or the strategy, cannot do it.
-    """
+    """Make the recipe; `fp8.backend` of the settings names a backend, unless a handler does."""
     named, handler = _asked(handlers)
     if named is None and settings.fp8 is not None:
         named = settings.fp8.backend

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
 
 
 def build(handler: MSAMPRecipeKwargs, *, sharded: bool, world_size: int) -> Recipe:
-    """Make the recipe.
-
-    Raises:
-        UnsupportedError: The strategy shards parameters.
-        MissingDependencyError: The library cannot be imported.
-    """
+    """Make the recipe."""
     if sharded:
         raise UnsupportedError(
             "mixed_precision='fp8' with MS-AMP trains in one process or under DDP, and parameters are to be "

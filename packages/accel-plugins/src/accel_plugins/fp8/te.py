@@ -187,11 +187,7 @@ def recipe_options(handler: TERecipeKwargs, known: Mapping[str, Any]) -> dict[st
 
 
 def build(handler: TERecipeKwargs) -> Recipe:
-    """Make the recipe.
-
-    Raises:
-        UnsupportedError: The installed version cannot do it.
-    """
+    """Make the recipe."""
     recipe = make_recipe(handler)
     in_eval = bool(handler.use_autocast_during_eval)
 

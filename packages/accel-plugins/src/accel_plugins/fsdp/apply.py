@@ -72,12 +72,7 @@ class FullSharding:
             _prefetch_forward(model)
 
     def validate(self, model: nn.Module) -> None:
-        """Check that torch can shard a model.
-
-        Raises:
-            SettingsError: A parameter has no dim; or no module matches a class to wrap or a name to ignore.
-            UnsupportedError: `ignored_modules` is set, and the installed torch does not support it.
-        """
+        """Check that torch can shard a model."""
         ignored = {
             id(one) for part in modules_named(self.plugin.ignored_modules, model) for one in part.parameters()
         }

@@ -33,9 +33,6 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     Layers of TransformerEngine have to be recomputed within its autocast and with the scales of the forward
     pass, which `transformer_engine.pytorch.checkpoint` sees to.
 
-    Raises:
-        UnsupportedError: The installed TransformerEngine cannot do it.
-
     Example:
         >>> layer = torch.nn.Linear(1, 1)
         >>> checkpoint_function(layer)(layer, torch.ones(1, 1)).shape

@@ -84,9 +84,6 @@ def resolve_fields(
 
     Returns: The source of each field's value as messages name it: the argument or the variable, with the
     value.
-
-    Raises:
-        SettingsError: A variable has a value that cannot be used.
     """
     found = parse_environ(environ.read())
     sources: dict[str, str] = {}

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 def data_parallel_size(tensor: int, pipeline: int, context: int, world_size: int) -> int:
     """Return how many replicas of a model there are.
 
-    Raises:
-        SettingsError: The product of the sizes does not divide the number of ranks.
-
     Example:
         >>> data_parallel_size(2, 2, 1, 8)
         2

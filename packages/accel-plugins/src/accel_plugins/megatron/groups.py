@@ -98,11 +98,7 @@ def groups_of(plugin: MegatronLMPlugin, world_size: int, rank: int) -> Groups:
 
 
 def check_shared(groups: Groups) -> None:
-    """Refuse groups beside those of other sizes that are in use: megatron-core has one set per process.
-
-    Raises:
-        SettingsError: Another strategy has groups of other sizes.
-    """
+    """Refuse groups beside those of other sizes that are in use: megatron-core has one set per process."""
     if _leases and not core("parallel_state").model_parallel_is_initialized():
         _leases.clear()  # of a process group that was destroyed
     if _leases:
@@ -123,9 +119,6 @@ def start(groups: Groups) -> Lease:
     """Make the process groups, and seed the random states of tensor parallelism. A collective of all ranks.
 
     Groups of the same sizes that another strategy has are shared.
-
-    Raises:
-        SettingsError: Another strategy has groups of other sizes.
     """
     check_shared(groups)
     lease = Lease(groups)

@@ -26,10 +26,6 @@ def stage_elements(
     """Return how many elements of parameters a rank of each pipeline stage has.
 
     `last` is the number of layers of the last stage; as many as of the others by default.
-
-    Raises:
-        SettingsError: The model has no row, or sizes that the ranks do not divide.
-        UnsupportedError: megatron-core does not compute the model.
     """
     family = find_family(model)
     config: Any = model.config

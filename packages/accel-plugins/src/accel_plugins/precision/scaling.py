@@ -44,12 +44,7 @@ class LossScaling:
         self._versions: WeakKeyDictionary[Optimizer, tuple[tuple[int, int], ...]] = WeakKeyDictionary()
 
     def add(self, optimizers: Iterable[Optimizer]) -> None:
-        """Add optimizers, whose steps an update waits for; the dtypes of their parameters are checked now.
-
-        Raises:
-            SettingsError: One has parameters in float16, in which scaled gradients would lose what scaling is
-                to save.
-        """
+        """Add optimizers, whose steps an update waits for; the dtypes of their parameters are checked now."""
         for optimizer in optimizers:
             if self.scaler.is_enabled() and not self._master_weights and _has_half_parameters(optimizer):
                 raise SettingsError(
@@ -84,11 +79,6 @@ class LossScaling:
         Returns:
             Whether it stepped. Fused optimizers decide that in their kernel: for them it is a 0-d tensor on
             the device, so that only those who ask for its value wait.
-
-        Raises:
-            UnsupportedError: A closure was given; it would have to scale and unscale by itself.
-            RuntimeError: The optimizer has stepped since the last loss, or a backward pass has added scaled
-                gradients to unscaled ones.
         """
         if not self.scaler.is_enabled() or not _has_gradients(optimizer):
             return step_unscaled(optimizer, closure)

@@ -86,11 +86,7 @@ class DdpWrapper:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with several processes.
-
-    Raises:
-        SettingsError: A `ParallelismConfig` among them is for another number of processes.
-    """
+    """Make the strategy of a run with several processes."""
     del settings
     topology = runtime.topology
     check_axes(handlers, topology.world_size)

@@ -151,12 +151,7 @@ class DeepSpeedWrapper:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with DeepSpeed.
-
-    Raises:
-        MissingDependencyError: DeepSpeed is not installed.
-        SettingsError: The sizes of axes do not fit the world size, or DeepSpeed has no such axis.
-    """
+    """Make the strategy of a run with DeepSpeed."""
     del settings
     deepspeed = start(runtime)
     unwrap_once.register(deepspeed.DeepSpeedEngine, lambda engine: engine.module)

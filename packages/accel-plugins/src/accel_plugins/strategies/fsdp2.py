@@ -38,12 +38,7 @@ FEATURES = PLAIN_FEATURES - {Feature.CUSTOM_DEVICE_PLACEMENT, Feature.UNEVEN_INP
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run whose models are sharded.
-
-    Raises:
-        SettingsError: The plugin has `fsdp_version=1`, or the sizes do not fit the world size.
-        UnsupportedError: The installed torch is too old.
-    """
+    """Make the strategy of a run whose models are sharded."""
     del settings
     if runtime.device.type == "cpu":
         _need_torch("2.9", "FSDP2 on the CPU: older ones scale its gradients wrongly there, or fail")

@@ -334,12 +334,7 @@ def train_step(
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with Megatron.
-
-    Raises:
-        MissingDependencyError: megatron-core is not installed.
-        SettingsError: Sizes of groups do not fit the world size, or another run's of this process.
-    """
+    """Make the strategy of a run with Megatron."""
     del settings
     load_library("the strategy 'megatron'")
     plugin: MegatronLMPlugin = handlers.get(MegatronLMPlugin) or MegatronLMPlugin()

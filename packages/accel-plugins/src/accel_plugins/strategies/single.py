@@ -45,11 +45,7 @@ class SingleWrapper:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it.
-
-    Raises:
-        SettingsError: A `ParallelismConfig` among the handlers is for several processes.
-    """
+    """Make the strategy of a run with one process; `settings` and `handlers` change nothing about it."""
     del settings
     check_axes(handlers, 1)
     return Strategy(

@@ -25,11 +25,7 @@ if TYPE_CHECKING:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a tensor-parallel run.
-
-    Raises:
-        SettingsError: The sizes do not fit the world size, or the tensor-parallel size is 1.
-    """
+    """Make the strategy of a tensor-parallel run."""
     del settings
     axes = axes_of(runtime, handlers, sharded=False)
     if axes.tensor is None:

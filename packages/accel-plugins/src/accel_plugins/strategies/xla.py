@@ -56,11 +56,7 @@ class XlaWrapper:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run on XLA devices.
-
-    Raises:
-        UnsupportedError: Something is asked for that XLA devices do not offer.
-    """
+    """Make the strategy of a run on XLA devices."""
     refuse_unsupported(settings, runtime, precision, handlers)
     topology, own = runtime.topology, runtime.kind.own_runtime
     if topology.world_size > 1 and not own.is_replicated():

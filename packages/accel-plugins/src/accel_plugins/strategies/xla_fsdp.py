@@ -131,11 +131,7 @@ def _iter_copies(state: StateDict) -> Iterator[StateDict]:
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
-    """Make the strategy of a run that is sharded over XLA devices.
-
-    Raises:
-        UnsupportedError: The device is no XLA device, or something is asked for that these do not offer.
-    """
+    """Make the strategy of a run that is sharded over XLA devices."""
     plugin: FullyShardedDataParallelPlugin = handlers[FullyShardedDataParallelPlugin]
     own, topology = runtime.kind.own_runtime, runtime.topology
     if own is None:

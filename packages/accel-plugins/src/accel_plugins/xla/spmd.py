@@ -146,10 +146,6 @@ def _shard_parameters(model: nn.Module, mesh: Any) -> None:
 
 
 def xla_module(name: str) -> Any:
-    """Import a submodule of torch_xla.
-
-    Raises:
-        MissingDependencyError: torch_xla is not the version that belongs to that of torch.
-    """
+    """Import a submodule of torch_xla."""
     library()
     return import_module(f"torch_xla.{name}")

@@ -30,12 +30,7 @@ SPMD_PLUGIN = "FullyShardedDataParallelPlugin(xla=True, xla_fsdp_v2=True)"
 def refuse_unsupported(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> None:
-    """Refuse what a run on XLA devices asks for and cannot have.
-
-    Raises:
-        UnsupportedError: It asks for another engine or compiler, for float16 with loss scaling, for
-            communication hooks, or for comparisons of calls.
-    """
+    """Refuse what a run on XLA devices asks for and cannot have."""
     options = handlers.get(DistributedDataParallelKwargs)
     hook = DDPCommunicationHookType.NO if options is None else options.comm_hook
     dynamo: TorchDynamoPlugin | None = handlers.get(TorchDynamoPlugin)
