@@ -133,6 +133,21 @@ class _Unpickler(pickle.Unpickler):
         return found
 
 
+DAMAGE = (
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
+    OverflowError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+)
+"""Raised by pickle and torch for damaged bytes, and for pickles that would run code."""
+
+
 def unpickle(path: Path) -> Any:
     """Unpickle an index or a rank's metadata file.
 
@@ -142,18 +157,5 @@ def unpickle(path: Path) -> Any:
     try:
         with open_regular(path) as file:
             return _Unpickler(file).load()
-    except (
-        pickle.UnpicklingError,
-        EOFError,
-        AttributeError,
-        IndexError,
-        TypeError,
-        ValueError,
-        KeyError,
-        MemoryError,  # a length that the file lacks; CPython prints a SystemError if it is a bytearray's
-        OverflowError,
-        RecursionError,
-        AssertionError,
-        RuntimeError,
-    ) as error:
+    except DAMAGE as error:
         raise CheckpointError(f"{str(path)!r} is not the index of a sharded state: {error}.") from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict  # pyright: ignore[reportPrivateUsage] - how keys come from names
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from accel_plugins.dcp.index import entries, read_index
+from accel_plugins.dcp.index import DAMAGE, entries, read_index
 from accel_plugins.dcp.planners import TorchPlanners, put
 from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import CheckpointError
@@ -22,20 +21,6 @@ if TYPE_CHECKING:
 
     from accel_plugins.dcp.index import Entry
     from accel_plugins.dcp.protocol import RankPlanners
-
-# Raised by torch for damaged bytes, and for pickles that would run code.
-_DAMAGE = (
-    OSError,
-    RuntimeError,
-    EOFError,
-    AssertionError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    MemoryError,
-    UnpicklingError,
-)
 
 
 def read_into(
@@ -66,7 +51,7 @@ def read_into(
         planner, plan = (planners or TorchPlanners()).plan_load(state, index, strict=strict, flat=flat)
         reader.set_up_storage_reader(index, is_coordinator=False)
         reader.read_data(reader.prepare_local_plan(plan), planner).wait()
-    except _DAMAGE as error:
+    except (OSError, *DAMAGE) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CheckpointError(f"{str(folder)!r} cannot be read: {reason}.") from error
 
