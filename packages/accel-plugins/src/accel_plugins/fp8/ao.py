@@ -175,7 +175,7 @@ class TorchAo:
 
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
-    """Make the recipe, for models that FSDP2 shards, or by a strategy that keeps the types of weights."""
+    """Make the recipe: `sharded` by FSDP2 or not, under a strategy that `keeps_types` of weights or not."""
     if handler.config == "mxfp8" and not keeps_types:
         raise UnsupportedError(
             "AORecipeKwargs(config='mxfp8') trains in one process, with DDP and FSDP2, and not with FSDP1, "

@@ -7,6 +7,7 @@ the distributed optimizer, on a slice of each parameter's flat float32 copy, one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from accel_plugins.megatron.library import core
 from accel_plugins.megatron.weights import gather
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -125,36 +126,27 @@ def load_master(
         slot.master.copy_(part.reshape(slot.master.shape))
 
 
-def full_state(engine: MegatronEngine, optimizer: Optimizer, *, keep: bool) -> StateDict:
-    """Return the state dict that the optimizer of PyTorch would have in one process.
-
-    Called on every rank.
-    """
-    numbers = {name: number for number, name in enumerate(_flat(engine.optimizer_names))}
-    state: dict[int, dict[str, Any]] = {}
-    for key, step, part in iter_optimizer_state(engine):
-        for name, value in part.items() if keep else ():
-            entry = state.setdefault(numbers[name], {} if step is None else {_STEP: torch.tensor(step)})
-            entry[key] = value.cpu().clone()
-    groups = [
-        {**group, "params": [numbers[name] for name in names]}
-        for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
-    ]
-    return {"state": dict(sorted(state.items())), "param_groups": groups}
-
-
-def iter_optimizer_state(engine: MegatronEngine) -> Iterator[tuple[str, float | None, dict[str, Tensor]]]:
-    """Yield a key of the state, the number of steps, and the key's tensors by weights of transformers.
+def named_optimizer_state(
+    engine: MegatronEngine, optimizer: Optimizer, convert: Callable[[Tensor], Any]
+) -> StateDict:
+    """Return the optimizer's state dict with weights by name, each tensor converted when it is gathered.
 
     Called on every rank.
     """
     slots = slots_of(engine)
     keys, step = _agreed(slots)
     placed = trained(engine)
+    state: dict[str, dict[str, Any]] = {}
     for key in () if engine.plugin.no_save_optim else keys:
         tensors = [_full_shape(slots, one, key) for one in placed]
-        for part in _gathered(engine, placed, tensors):
-            yield key, step, part
+        for name, value in chain.from_iterable(part.items() for part in _gathered(engine, placed, tensors)):
+            entry = state.setdefault(name, {} if step is None else {_STEP: torch.tensor(step)})
+            entry[key] = convert(value)
+    groups = [
+        {**group, "params": [*names]}
+        for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
+    ]
+    return {"state": state, "param_groups": groups}
 
 
 def restore(engine: MegatronEngine, one: Placed, slot: Slot, entries: Sequence[Any]) -> None:
@@ -202,7 +194,3 @@ def _gathered(
 ) -> Iterator[dict[str, Tensor]]:
     family: Any = engine.family
     return gather(placed, family.weights(engine.config), engine.groups, tensors=tensors)
-
-
-def _flat(lists: Any) -> list[Any]:
-    return [one for some in lists for one in some]

@@ -20,8 +20,8 @@ from accel_plugins.dcp.tensors import TensorShards, check_groups
 from accel_plugins.megatron.engine import MegatronEngine
 from accel_plugins.megatron.optimizer_state import (
     iter_masters,
-    iter_optimizer_state,
     load_master,
+    named_optimizer_state,
     restore,
     slots_of,
     trained,
@@ -76,16 +76,7 @@ class MegatronShards:
     def optimizer_tensors(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateDict:
         """Return the sharded state dict of the optimizer, with parameters by name."""
         engine, mesh = engine_of(optimizer, models), self._mesh()
-        state: dict[str, dict[str, Any]] = {}
-        for key, step, part in iter_optimizer_state(engine):
-            for name, value in part.items():
-                entry = state.setdefault(name, {} if step is None else {"step": torch.tensor(step)})
-                entry[key] = _sharded(value, mesh)
-        groups = [
-            {**group, "params": [*names]}
-            for group, names in zip(optimizer.param_groups, engine.optimizer_names, strict=True)
-        ]
-        return {"state": state, "param_groups": groups}
+        return named_optimizer_state(engine, optimizer, lambda value: _sharded(value, mesh))
 
     def state_allocator(self, optimizer: Optimizer, models: Sequence[nn.Module]) -> StateAllocator:
         """Allocate even parts; numbers are on every rank."""

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_plugins.dcp.tensors import named_state
+from accel_plugins.dcp.tensors import named_state, renumbered
 from accel_plugins.megatron.engine import MegatronEngine
-from accel_plugins.megatron.optimizer_state import full_state, iter_masters
+from accel_plugins.megatron.optimizer_state import iter_masters, named_optimizer_state
 from accel_plugins.megatron.sharded_state import check_names, engine_of, load_entries, load_weights
 from accel_plugins.megatron.weights import aliases_of, buffers_of
 from accel_plugins.strategies.replicated import ReplicatedPersister
@@ -73,7 +73,9 @@ class MegatronPersister(ReplicatedPersister):
         self, optimizer: Optimizer, models: Sequence[nn.Module], *, keep: bool = True
     ) -> StateDict:
         """Return the state dict that the optimizer of PyTorch would have in one process."""
-        return full_state(engine_of(optimizer, models), optimizer, keep=keep)
+        engine = engine_of(optimizer, models)
+        state = named_optimizer_state(engine, optimizer, lambda value: value.cpu().clone() if keep else None)
+        return renumbered(state if keep else {**state, "state": {}}, engine.optimizer_names)
 
     def load_full_optimizer_state(
         self, optimizer: Optimizer, models: Sequence[nn.Module], state: Mapping[str, Any]
