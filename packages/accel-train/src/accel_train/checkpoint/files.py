@@ -106,8 +106,10 @@ def write_file(path: Path, write: Callable[[FileWriter], object], *, to_disk: bo
     writer = FileWriter(path, to_disk=to_disk)
     try:
         write(writer)
-    except BaseException:
+    except BaseException as error:
         writer.abandon()
+        if writer.failure is not None:  # torch's own error hides it
+            raise writer.failure from error
         raise
     return writer.finish()
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins import dcp
 from accel_state.errors import CheckpointError, CheckpointWriteError
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import write_object
-from accel_train.checkpoint.files import FileWriter, make_folder, record_of, remove, sizes_in
+from accel_train.checkpoint.files import make_folder, record_of, remove, sizes_in, write_file
 from accel_train.checkpoint.folder import complete_ones, delete, outdated, publish
 from accel_train.checkpoint.manifest import FileRecord, Manifest
 
@@ -78,17 +77,10 @@ class Report:
     files: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     error: str | None = None
 
-    def to_text(self) -> str:
-        """Write for the store."""
-        rows = {name: [record.size, record.checksum] for name, record in self.files.items()}
-        return json.dumps([self.committer, rows, self.error])
-
     @classmethod
-    def from_text(cls, text: str) -> Report:
-        """Read what `to_text` wrote."""
-        committer, rows, error = json.loads(text)
-        files = {name: FileRecord(size=size, checksum=digest) for name, (size, digest) in rows.items()}
-        return cls(committer, files, error)
+    def from_dict(cls, report: dict[str, Any]) -> Report:
+        """Read what `asdict` wrote."""
+        return cls(**{**report, "files": {name: FileRecord(**one) for name, one in report["files"].items()}})
 
 
 def write_parts(job: Job, parts: Sequence[Part]) -> Report:
@@ -100,7 +92,9 @@ def write_parts(job: Job, parts: Sequence[Part]) -> Report:
     report = Report(job.committer)
     for part in parts:
         try:
-            report.files[part.name] = _write(job, part)
+            path = job.staging / part.name
+            make_folder(path.parent)
+            report.files[part.name] = write_file(path, part.write_to, to_disk=job.to_disk)
         except Exception as error:
             report.error = _story(job.rank, part.name, error)
             logger.debug("%s", report.error, exc_info=error)
@@ -123,7 +117,7 @@ def complete(job: Job, report: Report, agreement: Agreement) -> None:
         CheckpointWriteError: A rank has failed. There is nothing left of the checkpoint; older ones stand.
     """
     what = "save_state()"
-    reports = [Report.from_text(text) for text in agreement.exchange(what, report.to_text())]
+    reports = [Report.from_dict(one) for one in agreement.exchange(what, asdict(report))]
     errors = [report.error for report in reports if report.error is not None]
     commits = job.rank == job.committer
     problem = ""
@@ -182,20 +176,6 @@ def _prune(job: Job) -> None:
             delete(project / layout.numbered_name(iteration))
         except OSError as error:
             logger.warning("checkpoint_%d could not be deleted: %s", iteration, error)
-
-
-def _write(job: Job, part: Part) -> FileRecord:
-    path = job.staging / part.name
-    make_folder(path.parent)
-    writer = FileWriter(path, to_disk=job.to_disk)
-    try:
-        part.write_to(writer)
-    except BaseException as error:
-        writer.abandon()
-        if writer.failure is not None:  # torch's own error hides it
-            raise writer.failure from error
-        raise
-    return writer.finish()
 
 
 def _story(rank: int, name: str, error: Exception) -> str:
