@@ -80,7 +80,8 @@ class Report:
     @classmethod
     def from_dict(cls, report: dict[str, Any]) -> Report:
         """Read what `asdict` wrote."""
-        return cls(**{**report, "files": {name: FileRecord(**one) for name, one in report["files"].items()}})
+        files = {name: FileRecord(**record) for name, record in report["files"].items()}
+        return cls(report["committer"], files, report["error"])
 
 
 def write_parts(job: Job, parts: Sequence[Part]) -> Report:
