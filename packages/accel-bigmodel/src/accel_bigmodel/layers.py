@@ -40,7 +40,7 @@ class Layers:
         totals: Bytes with tied tensors: what running a layer alone takes.
         buffers: How many of `sizes` belong to buffers.
         ties: Pairs of layers that share a tensor.
-        modules: All modules down to the layers, in preorder: name, first layer, end of layers, index of the
+        modules: The modules above the layers, in preorder: name, first layer, end of layers, index of the
             next module that is not below.
     """
 
@@ -110,7 +110,6 @@ class _Reader:
                         buffers += taken
                 else:
                     layers.ties.append((owner, layer))
-        layers.modules.append((name, layer, layer + 1, len(layers.modules) + 1))
         layers.names.append(name)
         layers.sizes.append(size)
         layers.totals.append(total)

@@ -135,12 +135,16 @@ def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
     """
     changes = list(accumulate(map(ne, where, where[1:]), initial=0))
     result: list[tuple[str, int]] = []
-    index = 0
-    while index < len(layers.modules):
-        name, first, end, following = layers.modules[index]
-        if changes[first] == changes[end - 1]:
+    modules = [*layers.modules, ("", -1, 0, 0)]
+    layer = index = 0
+    while layer < len(where):
+        name, first, end, following = modules[index]
+        if first != layer:
+            result.append((layers.names[layer], where[layer]))
+            layer += 1
+        elif first < end and changes[first] == changes[end - 1]:
             result.append((name, where[first]))
-            index = following
+            layer, index = end, following
         else:
             index += 1
     return result
