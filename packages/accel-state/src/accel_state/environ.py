@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from accel_state.errors import SettingsError
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 _NOT_IN_FILES = frozenset(";\n\r\0<> ")
-
-logger = logging.getLogger(__name__)
 
 
 def read() -> dict[str, str]:
@@ -179,7 +177,8 @@ def convert_dict_to_env_variables(current_env: Mapping[str, Any]) -> list[str]:
         if name and text and "=" not in name and not _NOT_IN_FILES & {*name, *text}:
             lines.append(f"{name}={text}\n")
         else:
-            logger.warning(
+            # Imported here, or every process would pay for it that has the alias.
+            import_module("logging").getLogger(__name__).warning(
                 "left out the variable %r=%r: a line of an environment file cannot hold it", name, text
             )
     return lines
