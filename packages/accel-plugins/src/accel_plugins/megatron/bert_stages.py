@@ -41,6 +41,13 @@ class NormAfter(nn.Module):
         return add
 
 
+class _NoHead(nn.Module):
+    """Takes the place of the head for masked tokens, which a classifier does not have; called by keyword."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+
 class _NoOutputLayer(nn.Module):
     """Takes the place of the output layer, which a classifier does not have."""
 
@@ -90,7 +97,7 @@ def build_bert(
     if pre_process:
         _norm_embeddings(made.embedding, config)
     if post_process and labels is not None:
-        made.lm_head, made.output_layer = nn.Identity(), _NoOutputLayer()
+        made.lm_head, made.output_layer = _NoHead(), _NoOutputLayer()
         made.binary_head = nn.Sequential(nn.Dropout(dropout), nn.Linear(config.hidden_size, labels))
     elif post_process and padded > vocabulary:
         mask_padding(made.output_layer, vocabulary)
