@@ -3,8 +3,8 @@
 ruff holds that every public name is documented and annotated (D, ANN) and that nothing prints (T20); pyright
 holds the types; the two conftest.py files hold that no test leaks. The rest is here:
 
-    module-length     a module has at most 400 lines
-    function-length   a function has at most 50 lines without its docstring
+    module-length     a module has at most 800 lines: a ceiling, where one whole idea is the measure
+    function-length   a function has at most 80 lines without its docstring
     environment       only accel_state/environ.py touches the environment
     environment-read  only the command and the places in the list of exceptions ask that module
     labels            only accel_state/labels.py compares a DistributedType
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parents[1]
 EXCEPTIONS = Path(__file__).with_suffix(".toml")
-MAX_MODULE = 400
-MAX_FUNCTION = 50
+MAX_MODULE = 800
+MAX_FUNCTION = 80
 VAGUE = {"utils", "helpers", "misc", "common", "util", "helper"}
 ENVIRONMENT = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 READERS = {"read", "publish", "parse_flag_from_env", "parse_choice_from_env", "get_int_from_env"}
@@ -107,13 +107,13 @@ def check_sources(files: Iterator[Source]) -> Iterator[Breach]:
 
 
 def module_length(source: Source) -> Iterator[Breach]:
-    """A module has at most 400 lines."""
+    """A module has at most 800 lines."""
     if source.lines > MAX_MODULE:
         yield Breach("module-length", source.path, f"{source.lines} lines, {MAX_MODULE} are allowed")
 
 
 def function_length(source: Source) -> Iterator[Breach]:
-    """A function has at most 50 lines without its docstring."""
+    """A function has at most 80 lines without its docstring."""
     for node in ast.walk(source.tree):
         if not isinstance(node, FUNCTIONS) or node.end_lineno is None:
             continue

@@ -28,15 +28,15 @@ def breaches(code: str, path: str = SHIPPED) -> list[str]:
     return [f"{b.rule} {b.subject}" for b in house_rules.check_sources(iter([source]))]
 
 
-LONG = "def walk():\n" + "    step()\n" * 50
-DOCUMENTED = 'def walk():\n    """Walk.\n' + "\n    Far.\n" * 30 + '    """\n' + "    step()\n" * 48
+LONG = "def walk():\n" + "    step()\n" * 80
+DOCUMENTED = 'def walk():\n    """Walk.\n' + "\n    Far.\n" * 30 + '    """\n' + "    step()\n" * 78
 
 
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ("x = 1\n" * 401, ["module-length " + SHIPPED]),
-        ("x = 1\n" * 400, []),
+        ("x = 1\n" * 801, ["module-length " + SHIPPED]),
+        ("x = 1\n" * 800, []),
         (LONG, [f"function-length {SHIPPED}::walk"]),
         (DOCUMENTED, []),
         ("import os\nx = os.environ['A']\n", [f"environment {SHIPPED}::environ"]),
