@@ -73,6 +73,41 @@ import accel, accelerate
 accelerate.notebook_launcher = len
 assert accel.notebook_launcher is len
 """,
+    "what a test replaces is put back": """
+import contextlib
+from types import SimpleNamespace
+from unittest import mock
+import accel, accelerate, accel_ops, accelerate.utils
+from accel_ops.collect import broadcast
+from accel_state.memory import find_executable_batch_size as original
+from pytest import MonkeyPatch
+
+def patch():
+    return mock.patch("accelerate.find_executable_batch_size", len)
+
+def patch_object():
+    return mock.patch.object(accelerate, "find_executable_batch_size", len)
+
+def monkeypatch():
+    patches = MonkeyPatch()
+    patches.setattr(accelerate, "find_executable_batch_size", len)
+    return contextlib.closing(SimpleNamespace(close=patches.undo))
+
+for way in (patch, patch_object, monkeypatch, patch):
+    with way():
+        assert accel.find_executable_batch_size is accelerate.find_executable_batch_size is len
+        with mock.patch("accel.find_executable_batch_size", max):
+            assert accelerate.find_executable_batch_size is accelerate.utils.find_executable_batch_size is max
+        assert accel.find_executable_batch_size is accelerate.utils.find_executable_batch_size is len
+    assert accel.find_executable_batch_size is accelerate.find_executable_batch_size is original
+with mock.patch("accelerate.utils.broadcast") as replaced:
+    assert accel_ops.broadcast is accel.utils.broadcast is replaced
+assert accel_ops.broadcast is accel.utils.broadcast is broadcast
+with mock.patch("accelerate.utils"):
+    assert not hasattr(accel.utils, "__path__")
+assert accelerate.utils is accel.utils
+assert accel.utils.__name__ == "accel.utils"
+""",
     "what is assigned in a submodule is what accel calls": """
 import accelerate.big_modeling, accel.utils, accel_bigmodel.dispatch
 from torch import nn

@@ -10,18 +10,19 @@ import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import find_spec
-from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any, cast
 
 import accel
 import accel_compat
 from accel_compat.absent import instead_of
+from accel_state._lazy import Table
 from accel_state.environ import publish, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from importlib.abc import Loader
     from importlib.metadata import Distribution, DistributionFinder
+    from types import CodeType, ModuleType
 
 REFERENCE = "accelerate"
 """The import and distribution name that is answered."""
@@ -125,12 +126,18 @@ class TopLevelLoader:
 
     def exec_module(self, module: ModuleType) -> None:
         """Set what accel does not answer: its version, and what every module has."""
-        names = [*vars(accel)["__all__"]]
-        vars(module).update(__version__=REFERENCE_VERSION, __all__=names, __file__=accel.__file__)
+        table = vars(accel)
+        vars(module).update(
+            __version__=REFERENCE_VERSION,
+            __all__=[*table["__all__"]],
+            __file__=accel.__file__,
+            _EXPORTS=table["_EXPORTS"],
+            _ORIGINALS={},
+        )
 
 
-class TopLevel(ModuleType):
-    """The module `accelerate`."""
+class TopLevel(Table):
+    """The module `accelerate`: what is assigned to its names replaces them in accel, too."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -143,11 +150,6 @@ class TopLevel(ModuleType):
                 f"process and has no such name. {instead_of(f'{REFERENCE}.{name}')}",
                 name=name,
             ) from None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if not name.startswith("__") and not isinstance(value, ModuleType):
-            setattr(accel, name, value)
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *dir(accel)})

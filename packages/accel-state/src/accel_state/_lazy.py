@@ -16,22 +16,37 @@ class Table(ModuleType):
     """A package or module whose names live in others.
 
     What is assigned to such a name replaces it there, too, and in each of our modules that has imported it:
-    a program that replaces a function under the documented name replaces the one that is called.
+    a program that replaces a function under the documented name replaces the one that is called. Deleting
+    the name puts the original back everywhere; `unittest.mock` and pytest's `monkeypatch` delete a name that
+    they had to ask for.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_export = name in vars(self).get("_EXPORTS", ()) and not isinstance(value, ModuleType)
-        before = getattr(self, name, None) if is_export else None
+        if name not in vars(self).get("_EXPORTS", ()):
+            super().__setattr__(name, value)
+            return
+        # A module is set by the import system, which a question for it would call again.
+        before = vars(self).get(name, value) if isinstance(value, ModuleType) else getattr(self, name)
+        originals: dict[str, Any] = vars(self)["_ORIGINALS"]
+        if originals.setdefault(name, before) is value:
+            del originals[name]
         super().__setattr__(name, value)
-        if is_export:
-            replace(name, before, value)
+        _replace(name, before, value)
+
+    def __delattr__(self, name: str) -> None:
+        replacement = vars(self).get(name)
+        super().__delattr__(name)
+        originals: dict[str, Any] = vars(self).get("_ORIGINALS", {})
+        if name in originals:
+            _replace(name, replacement, originals.pop(name))
 
 
-def replace(name: str, before: object, after: object) -> None:
-    """Replace an object in each of our modules that has it under a name."""
+def _replace(name: str, before: object, after: object) -> None:
+    """Replace an object in each of our modules that has it under a name, also as `accelerate`."""
     for module in list(sys.modules.values()):
         top = getattr(module, "__name__", "").partition(".")[0]
-        if (top == "accel" or top.startswith("accel_")) and vars(module).get(name, module) is before:
+        is_ours = top in ("accel", "accelerate") or top.startswith("accel_")
+        if is_ours and vars(module).get(name, module) is before:
             vars(module)[name] = after
 
 
@@ -59,6 +74,7 @@ def attach(package: str) -> None:
         __dir__=lambda: sorted(exports),
         __all__=sorted(name for name in exports if name[0] != "_" and exports[name][-1] != ":"),
         _EXPORTS=exports,
+        _ORIGINALS={},
     )
     module.__class__ = Table
 

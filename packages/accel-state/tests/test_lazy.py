@@ -1,0 +1,118 @@
+"""Replacing an exported name replaces what is called; taking it back leaves nothing behind."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from importlib import import_module
+from unittest import mock
+
+import pytest
+
+
+@pytest.fixture
+def zoo(tmp_path, monkeypatch):
+    """The package `accel_zoo`: its `feed` is defined in one module and called in another."""
+    package = tmp_path / "accel_zoo"
+    (package / "inner").mkdir(parents=True)
+    attach = "from accel_state._lazy import attach\nattach(__name__)\n"
+    (package / "__init__.py").write_text(attach)
+    (package / "__init__.pyi").write_text(
+        "from accel_zoo.keeper import feed as feed\nfrom accel_zoo import inner as inner\n"
+    )
+    (package / "inner/__init__.py").write_text(attach)
+    (package / "inner/__init__.pyi").write_text("from accel_zoo.keeper import feed as feed\n")
+    (package / "keeper.py").write_text("def feed():\n    return 'fed'\n")
+    (package / "visit.py").write_text("from accel_zoo import feed\ndef visit():\n    return feed()\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield import_module("accel_zoo")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "accel_zoo"]:
+        del sys.modules[name]
+
+
+def places():
+    """What each module says."""
+    visit, inner = import_module("accel_zoo.visit"), import_module("accel_zoo.inner")
+    modules = (import_module("accel_zoo"), inner, import_module("accel_zoo.keeper"))
+    return {visit.visit(), *(module.feed() for module in modules)}
+
+
+def lion():
+    return "lion fed"
+
+
+def tiger():
+    return "tiger fed"
+
+
+@contextmanager
+def assign_and_delete():
+    import_module("accel_zoo").feed = lion
+    yield
+    del import_module("accel_zoo").feed
+
+
+@contextmanager
+def patch_by_path():
+    with mock.patch("accel_zoo.feed", lion):
+        yield
+
+
+@contextmanager
+def patch_an_object():
+    with mock.patch.object(import_module("accel_zoo"), "feed", lion):
+        yield
+
+
+@contextmanager
+def monkeypatch_an_object():
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(import_module("accel_zoo"), "feed", lion)
+        yield
+
+
+@contextmanager
+def monkeypatch_by_path():
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("accel_zoo.feed", lion)
+        yield
+
+
+WAYS = [assign_and_delete, patch_by_path, patch_an_object, monkeypatch_an_object, monkeypatch_by_path]
+
+
+@pytest.mark.parametrize("used", ["before", "inside"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replacement_is_called_everywhere_and_ends_everywhere(zoo, way, used):
+    if used == "before":
+        assert places() == {"fed"}
+    with way():
+        assert places() == {"lion fed"}
+    assert places() == {"fed"}
+
+
+@pytest.mark.parametrize("outer", WAYS)
+@pytest.mark.parametrize("inner", WAYS[1:])
+def test_replacements_within_each_other_end_in_turn(zoo, outer, inner):
+    with outer():
+        with mock.patch("accel_zoo.inner.feed", tiger):
+            assert places() == {"tiger fed"}
+            with inner():
+                assert places() == {"lion fed"}
+            assert places() == {"tiger fed"}
+        assert places() == {"lion fed"}
+    assert places() == {"fed"}
+
+
+def test_a_lasting_replacement_outlives_a_patch_elsewhere(zoo):
+    zoo.feed = lion
+    with mock.patch("accel_zoo.inner.feed", tiger):
+        assert places() == {"tiger fed"}
+    assert places() == {"lion fed"}
+
+
+def test_a_submodule_is_replaced_and_put_back(zoo):
+    before = import_module("accel_zoo.inner")
+    with mock.patch("accel_zoo.inner") as inner:
+        assert zoo.inner is inner
+    assert zoo.inner is before
