@@ -44,6 +44,7 @@ PYTEST = (PYTHON, "-m", "pytest", "-q", "--color=no")
 SHOW = functools.partial(print, end="", flush=True)
 ONCE_MORE = (*PYTEST, "-p", "no:cacheprovider")
 XLA = (PYTHON, "tools/check_xla.py")
+FLOOR = (PYTHON, "tools/check_floor.py")
 EXAMPLES = "tests-integration/docs"
 CLIENTS = "tests-integration/clients"
 NOT_THOROUGH = ("-m", "not thorough")
@@ -177,6 +178,13 @@ STEPS = (  # long ones first; not all those together that would compile the same
         about="mutated files of every kind give their true content or a sentence, never anything else",
         command=(PYTHON, "tools/fuzz.py", "--seconds", "10"),
         thorough=("--seconds", "60"),
+    ),
+    Step(
+        name="floor",
+        about="the packages' own tests pass with the oldest torch that they accept (with --all)",
+        command=FLOOR,
+        slow=True,
+        once_more=FLOOR,
     ),
     Step(
         name="behaviour",

@@ -62,7 +62,7 @@ def names_of(requirements: Iterable[str]) -> set[str]:
     """The normalised distribution names of requirements.
 
     Example:
-        >>> sorted(names_of(["torch>=2.6", "PyYAML ; extra == 'x'", "a_b[c]==1"]))
+        >>> sorted(names_of(["torch>=2.9", "PyYAML ; extra == 'x'", "a_b[c]==1"]))
         ['a-b', 'pyyaml', 'torch']
     """
     return {normalised(re.split(r"[\[<>=!~; ]", line, maxsplit=1)[0]) for line in requirements}

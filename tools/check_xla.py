@@ -36,7 +36,8 @@ FILES = {
 TPU_FILES = ("test_processes.py",)
 SYNC = ("sync", "--frozen", "--quiet", "--no-default-groups", "--group", "xla")
 INSTALL_SECONDS = 300
-_HIDDEN = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_USE_SPMD")
+HIDDEN = ("VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME", "PJRT_DEVICE", "CPU_NUM_DEVICES", "XLA_USE_SPMD")
+"""Variables that would change the environment of the tests, or what is tested."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -55,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
     if uv is None:
         print("uv is not on the path: it makes the environment of these tests")
         return 1
-    environ = {name: value for name, value in os.environ.items() if name not in _HIDDEN}
+    environ = {name: value for name, value in os.environ.items() if name not in HIDDEN}
     environ |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     why = failure_of([uv, *SYNC], {**environ, "UV_PROJECT_ENVIRONMENT": str(ENVIRONMENT)})
     if why is None and arguments.tpu:

@@ -32,7 +32,6 @@ from shared_test_rules import reset_states
 if TYPE_CHECKING:
     from types import ModuleType
 
-LIBUV = torch.__version__ >= "2.8"  # before, it takes no socket that listens already
 LOCALS = 300  # characters of each local variable shown with a failure
 
 
@@ -104,10 +103,10 @@ def _join(rank: int, world_size: int, listener: socket.socket) -> None:
     host, port = listener.getsockname()
     fd = listener.detach()
     if rank == 0:
-        store = TCPStore(host, port, world_size, is_master=True, master_listen_fd=fd, use_libuv=LIBUV)
+        store = TCPStore(host, port, world_size, is_master=True, master_listen_fd=fd)
     else:
         os.close(fd)
-        store = TCPStore(host, port, world_size, is_master=False, use_libuv=LIBUV)
+        store = TCPStore(host, port, world_size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
 
 

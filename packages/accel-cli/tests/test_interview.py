@@ -211,7 +211,7 @@ def test_sagemaker_is_asked_for():
     settings, asked = answered(LAPTOP, launch__compute_environment="AMAZON_SAGEMAKER")
     assert settings.sagemaker.ec2_instance_type == "ml.g5.2xlarge"
     software = settings.sagemaker
-    assert (software.py_version, software.pytorch_version) == ("py312", "2.8.0")  # which can run accel
+    assert (software.py_version, software.pytorch_version) == ("py312", "2.8.0")  # the newest of the SDK
     assert software.transformers_version == "4.56.2"
     assert "launch.num_processes" not in asked
 

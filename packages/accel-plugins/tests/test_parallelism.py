@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from packaging.version import Version
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -26,8 +25,7 @@ from accel_plugins.parallelism.handlers import (
 )
 from accel_plugins.parallelism.tensor import get_model_tp_size, plan_of
 from accel_plugins.registry import choose
-from accel_plugins.strategies import ddp, fsdp2, single
-from accel_state import versions
+from accel_plugins.strategies import ddp, single
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.settings import Settings
@@ -175,11 +173,3 @@ def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere(
         else:
             with pytest.raises(UnsupportedError, match="a padding mask"):
                 model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))
-
-
-def test_a_torch_that_shards_wrongly_on_the_cpu_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(versions, "installed_version", lambda name: Version("2.8.0"))
-    runtime: Any = SimpleNamespace(device=torch.device("cpu"))
-    precision: Any = SimpleNamespace(name="no")
-    with pytest.raises(UnsupportedError, match=r"FSDP2 on the CPU.*needs torch 2\.9 or newer"):
-        fsdp2.build(Settings(), runtime, precision, {})

@@ -10,7 +10,9 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from packaging.version import Version
 
+from accel_state import versions
 from accel_state.devices import affinity, info, kinds, probes, select
 from accel_state.devices.kinds import BY_NAME, CPU, KINDS, available_kind, kind_of
 from accel_state.errors import MissingDependencyError, SettingsError
@@ -137,6 +139,26 @@ def test_an_accelerator_that_no_family_has_is_named_once(monkeypatch, caplog, de
         assert found == (CPU, torch.device("cpu"))
     select._warn_of_unknown_device.cache_clear()
     assert [f"{device_type!r}" in message for message in caplog.messages] == [True] * warned
+
+
+@pytest.mark.parametrize(
+    ("name", "installed", "warned"),
+    [
+        ("cuda", "2.10.0", True),
+        ("cuda", "2.11.0+cu130", False),
+        ("xpu", "2.9.1", True),
+        ("mps", "2.9.1", False),
+    ],
+)
+def test_a_torch_that_is_too_old_for_a_device_is_named_once(monkeypatch, caplog, name, installed, warned):
+    monkeypatch.setattr(versions, "installed_version", lambda _: Version(installed))
+    monkeypatch.setattr(select, "available_kind", lambda: BY_NAME[name])
+    monkeypatch.setattr(torch, name, FakeNamespace(1))
+    select._warn_of_old_torch.cache_clear()
+    for _ in range(2):
+        assert select.choose_device(None, cpu=False, local_rank=0, local_world_size=1)[0].name == name
+    select._warn_of_old_torch.cache_clear()
+    assert ["torch>=2.11" in message for message in caplog.messages] == [True] * warned
 
 
 def test_the_device_that_the_user_made_current_is_kept(gpus):

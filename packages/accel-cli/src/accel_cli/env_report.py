@@ -173,6 +173,7 @@ def _devices(kinds: Any) -> dict[str, Any]:
     properties = getattr(kind.module, "get_device_properties", None)
     return {
         "kind": kind.name,
+        **({} if kind.least_torch is None else {"needs torch": f"{kind.least_torch} or newer"}),
         "count": count,
         "names": [_device(properties(index)) for index in range(count)] if properties is not None else [],
         "driver": next(iter(ask_nvidia("driver_version")), None),  # NVIDIA's

@@ -73,7 +73,7 @@ def is_torch_version(operation: str, version: str) -> bool:
     A pre-release or nightly counts as the release that it leads to.
 
     Example:
-        >>> is_torch_version(">=", "2.6")
+        >>> is_torch_version(">=", "2.9")
         True
     """
     return compare_versions(Version(installed_version("torch").base_version), operation, version)
@@ -102,4 +102,4 @@ def _parsed(text: str) -> Version:
     try:
         return Version(text)
     except InvalidVersion:
-        raise SettingsError(f"{text!r} is not a version: expected something like '2.6.0'") from None
+        raise SettingsError(f"{text!r} is not a version: expected something like '2.9.0'") from None

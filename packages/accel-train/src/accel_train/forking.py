@@ -113,8 +113,7 @@ def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]
             ) from None
         server = _server(0)
     port = server.getsockname()[1]
-    serve = partial(
-        TCPStore,
+    store = TCPStore(
         "127.0.0.1",
         port,
         is_master=True,
@@ -122,10 +121,6 @@ def listening(port: int, option: str, *, or_any: bool = False) -> Generator[int]
         multi_tenant=True,
         master_listen_fd=server.detach(),
     )
-    try:
-        store = serve()
-    except NotImplementedError:  # torch before 2.8: libuv cannot take over a socket
-        store = serve(use_libuv=False)
     try:
         yield port
     finally:

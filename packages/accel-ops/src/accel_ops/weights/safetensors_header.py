@@ -23,12 +23,11 @@ DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
-if hasattr(torch, "float8_e8m0fnu"):  # torch >= 2.7
-    DTYPES["F8_E8M0"] = torch.float8_e8m0fnu
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

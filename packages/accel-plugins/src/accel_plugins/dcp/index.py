@@ -103,12 +103,7 @@ _NAMES = {
     storage: ("WriteResult",),
 }
 _ALLOWED: dict[tuple[str, str], Any] = {
-    **{
-        (module.__name__, name): getattr(module, name)
-        for module, names in _NAMES.items()
-        for name in names
-        if hasattr(module, name)  # BytesIOWriteData came with torch 2.7
-    },
+    **{(module.__name__, name): getattr(module, name) for module, names in _NAMES.items() for name in names},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): torch.serialization._get_layout,  # pyright: ignore[reportPrivateUsage] - how a layout is pickled
     **{

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +19,7 @@ from torch.distributed.fsdp import (
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.loading import modules_named
 from accel_plugins.fsdp.recompute import checkpoint_activations, has_te_modules
-from accel_state.errors import SettingsError, UnsupportedError
+from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -76,11 +75,6 @@ class FullSharding:
         ignored = {
             id(one) for part in modules_named(self.plugin.ignored_modules, model) for one in part.parameters()
         }
-        if ignored and "ignored_params" not in inspect.signature(fully_shard).parameters:
-            raise UnsupportedError(
-                f"FullyShardedDataParallelPlugin(ignored_modules=…): FSDP2 of torch {torch.__version__} "
-                "cannot ignore modules; install torch 2.7 or later."
-            )
         for name, parameter in model.named_parameters():
             if parameter.dim() == 0 and id(parameter) not in ignored:
                 raise SettingsError(

@@ -40,8 +40,6 @@ def build(
 ) -> Strategy:
     """Make the strategy of a run whose models are sharded."""
     del settings
-    if runtime.device.type == "cpu":
-        _need_torch("2.9", "FSDP2 on the CPU: older ones scale its gradients wrongly there, or fail")
     plugin = handlers.get(FullyShardedDataParallelPlugin) or FullyShardedDataParallelPlugin(fsdp_version=2)
     if plugin.version != 2:
         raise SettingsError(

@@ -30,6 +30,7 @@ class DeviceKind:
         visible_devices_env: The variable that restricts which devices a process sees.
         rng_key: The `RNGType` of its random number generator, if it has one of its own.
         plugin: The package that teaches torch the device type, if torch does not know it by itself.
+        least_torch: The oldest torch with which all works; `None` for that of the package's metadata.
         probe: Whether a device of this family can be used by this process.
         runtime: The module that stands for `torch.<type>`, for devices that torch does not know. It also says
             which ranks there are (`topology`), how they meet (`group_options`), makes their `collectives`,
@@ -44,6 +45,7 @@ class DeviceKind:
     rng_key: str | None
     probe: Callable[[], bool]
     plugin: str | None = None
+    least_torch: str | None = None
     runtime: str | None = None
 
     def __reduce__(self) -> tuple[Callable[[str], DeviceKind], tuple[str]]:
@@ -105,13 +107,14 @@ def _row(
     )
 
 
-_ROCM: dict[str, Any] = {"type": "cuda", "rng_key": "cuda", "probe": _asking("is_rocm_available")}
+_CUDA: dict[str, Any] = {"probe": _asking("is_nvidia"), "least_torch": "2.11"}
+_ROCM: dict[str, Any] = {**_CUDA, "type": "cuda", "rng_key": "cuda", "probe": _asking("is_rocm_available")}
 _XLA: dict[str, Any] = {"runtime": "accel_state.devices.xla", "probe": _asking("has_xla")}
 
 KINDS: tuple[DeviceKind, ...] = (
-    _row("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES", probe=_asking("is_nvidia")),
+    _row("cuda", "nccl", DistributedType.MULTI_GPU, "CUDA_VISIBLE_DEVICES", **_CUDA),
     _row("rocm", "nccl", DistributedType.MULTI_GPU, "HIP_VISIBLE_DEVICES", **_ROCM),  # RCCL has NCCL's name
-    _row("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK"),
+    _row("xpu", "xccl", DistributedType.MULTI_XPU, "ZE_AFFINITY_MASK", least_torch="2.11"),
     _row("mps", None, DistributedType.NO, None, rng_key=None, probe=_asking("is_mps_available")),
     _row("npu", "hccl", DistributedType.MULTI_NPU, "ASCEND_RT_VISIBLE_DEVICES", "torch_npu"),
     _row("mlu", "cncl", DistributedType.MULTI_MLU, "MLU_VISIBLE_DEVICES", "torch_mlu"),

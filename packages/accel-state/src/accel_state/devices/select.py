@@ -9,6 +9,7 @@ import torch
 
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind, available_kind, kind_of
 from accel_state.errors import SettingsError
+from accel_state.versions import is_torch_version
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ def choose_device(
         kind = available_kind()
         if kind is CPU:
             _warn_of_unknown_device()
+        _warn_of_old_torch(kind)
         return kind, default_device(kind, local_rank, local_world_size)
     for row in KINDS:
         if row.type == name.partition(":")[0]:
@@ -49,6 +51,7 @@ def choose_device(
         kind = kind_of(device)
     except (RuntimeError, ValueError) as error:
         raise SettingsError(f"ACCELERATE_TORCH_DEVICE={name!r} is not a device: {error}") from None
+    _warn_of_old_torch(kind)
     if device.index is None:
         device = default_device(kind, local_rank, local_world_size)
     return kind, device
@@ -86,6 +89,17 @@ def set_current_device(device: torch.device) -> None:
     set_device = getattr(kind_of(device).module, "set_device", None)
     if device.index is not None and device.type not in SINGLE_DEVICE_TYPES and set_device is not None:
         set_device(device)
+
+
+@functools.cache
+def _warn_of_old_torch(kind: DeviceKind) -> None:
+    """Warn, once, that torch is older than what devices of a family need."""
+    if kind.least_torch is not None and is_torch_version("<", kind.least_torch):
+        logger.warning(
+            "torch %s is installed; on %s devices accel needs torch %s or newer. Training may work, but "
+            "copies on streams of their own and groups of some of the ranks can fail: install 'torch>=%s'.",
+            *(torch.__version__, kind.name, kind.least_torch, kind.least_torch),
+        )
 
 
 @functools.cache

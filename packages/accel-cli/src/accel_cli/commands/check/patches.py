@@ -128,7 +128,7 @@ _OF_PROPAGATION = ("_propagate_tensor_meta_non_cached", "_propagate_tensor_meta"
 """The methods that infer the shape of a result from full fake tensors; each torch version has one of them."""
 
 _OF_MESHES = ("__init__", "__getitem__", "_concatenate", "_flatten", "_unflatten", "get_coordinate")
-"""The methods of a device mesh that need the values of its tensor of ranks; torch 2.6 lacks some."""
+"""The methods of a device mesh that need the values of its tensor of ranks; not every torch has all."""
 
 
 def _division(recorder: CollectiveRecorder) -> None:
