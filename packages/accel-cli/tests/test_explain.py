@@ -101,3 +101,49 @@ def test_keys_are_not_shown(explained):
 
 def test_an_older_file_is_noted(explained):
     assert "note: " in explained(file="fp16: true\n")
+
+
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NPROC_PER_NODE": "4",
+    "PET_NODE_RANK": "1",
+    "PET_MASTER_ADDR": "job-node-0-0",
+    "PET_MASTER_PORT": "29400",
+    "PET_MAX_RESTARTS": "3",
+}
+
+
+def test_torchruns_own_variables_start_a_node_of_several(explained):
+    text = explained("--cpu", environ=KUBEFLOW)
+    assert row(text, "launch.num_processes") == ("8", "variable PET_NPROC_PER_NODE")
+    assert row(text, "launch.num_machines") == ("2", "variable PET_NNODES")
+    assert row(text, "launch.machine_rank") == ("1", "variable PET_NODE_RANK")
+    words = text.split()
+    expected = ["--nnodes=2", "--nproc_per_node=4", "--node_rank=1", "--master_addr=job-node-0-0",
+                "--master_port=29400", "--max_restarts=3"]  # fmt: skip
+    assert [word for word in expected if word not in words] == []
+
+
+def test_arguments_win_over_torchruns_variables_and_these_over_a_file(explained):
+    text = explained("--cpu", "--max_restarts", "0", "--num_processes", "6", environ=KUBEFLOW)
+    assert {"--max_restarts=0", "--nproc_per_node=3"} <= set(text.split())
+    text = explained("--cpu", environ=KUBEFLOW, file="num_machines: 1\nnum_processes: 1\nmachine_rank: 0\n")
+    assert {"--nnodes=2", "--nproc_per_node=4", "--node_rank=1"} <= set(text.split())
+
+
+@pytest.mark.parametrize("per_node", ["auto", "cpu", ""])
+def test_one_process_per_device_where_torchruns_variable_asks_for_that(explained, per_node):
+    text = explained("--cpu", environ={**KUBEFLOW, "PET_NPROC_PER_NODE": per_node})
+    assert {"--nnodes=2", "--nproc_per_node=1"} <= set(text.split())
+
+
+def test_an_elastic_job_of_torchruns_variables_keeps_its_range_of_nodes(explained):
+    elastic = {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "node-0:29400"}
+    words = explained("--cpu", environ=elastic).split()
+    assert {"--nnodes=1:4", "--rdzv_backend=c10d", "--rdzv_endpoint=node-0:29400"} <= set(words)
+
+
+def test_a_variable_of_torchrun_that_is_no_number_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "read", lambda: {"HF_HOME": str(tmp_path), "PET_NNODES": "two"})
+    assert main(["launch", "--explain", "train.py"]) == 2
+    assert "variable PET_NNODES is 'two'" in capsys.readouterr().err

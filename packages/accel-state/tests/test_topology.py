@@ -8,11 +8,13 @@ from hypothesis import strategies as st
 
 from accel_state.environ import patch_environment
 from accel_state.errors import SettingsError
+from accel_state.partial_state import PartialState
 from accel_state.topology import (
     LAUNCHERS,
     CPUInformation,
     Rendezvous,
     Topology,
+    check_first_host,
     detect,
     first_host,
     get_cpu_distributed_information,
@@ -183,3 +185,19 @@ def test_jobs_of_open_mpi_meet_at_ports_of_their_own():
         assert len({one.port for one in found}) == 100
         assert all(one.address == "127.0.0.1" and 15000 <= one.port < 30000 for one in found)
     assert rendezvous(ranks, detect(ranks)).port == 29500
+
+
+def test_a_first_host_that_does_not_resolve_is_named_unless_the_address_is_given():
+    step = {
+        "SLURM_PROCID": "1",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NODELIST": "no-host[1-2].invalid",
+    }
+    with pytest.raises(SettingsError, match=r"'no-host1\.invalid'.*rank 1.*MASTER_ADDR"):
+        check_first_host(step, detect(step))
+    with patch_environment(**step), pytest.raises(SettingsError, match="cannot resolve"):
+        PartialState(cpu=True)
+    check_first_host({**step, "MASTER_ADDR": "no-host1.invalid"}, detect(step))
+    check_first_host({**step, "SLURM_STEP_NODELIST": "localhost"}, detect(step))
+    check_first_host({"RANK": "0", "WORLD_SIZE": "2"}, detect({"RANK": "0", "WORLD_SIZE": "2"}))

@@ -19,7 +19,7 @@ from accel_state.calls import compare_calls
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
 from accel_state.devices.select import choose_device, set_current_device
 from accel_state.errors import AccelError, SettingsError
-from accel_state.topology import Topology, detect, rendezvous
+from accel_state.topology import Topology, check_first_host, detect, rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -233,6 +233,7 @@ def _group_options(
         return {**kind.own_runtime.group_options(group_end.groups_joined()), **chosen}
     if "store" not in chosen and "init_method" not in chosen and topology.launcher != "torchrun":
         endpoint = rendezvous(variables, topology)
+        check_first_host(variables, topology)
         chosen["init_method"] = f"tcp://{endpoint.address}:{endpoint.port}"
     if "init_method" in chosen or "store" in chosen:
         chosen |= {"rank": topology.rank, "world_size": topology.world_size}

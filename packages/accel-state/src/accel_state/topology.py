@@ -7,6 +7,7 @@ rendezvous; `LAUNCHERS` is the table of their names.
 from __future__ import annotations
 
 import re
+import socket
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -229,6 +230,27 @@ def rendezvous(environ: Mapping[str, str], topology: Topology) -> Rendezvous:
     # Two jobs on one machine must not meet; all processes of one job must.
     job = environ.get(row.job, "") if row is not None and row.job is not None else ""
     return Rendezvous(address=address, port=_port_of(job))
+
+
+def check_first_host(environ: Mapping[str, str], topology: Topology) -> None:
+    """Check that the host which the launcher names for rank 0 resolves; torch would wait for it in silence.
+
+    An address in `MASTER_ADDR` is not checked: the name of a pod, for example, may resolve later.
+
+    Raises:
+        SettingsError: If it does not resolve on this node.
+    """
+    row = launcher_of(environ)
+    host = None if row is None or environ.get("MASTER_ADDR") else row.address(environ)
+    if host is None:
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise SettingsError(
+            f"{topology.launcher} names {host!r} as the node of rank 0, but rank {topology.rank} cannot "
+            f"resolve that name ({error}). Set MASTER_ADDR to an address of that node for every process."
+        ) from None
 
 
 def _port_of(job: str) -> int:

@@ -22,9 +22,9 @@ from accel_cli.text_file import command_lines
 from accel_state.environ import read
 from accel_state.settings import OPTIONS, ErrorCollector, Layer, SourcedValue, merge_sources, parse_environ
 from accel_state.settings.environ import as_text as value_text
-from accel_state.settings.merge import TITLES
-from accel_state.settings.model import value_at
-from accel_state.topology import detect, rendezvous
+from accel_state.settings.merge import TITLES, parse
+from accel_state.settings.model import BY_PATH, value_at
+from accel_state.topology import check_first_host, detect, rendezvous
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,10 +61,71 @@ def plan_of_line(line: Arguments) -> tuple[LaunchPlan, tuple[str, ...]]:
         outside = parse_environ(environ)
     with problems:
         file = read_config(line.config_file, environ)
+    with problems:
+        outside |= parse_torchrun(environ)
     problems.raise_if_any()
-    merged = merge_sources(line.sourced, outside, parse_slurm(environ), file.sourced)
+    per_node = outside.pop(PROCESSES_PER_NODE, None)
+    sources = [line.sourced, outside, parse_slurm(environ), file.sourced]
+    if per_node is not None:
+        num_machines = merge_sources(*sources).settings.launch.num_machines
+        sources.append(
+            {"launch.num_processes": replace(per_node, value=int(str(per_node.value)) * num_machines)}
+        )
+    merged = merge_sources(*sources)
     machine = probe_host(merged.settings, environ)
     return make_plan(merged, line.script, line.script_arguments, environ, machine), file.notes
+
+
+PROCESSES_PER_NODE = "processes per node"
+"""Stands for a path in what `parse_torchrun` returns: the world size also depends on the number of nodes."""
+
+
+def parse_torchrun(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
+    """Read nodes, processes and rendezvous from `PET_*`, the variables of `torch.distributed.run`.
+
+    Kubernetes operators such as Kubeflow's start every node of a job with them.
+
+    Raises:
+        SettingsError: Variables cannot be read; the message names all.
+
+    Example:
+        >>> job = {"PET_NNODES": "1:2", "PET_RDZV_ENDPOINT": "node-0:29400"}
+        >>> {path: given.value for path, given in parse_torchrun(job).items()}  # doctest: +NORMALIZE_WHITESPACE
+        {'launch.min_machines': 1, 'launch.num_machines': 2, 'launch.main_process_ip': 'node-0',
+         'launch.main_process_port': 29400}
+    """
+    least, _, most = environ.get("PET_NNODES", "").rpartition(":")
+    per_node = environ.get("PET_NPROC_PER_NODE", "")
+    host, _, port = environ.get("PET_RDZV_ENDPOINT", "").partition(":")
+    if environ.get("PET_RDZV_BACKEND", "static") == "static":
+        host, port = environ.get("PET_MASTER_ADDR") or host, environ.get("PET_MASTER_PORT") or port
+    values: dict[str, SourcedValue] = {}
+    problems = ErrorCollector()
+    for path, variable, text in (
+        ("launch.min_machines", "PET_NNODES", least),
+        ("launch.num_machines", "PET_NNODES", most),
+        ("launch.num_processes", "PET_NPROC_PER_NODE", "" if per_node in _PER_DEVICE else per_node),
+        ("launch.machine_rank", "PET_NODE_RANK", environ.get("PET_NODE_RANK", "")),
+        ("launch.main_process_ip", "PET_MASTER_ADDR or PET_RDZV_ENDPOINT", host),
+        ("launch.main_process_port", "PET_MASTER_PORT or PET_RDZV_ENDPOINT", port),
+        *(
+            (f"launch.{name}", f"PET_{name.upper()}", environ.get(f"PET_{name.upper()}", ""))
+            for name in _AS_NAMED
+        ),
+    ):
+        with problems:
+            value = parse(BY_PATH[path], text, Layer.ENVIRONMENT, f"variable {variable}")
+            if value is not None:
+                values[PROCESSES_PER_NODE if path == "launch.num_processes" else path] = value
+    problems.raise_if_any()
+    return values
+
+
+_PER_DEVICE = ("auto", "cpu", "gpu", "xpu")  # one process per device, as without the variable
+_AS_NAMED = ("rdzv_backend", "rdzv_conf", "max_restarts", "monitor_interval", "tee", "log_dir", "role")
+
+
+_SLURM_HOST = "MASTER_ADDR or SLURM_STEP_NODELIST"
 
 
 def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
@@ -85,7 +146,7 @@ def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
     values = {
         "launch.num_machines": (topology.world_size, "SLURM_NTASKS"),
         "launch.machine_rank": (topology.rank, "SLURM_PROCID"),
-        "launch.main_process_ip": (master.address, "MASTER_ADDR or SLURM_STEP_NODELIST"),
+        "launch.main_process_ip": (master.address, _SLURM_HOST),
         "launch.main_process_port": (master.port, "MASTER_PORT or SLURM_JOB_ID"),
     }
     return {
@@ -97,6 +158,8 @@ def parse_slurm(environ: Mapping[str, str]) -> dict[str, SourcedValue]:
 def job_of(plan: LaunchPlan, notes: Sequence[str] = ()) -> Job:
     """Take the last look before a plan is run, and tell the notes."""
     job = job_of_plan(plan)
+    if plan.merged.source_of("launch.main_process_ip").origin == f"variable {_SLURM_HOST}":
+        check_first_host(plan.environ, detect(plan.environ))
     if plan.launcher.check is not None:
         plan.launcher.check(plan)
     for note in notes:

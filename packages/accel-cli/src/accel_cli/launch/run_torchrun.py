@@ -22,7 +22,7 @@ WORKER = "accel_cli.launch.worker"
 """The module that every rank runs."""
 
 _LOOPBACK = "127.0.0.1"
-# Passed on where they differ from the default, which is torchrun's own.
+# Passed on where they are given: torchrun reads its own variables (PET_*) for what is left out.
 _PASSED_ON = ("max_restarts", "monitor_interval", "tee", "log_dir", "role")
 
 
@@ -79,7 +79,7 @@ def torchrun_arguments(plan: LaunchPlan, port: int | None, address: str | None =
         **{
             name: getattr(launch, name)
             for name in _PASSED_ON
-            if getattr(launch, name) != getattr(defaults, name)
+            if plan.merged.source_of(f"launch.{name}").value is not None
         },
     }
     # A log file is where somebody looks for a traceback; and without a summary nobody else would show it.
