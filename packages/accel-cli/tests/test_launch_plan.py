@@ -324,3 +324,10 @@ def test_as_accelerate_puts_the_alias_first_on_the_path_of_workers():
     assert "PYTHONPATH" not in plan(machine=machine).environ
     with pytest.raises(SettingsError, match=r"--as_accelerate asks for accel-compat, which is not installed"):
         plan("--as_accelerate")
+
+
+def test_modules_that_fsdp_ignores_come_from_a_config_file_as_in_accelerate():
+    file = {"distributed_type": "FSDP", "fsdp_config": {"fsdp_ignored_modules": "head.*"}}
+    made = plan("--cpu", "--num_processes", "2", file=file)
+    with patch_environment(**made.environ):
+        assert FullyShardedDataParallelPlugin().ignored_modules == "head.*"

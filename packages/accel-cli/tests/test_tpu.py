@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import subprocess
 from shutil import which
 
@@ -21,16 +20,15 @@ def _no_config(monkeypatch, tmp_path):
 def test_the_command_line_names_pod_zone_commands_and_all_workers(capsys):
     assert main([*BASE, "--command", "echo hello", "--command", "ls -l"]) == 0
     assert capsys.readouterr().out == (
-        "gcloud compute tpus tpu-vm ssh pod --zone=us-central1-a"
-        " '--command=set -e; echo hello; ls -l' --worker=all\n"
+        "Running gcloud compute tpus tpu-vm ssh pod --zone us-central1-a"
+        " --command cd /usr/share; echo hello; ls -l --worker all\n"
     )
 
 
 @pytest.mark.skipif(which("gcloud") is None, reason="gcloud is not installed")
 @pytest.mark.parametrize("more", [[], ["--use_alpha"]])
-def test_gcloud_reads_the_command_line(capsys, tmp_path, more):
-    assert main([*BASE, "--command", "echo hello", *more]) == 0
-    line = shlex.split(capsys.readouterr().out)
+def test_gcloud_reads_the_command_line(tmp_path, more):
+    line = tpu.plan(name="pod", zone="us-central1-a", commands=["echo hello"], alpha=bool(more))
     environ = {**os.environ, "CLOUDSDK_CONFIG": str(tmp_path), "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
     told = subprocess.run(line, env=environ, capture_output=True, text=True, check=False)
     assert (told.returncode, "account" in told.stderr) == (1, True), "2 is for what it cannot read"
@@ -41,7 +39,8 @@ def test_the_pod_and_its_commands_may_be_in_the_config_file(capsys, tmp_path):
     config.write_text("tpu_name: ours\ntpu_zone: here\ncommands: [date]\n")
     assert main(["tpu-config", "--config-file", str(config), "--debug", "--use_alpha"]) == 0
     assert capsys.readouterr().out == (
-        "gcloud alpha compute tpus tpu-vm ssh ours --zone=here --command=date --worker=all\n"
+        "Running gcloud alpha compute tpus tpu-vm ssh ours --zone here --command cd /usr/share; date"
+        " --worker all\n"
     )
 
 
@@ -49,16 +48,16 @@ def test_a_file_of_commands_is_read_without_comments_and_empty_lines(capsys, tmp
     file = tmp_path / "commands"
     file.write_text("# first\necho a\n\necho b\n")
     assert main([*BASE, "--command_file", str(file)]) == 0
-    assert "set -e; echo a; echo b" in capsys.readouterr().out
+    assert "cd /usr/share; echo a; echo b --worker" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("version", "line"),
-    [("latest", "pip install --upgrade accel-suite"), ("0.1.0", "pip install accel-suite==0.1.0")],
+    [("latest", "pip install accel-suite -U"), ("0.1.0", "pip install accel-suite==0.1.0")],
 )
 def test_accel_is_installed_first(version, line, capsys):
     assert main([*BASE, "--install_accelerate", "--accelerate_version", version, "--command", "ls"]) == 0
-    assert f"set -e; {line}; ls" in capsys.readouterr().out
+    assert f"cd /usr/share; {line}; ls" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shlex
 import shutil
 import subprocess
 from typing import TYPE_CHECKING, Any
@@ -35,7 +34,8 @@ def run(options: Namespace) -> int:
         alpha=options.use_alpha,
     )
     if options.debug:
-        show(shlex.join(command))
+        words = (word.replace("=", " ", 1) if word.startswith("--") else word for word in command)
+        show(f"Running {' '.join(words)}")
         return 0
     program = shutil.which(command[0])
     if program is None:
@@ -44,11 +44,11 @@ def run(options: Namespace) -> int:
 
 
 def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: bool = False) -> list[str]:
-    """Return the command line that runs commands on all hosts of a pod.
+    """Return the command line that runs commands on all hosts of a pod, in /usr/share as Accelerate does.
 
     Example:
         >>> plan(name="pod", zone="us-central1-a", commands=["ls"])[-3:]
-        ['--zone=us-central1-a', '--command=ls', '--worker=all']
+        ['--zone=us-central1-a', '--command=cd /usr/share; ls', '--worker=all']
     """
     missing = {"--tpu_name": name, "--tpu_zone": zone, "--command": commands}
     for flag, value in missing.items():
@@ -57,7 +57,7 @@ def plan(*, name: str | None, zone: str | None, commands: Sequence[str], alpha: 
     return [
         "gcloud",
         *(["alpha"] if alpha else []),
-        *ssh_arguments(name, zone, "; ".join(["set -e", *commands] if len(commands) > 1 else commands)),
+        *ssh_arguments(name, zone, "; ".join(["cd /usr/share", *commands])),
     ]
 
 
@@ -79,7 +79,7 @@ def _installation(options: Namespace) -> list[str]:
         return []
     version = options.accelerate_version
     if version == "latest":
-        return [f"pip install --upgrade {DISTRIBUTION}"]
+        return [f"pip install {DISTRIBUTION} -U"]
     if not _VERSION.fullmatch(version):
         raise SettingsError(
             f"argument --accelerate_version is {version!r}: expected 'latest' or a version, as 0.1.0."

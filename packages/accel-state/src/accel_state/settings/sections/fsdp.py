@@ -155,6 +155,10 @@ class FsdpSettings:
         question="Offload checkpointed activations to the CPU?",
         ask_if=lambda answers: _on(answers) and answers("fsdp.activation_checkpointing"),
     )
+    ignored_modules: str | None = _row(
+        "Modules that are not sharded: a regular expression that matches their whole names.",
+        skip_reason="Few models need it; write it into the file.",
+    )
     xla: bool | None = _row("Shard models over XLA devices.", key="fsdp_config.xla", skip_reason=_NOT_ON_XLA)
     xla_fsdp_v2: bool | None = _row(
         "On XLA devices: let the compiler shard (SPMD), with one process for all devices of a host.",
