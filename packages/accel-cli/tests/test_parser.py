@@ -116,3 +116,28 @@ def outcome(name, words):
 def test_random_words_are_read_or_refused_with_a_sentence_or_ask_for_help(line):
     found = outcome(*line)
     assert isinstance(found, Namespace) or found == 0 or (isinstance(found, str) and len(found) > 10)
+
+
+def test_a_check_reads_the_settings_of_a_launch():
+    words = [
+        "--use-fsdp",
+        "--fsdp_version=2",
+        "--num_processes",
+        "4",
+        "--no_cpu",
+        "train.py",
+        "--fsdp_version",
+        "1",
+    ]
+    options = COMMANDS["check"].make_parser().read(words)
+    assert {path: (given.value, given.origin) for path, given in options.settings.items()} == {
+        "fsdp": (True, "argument --use_fsdp"),
+        "fsdp.fsdp_version": (2, "argument --fsdp_version"),
+        "launch.num_processes": (4, "argument --num_processes"),
+        "process.use_cpu": (False, "argument --no_cpu"),
+    }
+    assert (options.world, options.script, options.script_arguments) == (
+        None,
+        "train.py",
+        ["--fsdp_version", "1"],
+    )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from argparse import REMAINDER, Action, ArgumentParser, ArgumentTypeError, Namespace
+from argparse import REMAINDER, SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from accel_cli.launch.args import FLAGS
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_state.did_you_mean import nearest
 from accel_state.errors import SettingsError
-from accel_state.settings.file import DEFAULT_PATH_HELP
+from accel_state.settings.file import DEFAULT_PATH_HELP, concat
+from accel_state.settings.merge import Layer, parse
 from accel_state.settings.model import BY_PATH
 
 if TYPE_CHECKING:
     from argparse import _ActionsContainer  # pyright: ignore[reportPrivateUsage] - groups have no public name
     from collections.abc import Sequence
+
+    from accel_state.settings import Option
 
 DTYPES = ("float32", "float16", "int8", "int4")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
@@ -42,6 +46,11 @@ class Parser(ArgumentParser):
     def actions(self) -> list[Action]:
         """All declared actions, in order."""
         return [*self._actions]
+
+    @property
+    def flags(self) -> list[str]:
+        """All declared flags."""
+        return [*self._option_string_actions]
 
     def read(self, words: Sequence[str]) -> Namespace:
         """Parse the arguments after the subcommand.
@@ -87,6 +96,21 @@ class Parser(ArgumentParser):
         by_spelling = {flag.replace("-", "_"): flag for flag in reversed(flags)}
         near = nearest(name.replace("-", "_"), by_spelling)
         return "." if near is None else f"; did you mean {by_spelling[near]}?"
+
+
+class _Setting(Action):
+    """Collect the settings that flags of `accel launch` give, by path."""
+
+    def __init__(self, *, row: Option, **declared: Any) -> None:
+        super().__init__(**declared)
+        self.row = row
+
+    def __call__(self, _: ArgumentParser, namespace: Namespace, values: Any, flag: str | None = None) -> None:
+        text = self.const if self.nargs == 0 else values
+        value = parse(self.row, text, Layer.ARGUMENT, f"argument {flag}")
+        if value is not None:
+            before = namespace.settings.get(self.row.path)
+            namespace.settings = {**namespace.settings, self.row.path: concat(before, value)}
 
 
 def count(text: str) -> int:
@@ -254,8 +278,9 @@ def check() -> Parser:
         "Run a script for a few batches as selected ranks of a job, without devices, weights or the other"
         " processes, and report: the settings, the memory of each rank, collectives that a rank would miss,"
         " and the files of a checkpoint.",
+        "Settings may be given by the flags of `accel launch`, too.",
     )
-    _number(made, "--world", "world size", required=True)
+    _number(made, "--world", "world size (default: that of the settings, else 2)")
     made.add_argument("--memory", type=size, metavar="SIZE", help="memory of each device, as in 80GiB")
     _devices_per_machine(made)
     _number(made, "--batches", "batches of every loader (default: %(default)s)", default=3)
@@ -272,6 +297,12 @@ def check() -> Parser:
         "--html", metavar="FILE", help="also write a report: collectives and memory by rank; it opens offline"
     )
     _switch(made, "--quiet", "-q", text="show only problems")
+    for flag, row in FLAGS.items():
+        if row.option is not None and flag not in made.flags:
+            const = {} if row.const is None else {"nargs": 0, "const": row.const}
+            made.add_argument(
+                flag, action=_Setting, row=row.option, default={}, dest="settings", help=SUPPRESS, **const
+            )
     made.add_argument("script", help="the script")
     made.add_argument("script_arguments", nargs=REMAINDER, help="its arguments")
     return made

@@ -56,7 +56,9 @@ def run(options: Namespace) -> int:
     if options.html is not None:
         require("plotly", "--html", install="accel-cli[plot]")
     variables = read()
-    merged = combine(parse_environ(variables), read_config(options.config_file, variables).sourced)
+    config = read_config(options.config_file, variables).sourced
+    merged = combine(options.settings, parse_environ(variables), config)
+    options.world = options.world or merged.settings.launch.num_processes or 2
     orders = [
         Order(
             script=options.script,
