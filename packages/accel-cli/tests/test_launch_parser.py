@@ -120,3 +120,10 @@ def test_the_parser_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_the_help_shows_each_flag_in_one_spelling():
+    text = launch_command_parser().format_help()
+    assert "--num_processes" in text
+    assert "--num-processes" not in text
+    assert "--config-file" not in text

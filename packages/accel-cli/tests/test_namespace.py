@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import socket
 import sys
 from argparse import Namespace
 from types import SimpleNamespace
@@ -70,6 +71,25 @@ def test_a_job_of_sagemaker_gets_the_arguments_of_the_estimator(args):
     assert inputs is None
 
 
-def test_without_a_script_there_is_nothing_to_run():
+@pytest.mark.parametrize("prepare", [prepare_simple_launcher_cmd_env, prepare_deepspeed_cmd_env])
+def test_without_a_script_there_is_nothing_to_run(prepare):
     with pytest.raises(SettingsError, match="training_script"):
-        prepare_multi_gpu_env(Namespace(cpu=True))
+        prepare(Namespace(cpu=True))
+
+
+def test_several_processes_get_what_torchs_launcher_reads_also_without_a_script():
+    flags = Namespace(training_script=None, cpu=True, num_processes=2, main_process_port=0)
+    prepare_multi_gpu_env(flags)
+    assert (flags.nproc_per_node, flags.master_port) == ("2", str(flags.main_process_port))
+    assert 0 < flags.main_process_port < 65536
+    with socket.socket() as server:
+        server.bind(("", 0))
+        server.listen()
+        taken = Namespace(cpu=True, num_processes=2, main_process_port=server.getsockname()[1])
+        prepare_multi_gpu_env(taken)
+        assert taken.main_process_port not in {0, server.getsockname()[1]}
+    nodes = Namespace(
+        cpu=True, num_processes=4, num_machines=2, main_process_ip="127.0.0.1", main_process_port=29700
+    )
+    prepare_multi_gpu_env(nodes)
+    assert (nodes.nproc_per_node, nodes.nnodes, nodes.rdzv_endpoint) == ("2", "2", "127.0.0.1:29700")

@@ -299,7 +299,7 @@ def check() -> Parser:
     _switch(made, "--quiet", "-q", text="show only problems")
     for flag, row in FLAGS.items():
         if row.option is not None and flag not in made.flags:
-            const = {} if row.const is None else {"nargs": 0, "const": row.const}
+            const: dict[str, Any] = {} if row.const is None else {"nargs": 0, "const": row.const}
             made.add_argument(
                 flag, action=_Setting, row=row.option, default={}, dest="settings", help=SUPPRESS, **const
             )

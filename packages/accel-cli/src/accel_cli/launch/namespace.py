@@ -16,6 +16,7 @@ from accel_cli.launch.launchers import LAUNCHERS, xla_formats
 from accel_cli.launch.plan import LaunchPlan, make_plan
 from accel_state.environ import read
 from accel_state.errors import SettingsError
+from accel_state.ports import free_port, is_port_in_use
 from accel_state.settings import (
     OPTIONS,
     ErrorCollector,
@@ -28,6 +29,7 @@ from accel_state.settings import (
 from accel_state.settings.environ import as_text
 from accel_state.settings.file import concat
 from accel_state.settings.merge import parse
+from accel_state.topology import DEFAULT_PORT
 
 if TYPE_CHECKING:
     from argparse import Namespace
@@ -54,18 +56,33 @@ def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[st
         >>> line[1:], environ["ACCELERATE_USE_CPU"]
         (['train.py', '--lr', '1'], 'true')
     """
+    check_script(vars(args))
     plan = plan_of(args, {"num_processes": 1, "num_machines": 1, "machine_rank": 0})
     job = run_simple.job(replace(plan, launcher=LAUNCHERS.built_in["simple"]))
     return list(job.command), dict(job.environ)
 
 
 def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
-    """Return the environment of each of several processes.
+    """Return the environment of each of several processes; add to `args` what `torch.distributed.run` needs.
+
+    Args:
+        args: The flags; see the module. It gets `nproc_per_node`, `main_process_port` and either
+            `master_port` or, with several nodes, `nnodes` and `rdzv_endpoint`. A script is not needed.
 
     Raises:
-        SettingsError: They contradict each other.
+        SettingsError: The flags contradict each other.
     """
-    return dict(plan_of(args).environ)
+    plan = plan_of(args)
+    launch = plan.launch
+    port = DEFAULT_PORT if launch.main_process_port is None else launch.main_process_port
+    if launch.num_machines > 1:
+        args.nnodes = str(launch.num_machines)
+        args.rdzv_endpoint = f"{launch.main_process_ip}:{port}"
+    else:
+        port = port if port and not is_port_in_use(port) else free_port()
+        args.master_port = str(port)
+    args.nproc_per_node, args.main_process_port = str(plan.local_processes), port
+    return dict(plan.environ)
 
 
 def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
@@ -77,6 +94,7 @@ def prepare_deepspeed_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str
     Raises:
         SettingsError: They contradict each other, or a file or port cannot be used.
     """
+    check_script(vars(args))
     plan = plan_of(args, {"use_deepspeed": True})
     job = (run_deepspeed if plan.runner == "deepspeed" else run_torchrun).job(plan)
     return list(job.command), dict(job.environ)
@@ -145,15 +163,23 @@ def plan_of(
 
 def line_of(flags: Mapping[str, Any]) -> Arguments:
     """Return the command line that the attributes of a namespace stand for."""
-    script = flags.get("training_script")
-    if not script:
-        raise SettingsError(f"args.training_script is {script!r}: name a script.")
     return Arguments(
         sourced=parse_namespace(flags),
         config_file=flags.get("config_file"),
-        script=str(script),
+        script=str(flags.get("training_script") or ""),
         script_arguments=tuple(map(str, flags.get("training_script_args") or ())),
     )
+
+
+def check_script(flags: Mapping[str, Any]) -> None:
+    """Check that there is a script to run.
+
+    Raises:
+        SettingsError: There is none.
+    """
+    script = flags.get("training_script")
+    if not script:
+        raise SettingsError(f"args.training_script is {script!r}: name a script.")
 
 
 def parse_namespace(flags: Mapping[str, Any]) -> dict[str, SourcedValue]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from accel_cli.config_records import ClusterConfig, SageMakerConfig, load_config_from_file
 from accel_cli.launch.args import FLAGS, HELP, USAGE
 from accel_cli.launch.command import job_of, plan_of_line
-from accel_cli.launch.namespace import attribute_of, line_of
+from accel_cli.launch.namespace import attribute_of, check_script, line_of
 from accel_state.environ import read
 from accel_state.settings import default_config_file
 from accel_state.settings.file import DEFAULT_PATH_HELP
@@ -52,9 +52,8 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
     else:
         parser = subparsers.add_parser("launch", **options)
         parser.set_defaults(func=launch_command)
-    parser.add_argument(
-        "--config_file", "--config-file", help=f"the config file; by default {DEFAULT_PATH_HELP}"
-    )
+    parser.add_argument("--config_file", help=f"the config file; by default {DEFAULT_PATH_HELP}")
+    parser.add_argument("--config-file", dest="config_file", help=SUPPRESS, default=SUPPRESS)
     for flag, row in FLAGS.items():
         if row.option is None or not flag.startswith("--"):
             continue
@@ -66,7 +65,10 @@ def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
         else:
             about |= {"type": _reader(row.option), "action": _ACTIONS[row.option.kind]}
         short = [name for name in row.option.flags if not name.startswith("--")]
-        parser.add_argument(*dict.fromkeys((*short, flag, flag.replace("_", "-"))), **about)
+        parser.add_argument(*dict.fromkeys((*short, flag)), **about)
+        if "_" in flag:
+            about |= {"help": SUPPRESS, "default": SUPPRESS}
+            parser.add_argument(flag.replace("_", "-"), **about)
     parser.add_argument("training_script", help="the script, module or program to run")
     parser.add_argument("training_script_args", nargs="...", help="what it is given")
     return parser
@@ -82,6 +84,7 @@ def launch_command(args: Namespace) -> None:
         SettingsError: Things do not add up; nothing was started.
         SystemExit: What ran failed; the code is its exit code.
     """
+    check_script(vars(args))
     plan, notes = plan_of_line(line_of(vars(args)))
     job = job_of(plan, notes)
     sys.stdout.flush()
@@ -103,6 +106,7 @@ def _validate_launch_command(  # pyright: ignore[reportUnusedFunction] - program
         The flags, with number of processes and precision decided; the config file; whether it decides the
         precision.
     """
+    check_script(vars(args))
     plan, _ = plan_of_line(line_of(vars(args)))
     path = args.config_file or default_config_file(read())
     config = load_config_from_file(str(path)) if path else None
