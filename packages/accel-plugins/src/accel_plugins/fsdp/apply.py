@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.loading import modules_named
 from accel_plugins.fsdp.recompute import checkpoint_activations, has_te_modules
+from accel_plugins.sharding.optimizers import hook_of
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
@@ -80,6 +81,12 @@ class FullSharding:
                 raise SettingsError(
                     f"{type(model).__name__}: the parameter {name!r} is a scalar and has no dim to shard; "
                     "give it the shape (1,), or add its module to ignored_modules."
+                )
+            if hook_of(parameter) == "register_hook" and id(parameter) not in ignored:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} has a hook (register_hook), which FSDP2 "
+                    "would never call. Use register_post_accumulate_grad_hook, which gets this rank's shard "
+                    "with the reduced gradient, or change the gradients between backward() and step()."
                 )
         fsdp2_prepare_auto_wrap_policy(self.plugin, model)
 

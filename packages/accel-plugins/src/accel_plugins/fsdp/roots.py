@@ -6,7 +6,7 @@ import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 from torch.distributed.fsdp import (
     FullyShardedDataParallel,
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 
 
 class FsdpRoots:
-    """Weak set of the root FSDP1 modules."""
+    """Weak set of the root FSDP1 modules, in the order in which they were added, the same on every rank."""
 
     def __init__(self) -> None:
-        self._roots: WeakSet[FullyShardedDataParallel] = WeakSet()
+        self._roots: WeakKeyDictionary[FullyShardedDataParallel, None] = WeakKeyDictionary()
 
     def add(self, root: FullyShardedDataParallel) -> None:
         """Add a root module."""
-        self._roots.add(root)
+        self._roots[root] = None
 
     def of_model(self, model: nn.Module) -> FullyShardedDataParallel | None:
         """Return the root module of a model; `None` if it was not wrapped."""
@@ -46,10 +46,24 @@ class FsdpRoots:
         core = extract_model_from_parallel(model, keep_torch_compile=False)
         return next((root for root in self._roots if root.module is core), None)
 
-    def of_parameters(self, parameters: Iterable[Tensor]) -> FullyShardedDataParallel | None:
-        """Return the first root module that has one of the parameters."""
+    def of_parameters(self, parameters: Iterable[Tensor]) -> list[FullyShardedDataParallel]:
+        """Return the root modules that have one of the parameters."""
         ids = {id(one) for one in parameters}
-        return next((root for root in self._roots if any(id(one) in ids for one in root.parameters())), None)
+        return [root for root in self._roots if any(id(one) in ids for one in root.parameters())]
+
+    def shard_state(self, optimizer: Optimizer) -> None:
+        """Shard, in place, the state that an optimizer has for full parameters, with `use_orig_params`."""
+        for root in self._roots:
+            for _, flat in _flat_parameters(root):
+                for parameter, shape, shard in zip(
+                    flat._params or (), flat._shapes, flat._shard_param_infos, strict=False
+                ):
+                    state: dict[str, Any] = optimizer.state.get(parameter, {})
+                    for key, value in state.items():
+                        if getattr(value, "shape", None) == shape != parameter.shape:
+                            begin, end = (shard.intra_param_start_idx or 0, shard.intra_param_end_idx)
+                            local = value.flatten()[begin : end + 1 if shard.in_shard else begin]
+                            state[key] = local.to(parameter, copy=True)
 
     def of_optimizer(
         self, optimizer: Optimizer, models: Sequence[nn.Module]

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.weak import WeakIdKeyDictionary
 
+from accel_plugins.sharding.optimizers import hook_of
 from accel_plugins.sharding.shards import gather_full_tensor, names_of_each, shard_like
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class ModelState:
         parameters: Full parameters by name, on the rank that keeps them; tied ones under their first name.
         names: All names of each parameter and buffer, by the first one.
         before: Weak map from the original parameters to their names.
+        hooks: Hooks on the gradient of each parameter that has some, as torch keeps them.
     """
 
     parameters: dict[str, Tensor] = field(default_factory=dict[str, Any])
@@ -37,6 +39,7 @@ class ModelState:
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict[str, Any])
     names: dict[str, list[str]] = field(default_factory=dict[str, Any])
     before: Any = field(default_factory=WeakIdKeyDictionary)
+    hooks: dict[str, tuple[Any, Any]] = field(default_factory=dict[str, Any])
 
 
 def to_meta(
@@ -67,6 +70,8 @@ def to_meta(
                 continue
             values.dtypes[name] = tensor.dtype
             if kind is values.parameters:
+                if hook_of(tensor):
+                    values.hooks[name] = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)  # pyright: ignore[reportPrivateUsage] - have no other name
                 values.before[tensor] = name
                 values.dtypes[name] = dtype_of(tensor) if dtype_of else tensor.dtype
             values.attributes[name] = {} if _has_own_type(tensor) else dict(vars(tensor))
@@ -99,6 +104,8 @@ def materialize_from_rank0(
         if is_parameter:
             shard = nn.Parameter(shard, requires_grad=like.requires_grad)
             vars(shard).update(values.attributes[name])
+            if name in values.hooks:  # the same dictionaries: a handle still removes its hook
+                shard._backward_hooks, shard._post_accumulate_grad_hooks = values.hooks[name]  # pyright: ignore[reportAttributeAccessIssue, reportPrivateUsage]
         for one in names:
             put_tensor(model, one, shard)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -46,6 +48,10 @@ class ParamRemap:
         """Return whether an optimizer was prepared before."""
         return optimizer in self._optimizers
 
+    def replaces(self, parameter: Tensor) -> bool:
+        """Return whether a parameter is an original one that a sharded one has replaced."""
+        return parameter in self._successors
+
     def check(self, optimizers: Iterable[Optimizer], models: Iterable[nn.Module]) -> None:
         """Check that the parameters of optimizers belong to prepared models."""
         owned = {id(one) for model in (*models, *self._models) for one in model.parameters()}
@@ -72,6 +78,79 @@ class ParamRemap:
         self._optimizers.add(optimizer)
         every = (one for group in optimizer.param_groups for one in group["params"])
         switch_parameters(optimizer, {one: self._successors[one] for one in every if one in self._successors})
+
+
+def hook_of(parameter: Any) -> str | None:
+    """Return the method by which a hook on the gradient of a parameter was registered, if one was.
+
+    Example:
+        >>> parameter = torch.nn.Parameter(torch.ones(1))
+        >>> _ = parameter.register_hook(torch.neg)
+        >>> hook_of(parameter)
+        'register_hook'
+    """
+    if parameter._backward_hooks:
+        return "register_hook"
+    return "register_post_accumulate_grad_hook" if parameter._post_accumulate_grad_hooks else None
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer computes the same from shards of a parameter as from all of it.
+
+    A new optimizer of its class and options steps a small matrix, and others the flat halves of it; they
+    differ where the update of an element depends on others, as by an inner product, a norm, a factored state
+    or a matrix. An optimizer that cannot be made from its defaults, or draws random numbers, is trusted.
+
+    Example:
+        >>> parameters = [torch.nn.Parameter(torch.ones(2, 2))]
+        >>> is_elementwise(torch.optim.AdamW(parameters)), is_elementwise(torch.optim.LBFGS(parameters))
+        (True, False)
+    """
+    generator = torch.Generator().manual_seed(0)
+    value, *gradients = torch.randn(3, 4, 4, generator=generator).unbind()
+    try:
+        full, again = (_stepped(optimizer, value, gradients, seed=seed) for seed in (0, 1))
+    except Exception:  # noqa: BLE001 - it is the code of whoever wrote the optimizer
+        return True
+    if not torch.equal(full, again):
+        return True
+    try:
+        halves = [
+            _stepped(optimizer, value.flatten()[part], [one.flatten()[part] for one in gradients], seed=0)
+            for part in (slice(8), slice(8, 16))
+        ]
+    except Exception:  # noqa: BLE001 - as above
+        return False
+    return torch.allclose(torch.cat(halves, 1), full.flatten(1), rtol=1e-3, atol=1e-6)
+
+
+def _stepped(optimizer: Optimizer, value: Tensor, gradients: Iterable[Tensor], *, seed: int) -> Tensor:
+    """Step a new optimizer of the same class, with a parameter of this value in each group."""
+    kind: Any = type(optimizer)
+    accepted = inspect.signature(kind).parameters
+    options = {name: default for name, default in optimizer.defaults.items() if name in accepted}
+    parameters = [nn.Parameter(value.clone()) for _ in optimizer.param_groups]
+    groups = [
+        {**group, "params": [parameter]}
+        for group, parameter in zip(optimizer.param_groups, parameters, strict=True)
+    ]
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        trial = kind(groups, **options)
+        for gradient in gradients:
+
+            @torch.enable_grad()
+            def closure(gradient: Tensor = gradient) -> Tensor:
+                loss = torch.zeros(())
+                for parameter in parameters:
+                    parameter.grad = gradient.clone()
+                    loss = loss + (parameter.detach() * gradient).sum()
+                return loss
+
+            closure()
+            trial.step(closure)
+    return torch.stack([one.detach() for one in parameters])
 
 
 def detach_params(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[_Held]:

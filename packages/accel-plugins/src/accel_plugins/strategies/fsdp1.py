@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
     checkpoint_wrapper,
@@ -15,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
 from accel_ops.modules import unwrap_once, without_compiler
 from accel_plugins.dcp.full_state import ShardsPersister
@@ -25,12 +26,13 @@ from accel_plugins.fsdp.loading import (
     ensure_weights_retied,
     get_parameters_from_modules,
     materialize_from_rank0,
+    modules_named,
 )
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.recompute import checkpoint_function
 from accel_plugins.fsdp.roots import Fsdp1Shards, FsdpRoots, parameters_by_name, suppress_fsdp1_warnings
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
-from accel_plugins.sharding.optimizers import ParamRemap
+from accel_plugins.sharding.optimizers import ParamRemap, hook_of, is_elementwise
 from accel_plugins.strategies.replicated import check_materialised, move_to_device
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy
@@ -38,10 +40,11 @@ from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.roles import PrecisionPolicy
@@ -67,7 +70,7 @@ class Fsdp1Wrapper:
     master_weights: str | None = None
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse meta models, classes that a model lacks, and optimizers that have stepped or are foreign."""
+        """Refuse models that FSDP1 cannot shard, and optimizers that are foreign or cannot train shards."""
         plugin = self.plugin
         if not plugin.cpu_ram_efficient_loading and plugin.param_init_fn is None:
             check_materialised(bundle)
@@ -75,12 +78,44 @@ class Fsdp1Wrapper:
             copy.copy(plugin).set_auto_wrap_policy(without_compiler(model))
         models = [without_compiler(model) for model in bundle.models]
         self.book.check(bundle.optimizers, models)
+        new = [model for model in models if not isinstance(model, FullyShardedDataParallel)]
+        for model in new:
+            self._check_hooks(model)
         for optimizer in bundle.optimizers:
-            if optimizer.state and not self.book.knows(optimizer):
+            if not self.book.knows(optimizer):
+                self._check_optimizer(optimizer, new)
+
+    def _check_hooks(self, model: nn.Module) -> None:
+        """Refuse hooks that would never be called: autograd sees views of the flat parameter only."""
+        ignored = {
+            id(one) for part in modules_named(self.plugin.ignored_modules, model) for one in part.parameters()
+        }
+        for name, parameter in model.named_parameters():
+            if id(parameter) not in ignored and (hook := hook_of(parameter)):
                 raise SettingsError(
-                    f"{type(optimizer).__qualname__} has stepped before prepare(), and FSDP1 cannot shard "
-                    "its state; prepare it first, or load the state afterwards. fsdp_version=2 can."
+                    f"{type(model).__name__}: the parameter {name!r} has a hook ({hook}), which FSDP1 would "
+                    "never call. Remove it, and change the gradients between backward() and step() instead; "
+                    "fsdp_version=2 calls hooks of register_post_accumulate_grad_hook."
                 )
+
+    def _check_optimizer(self, optimizer: Optimizer, models: Iterable[nn.Module]) -> None:
+        kind = type(optimizer).__qualname__
+        sharded = self.plugin.sharding_strategy is not ShardingStrategy.NO_SHARD and self.mesh.size() > 1
+        if sharded and not is_elementwise(optimizer):
+            raise SettingsError(
+                f"{kind} computes the update of an element from others of its parameter, and FSDP1 gives "
+                "every rank a flat shard: it would train other weights. Use fsdp_version=2, whose shards "
+                "are DTensors, if it works with them, or no FSDP."
+            )
+        originals = {id(one) for model in models for one in model.parameters()}
+        if not self.plugin.use_orig_params and any(
+            id(one) in originals or self.book.replaces(one) for one in optimizer.state
+        ):
+            raise SettingsError(
+                f"{kind} has state of parameters of which FSDP1 makes flat ones; create it after prepare() "
+                "of the model, load its state afterwards, or set "
+                "FullyShardedDataParallelPlugin(use_orig_params=True)."
+            )
 
     def wrap(self, bundle: Bundle, *, evaluation: bool = False) -> Bundle:
         """Wrap the models with trainable parameters; move the others to the device."""
@@ -92,6 +127,7 @@ class Fsdp1Wrapper:
         ]
         for optimizer in bundle.optimizers:
             self.book.switch(optimizer)
+            self.roots.shard_state(optimizer)
         return replace(bundle, models=models)
 
     def unwrap(self, model: nn.Module) -> nn.Module:
@@ -239,17 +275,28 @@ def _refuse_join(*_: Any) -> NoReturn:
 def _clip_norm(
     roots: FsdpRoots, parameters: Tensor | list[Tensor], max_norm: float, norm_type: float
 ) -> Tensor:
-    """Clip the gradients of a model by the norm that FSDP1 computes, over all of its parameters."""
+    """Clip gradients by the norm over all parameters, of any number of models."""
     clipped = parameters if isinstance(parameters, list) else [parameters]
-    root = roots.of_parameters(clipped)
-    if root is None:
-        return clip_grad_norm_(clipped, max_norm, norm_type)
-    absent = {id(one) for one in root.parameters() if one.requires_grad} - {id(one) for one in clipped}
+    models = roots.of_parameters(clipped)
+    ids = {id(one) for one in clipped}
+    inside = {id(one) for root in models for one in root.parameters()}
+    absent = {id(one) for root in models for one in root.parameters() if one.requires_grad} - ids
     if absent:
         raise SettingsError(
             f"clip_grad_norm_() was given {len(clipped)} parameters, and {len(absent)} more of the same "
             "model are missing. FSDP1 computes the norm over all of them: pass model.parameters() of the "
             "prepared model."
         )
+    outside = [one for one in clipped if id(one) not in inside]
+    if not models:
+        return clip_grad_norm_(outside, max_norm, norm_type)
     with hang_monitor.collective_scope("clip_grad_norm_"):
-        return root.clip_grad_norm_(max_norm, norm_type)
+        if len(models) == 1 and not outside:
+            return models[0].clip_grad_norm_(max_norm, norm_type)
+        largest = torch.finfo(torch.float32).max  # computes the norm, and changes no gradient
+        norms = [root.clip_grad_norm_(largest, norm_type) for root in models]
+    if outside:
+        norms.append(clip_grad_norm_(outside, largest, norm_type))
+    norm = torch.linalg.vector_norm(torch.stack([one.float() for one in norms]), norm_type)
+    clip_grads_with_norm_(clipped, max_norm, norm)
+    return norm
