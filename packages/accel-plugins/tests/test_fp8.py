@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from accel_plugins.bundle import Bundle
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
-from accel_plugins.fp8 import msamp
-from accel_plugins.fp8.ao import convert_model_to_fp8_ao, filter_first_and_last_linear_layers, has_ao_layers
+from accel_plugins.fp8 import ao, msamp, te
+from accel_plugins.fp8.ao import (
+    convert_model_to_fp8_ao,
+    filter_first_and_last_linear_layers,
+    filter_linear_layers,
+    find_first_last_linear_layers,
+    has_ao_layers,
+)
 from accel_plugins.fp8.build import build
 from accel_plugins.fp8.te import has_transformer_engine_layers, recipe_options
 from accel_plugins.fp8.weights import plain_tensor, tied_layers
@@ -16,7 +24,8 @@ from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.kwargs.amp import AutocastKwargs
 from accel_plugins.kwargs.fp8 import AORecipeKwargs, FP8RecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_plugins.recipe import build_recipe
+from accel_plugins.recipe import Recipe, build_recipe, check_converted, parameter_ids
+from accel_plugins.sharding.optimizers import switch_parameters
 from accel_state.available import is_installed
 from accel_state.errors import MissingDependencyError, SettingsError, UnsupportedError
 from accel_state.logging import get_logger
@@ -25,11 +34,14 @@ from accel_state.settings.model import Settings
 
 
 def test_fields_have_the_documented_defaults():
-    te, ao = TERecipeKwargs(), AORecipeKwargs()
-    assert (te.use_autocast_during_eval, te.margin, te.interval, te.fp8_format) == (False, 0, 1, "HYBRID")
-    assert (te.amax_history_len, te.amax_compute_algo) == (1024, "most_recent")
-    assert (te.override_linear_precision, te.use_mxfp8_block_scaling) == ((False, False, False), False)
-    assert (ao.config, ao.pad_inner_dim, ao.enable_fsdp_float8_all_gather) == (None, True, True)
+    engine, torchao = TERecipeKwargs(), AORecipeKwargs()
+    assert (engine.use_autocast_during_eval, engine.margin, engine.interval) == (False, 0, 1)
+    assert (engine.fp8_format, engine.amax_history_len) == ("HYBRID", 1024)
+    assert engine.amax_compute_algo == "most_recent"
+    assert engine.override_linear_precision == (False, False, False)
+    assert engine.use_mxfp8_block_scaling is False
+    assert (torchao.pad_inner_dim, torchao.enable_fsdp_float8_all_gather) == (True, True)
+    assert (torchao.config is not None) is is_installed("torchao")
     assert MSAMPRecipeKwargs().opt_level == "O2"
 
 
@@ -40,9 +52,10 @@ def test_the_environment_fills_fields_and_an_argument_wins(monkeypatch):
         "BACKEND": "msamp",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"ACCELERATE_FP8_{name}", value)
-    te = TERecipeKwargs(margin=1)
-    assert (te.margin, te.fp8_format, te.override_linear_precision) == (1, "E4M3", (False, False, True))
-    assert (te.use_autocast_during_eval, te.recipe) == (True, "mxfp8")
+    engine = TERecipeKwargs(margin=1)
+    assert (engine.margin, engine.fp8_format) == (1, "E4M3")
+    assert engine.override_linear_precision == (False, False, True)
+    assert (engine.use_autocast_during_eval, engine.recipe) == (True, "mxfp8")
     assert AORecipeKwargs().pad_inner_dim is False
     assert MSAMPRecipeKwargs().opt_level == "O1"
     with pytest.warns(FutureWarning, match="deprecated"):
@@ -61,6 +74,8 @@ def test_a_recipe_as_an_argument_wins_over_block_scaling_in_the_environment(monk
     ("make", "message"),
     [
         (lambda: AORecipeKwargs(config="fast"), "config='fast'.*'tensorwise'"),
+        (lambda: AORecipeKwargs(config=3), "config=3.*Float8LinearConfig"),
+        (lambda: AORecipeKwargs(config={"emulate": True}), "config={'emulate': True}.*Float8LinearConfig"),
         (lambda: AORecipeKwargs(config="rowwise", enable_fsdp_float8_all_gather=True), "tensorwise"),
         (lambda: AORecipeKwargs(pad_inner_dim="no"), "pad_inner_dim='no'"),
         (lambda: TERecipeKwargs(margin=-1), "margin=-1"),
@@ -72,6 +87,62 @@ def test_a_recipe_as_an_argument_wins_over_block_scaling_in_the_environment(monk
 def test_fields_that_cannot_be_are_refused(make, message):
     with pytest.raises(SettingsError, match=message):
         make()
+
+
+def test_the_algorithm_for_the_largest_value_may_be_in_capitals():
+    assert TERecipeKwargs(amax_compute_algo="MAX").amax_compute_algo == "max"
+
+
+def test_the_default_configuration_of_torchao_is_in_the_field_and_emulated_on_a_cpu():
+    float8 = pytest.importorskip("torchao.float8")
+    default = AORecipeKwargs(pad_inner_dim=False)
+    assert default.config == float8.Float8LinearConfig(
+        pad_inner_dim=False, enable_fsdp_float8_all_gather=True
+    )
+    for handler in (default, copy.deepcopy(default)):
+        config = ao.TorchAo(handler=handler, device=torch.device("cpu"), sharded=False).config
+        assert (config.emulate, config.pad_inner_dim) == (True, False)
+    given = AORecipeKwargs(config=float8.Float8LinearConfig())
+    assert ao.TorchAo(handler=given, device=torch.device("cpu"), sharded=False).config is given.config
+
+
+def test_recipes_may_be_named_by_the_enum_of_torchao():
+    float8 = pytest.importorskip("torchao.float8")
+    for recipe in float8.Float8LinearRecipeName:
+        assert AORecipeKwargs(config=recipe).config == recipe.value
+    with pytest.raises(SettingsError, match=r"convert_model_to_fp8_ao\(config='rowwise'\)"):
+        convert_model_to_fp8_ao(torch.nn.Sequential(torch.nn.Linear(16, 16)), config="rowwise")
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+def test_inputs_in_float32_are_cast_as_autocast_does(name):
+    pytest.importorskip("torchao")
+    layer = torch.nn.Linear(32, 32)
+    handlers = {AORecipeKwargs: AORecipeKwargs(config=name, module_filter_func=lambda *_: True)}
+    model = torch.nn.Sequential(layer)
+    build(Settings(), Runtime(), handlers).convert(Bundle(models=[model]), Runtime(), None)
+    inputs = torch.randn(16, 32)
+    grads = []
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(inputs.to(dtype))
+        assert output.dtype == torch.bfloat16
+        output.float().square().sum().backward()
+        grads.append(layer.weight.grad)
+        layer.weight.grad = None
+    torch.testing.assert_close(grads[0], grads[1], rtol=0, atol=0)
+    assert model(inputs).dtype == torch.float32
+
+
+def test_filters_choose_by_name_and_size():
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 10))
+    assert find_first_last_linear_layers(model) == ("0", "2")
+    assert find_first_last_linear_layers(model[1]) == (None, None)
+    assert find_first_last_linear_layers(model[0]) == ("", "")
+    wanted = [filter_linear_layers(layer, "x", ["y"]) for layer in model]
+    assert wanted == [True, True, False]
+    assert not any(filter_linear_layers(layer, "x", ["y", "x"]) for layer in model)
+    assert filter_linear_layers(model[0], "x.y", ["x"])
 
 
 def test_handlers_are_for_fp8_and_one_at_a_time():
@@ -216,3 +287,184 @@ def test_a_layer_of_another_class_is_not_scaled_by_blocks():
 
     with pytest.raises(UnsupportedError, match=r"'0' is a layer of class Own.*module_filter_func"):
         converted_to_blocks(torch.nn.Sequential(Own(32, 32)), lambda *_: True)
+
+
+class LayerLikeTransformerEngine(torch.nn.Module):
+    """Registers parameters as TransformerEngine's layers do: with keywords, which another call forgets."""
+
+    def __init__(self):
+        super().__init__()
+        self.initialised_by = {}
+
+    def register_parameter(self, name, param, init_fn=None):
+        super().register_parameter(name, param)
+        self.initialised_by[name] = init_fn
+
+
+class LinearLikeTransformerEngine(LayerLikeTransformerEngine):
+    def __init__(self, in_features, out_features, *, bias, params_dtype, device):
+        super().__init__()
+        self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
+        options = {"dtype": params_dtype, "device": device}
+        weight = torch.empty(out_features, in_features, **options)
+        self.register_parameter("weight", torch.nn.Parameter(weight), init_fn="normal")
+        if bias:
+            self.register_parameter("bias", torch.nn.Parameter(torch.empty(out_features, **options)))
+        else:
+            self.bias = torch.empty(0, **options)
+
+    def forward(self, inputs):
+        return torch.nn.functional.linear(inputs, self.weight, self.bias if self.use_bias else None)
+
+
+class NormLikeTransformerEngine(LayerLikeTransformerEngine):
+    def __init__(self, shape, *, eps, params_dtype, device):
+        super().__init__()
+        self.eps = eps
+        for name in ("weight", "bias"):
+            value = torch.empty(shape, dtype=params_dtype, device=device)
+            self.register_parameter(name, torch.nn.Parameter(value))
+
+    def forward(self, inputs):
+        return torch.nn.functional.layer_norm(inputs, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class SharingModel(torch.nn.Module):
+    """Takes tokens; which layers and parameters it shares is said by a function that gets it."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.embed = torch.nn.Embedding(16, 16)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(16, 16) for _ in range(4)])
+        self.norms = torch.nn.ModuleDict({"a": torch.nn.LayerNorm(16), "b": torch.nn.LayerNorm(16)})
+        self.odd = torch.nn.Linear(16, 15)
+        self.head = torch.nn.Linear(16, 16, bias=False)
+        share(self)
+
+    def forward(self, tokens):
+        hidden = self.embed(tokens)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden).tanh()
+        hidden = self.norms["b"](self.norms["a"](hidden).sin())
+        return self.head(hidden) + self.odd(hidden).sum(-1, keepdim=True)
+
+
+def share_nothing(model):
+    del model
+
+
+def share_head(model):
+    model.head.weight = model.embed.weight
+
+
+def share_embedding_with_a_layer(model):
+    model.embed.weight = model.layers[1].weight
+
+
+def share_weights_of_layers(model):
+    model.layers[2].weight = model.layers[0].weight
+    model.layers[3].bias = model.layers[1].bias
+
+
+def share_a_layer_in_its_container(model):
+    model.layers[3] = model.layers[0]
+
+
+def share_a_layer_between_parents(model):
+    model.head = model.layers[1]
+
+
+def share_a_frozen_weight(model):
+    model.head.weight = model.embed.weight
+    model.embed.weight.requires_grad_(False)
+
+
+def share_norms(model):
+    model.norms["b"] = model.norms["a"]
+
+
+def share_a_bias_with_a_norm(model):
+    model.layers[0].bias = model.norms["a"].bias
+
+
+def share_in_a_list_of_parameters(model):
+    model.listed = torch.nn.ParameterList([model.layers[0].weight, model.odd.weight, model.norms["a"].bias])
+
+
+SHARINGS = (
+    share_nothing, share_head, share_embedding_with_a_layer, share_weights_of_layers,
+    share_a_layer_in_its_container, share_a_layer_between_parents, share_a_frozen_weight, share_norms,
+    share_a_bias_with_a_norm, share_in_a_list_of_parameters,
+)  # fmt: skip
+
+
+@pytest.fixture
+def stand_in_for_transformer_engine(monkeypatch):
+    """TransformerEngine is not imported without a GPU; under test is what happens around its layers."""
+    layers = SimpleNamespace(
+        Linear=LinearLikeTransformerEngine, LayerNorm=NormLikeTransformerEngine, TransformerLayer=()
+    )
+    monkeypatch.setattr(te, "_te", lambda: layers)
+    monkeypatch.setattr(te, "require", lambda *_, **__: None)
+
+
+def names_by_parameter(model):
+    groups = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(parameter), set()).add(name)
+    return {frozenset(names) for names in groups.values()}
+
+
+def trained(model, optimizer):
+    generator = torch.Generator().manual_seed(2)
+    losses = []
+    for _ in range(3):
+        tokens = torch.randint(16, (4, 6), generator=generator)
+        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.roll(1, 1).flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("share", SHARINGS)
+def test_a_model_that_shares_trains_as_before_with_the_layers_of_transformer_engine(
+    share, stand_in_for_transformer_engine
+):
+    def make():
+        torch.manual_seed(1)
+        model = SharingModel(share)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    expected = trained(*make())
+    model, optimizer = make()
+    before, shared = parameter_ids([model]), names_by_parameter(model)
+    replaced = te.convert_model(model)
+    assert all(type(layer) is LinearLikeTransformerEngine for layer in model.layers)
+    assert model.layers[0].initialised_by["weight"] == "normal"
+    assert names_by_parameter(model) == shared
+    recipe = Recipe(name="fp8", convert=lambda *_: replaced)
+    check_converted(recipe, before, Bundle(models=[model], optimizers=[optimizer]), replaced)
+    switch_parameters(optimizer, replaced)
+    torch.testing.assert_close(trained(model, optimizer), expected)
+    te.convert_model(model, to_transformer_engine=False)
+    assert type(model.layers[0]) is torch.nn.Linear
+    assert names_by_parameter(model) == shared
+    torch.testing.assert_close(dict(model.state_dict()), expected[1])
+
+
+def test_a_recipe_that_unties_a_trained_parameter_is_refused():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = parameter_ids([model])
+    new = torch.nn.Parameter(model[0].weight.detach().clone())
+    replaced = {model[0].weight: new}
+    model[1].weight = new
+    recipe = Recipe(name="untying", convert=lambda *_: replaced)
+    bundle = Bundle(models=[model], optimizers=[optimizer])
+    with pytest.raises(SettingsError, match=r"'untying' has untied '0.weight'"):
+        check_converted(recipe, before, bundle, replaced)
+    model[0].weight.requires_grad_(False)
+    check_converted(recipe, before, bundle, replaced)

@@ -30,8 +30,8 @@ class Recipe:
         name: The name under which it is registered.
         convert: Changes the models of a bundle in place, before they are wrapped or sharded, and returns
             every parameter that it has replaced with the one that took its place; called as
-            `convert(bundle, runtime, mesh)`, on every rank. What must be saved with a model is in its
-            parameters and buffers.
+            `convert(bundle, runtime, mesh)`, on every rank. What modules shared they share afterwards. What
+            must be saved with a model is in its parameters and buffers.
         precision: The mixed precision of everything that is not converted.
         initialize: Called before that with a bundle; returns it with the models and optimizers by which a
             library replaces them.
@@ -104,24 +104,59 @@ def build_recipe(
     return None if spec is None else RECIPES.resolve(name, spec.build)(settings, runtime, handlers)
 
 
+def parameter_ids(models: Sequence[nn.Module]) -> list[dict[str, int]]:
+    """Return the `id` of every parameter by its name, for each model; shared ones by all of their names."""
+    return [
+        {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+        for model in models
+    ]
+
+
 def check_converted(
     recipe: Recipe,
-    before: Mapping[int, str],
+    before: Sequence[Mapping[str, int]],
     bundle: Bundle,
     replaced: Mapping[Tensor, Tensor],
 ) -> None:
-    """Refuse what a recipe has done if an optimizer would train parameters that no model has any more."""
-    now = {id(one) for model in bundle.models for one in model.parameters()}
-    known = {id(old) for old, new in replaced.items() if id(new) in now}
-    lost = [
-        before[id(one)]
+    """Refuse what a recipe has done if parameters that an optimizer trained would not be trained any more.
+
+    Args:
+        recipe: The recipe.
+        before: The `parameter_ids` of the models before they were converted.
+        bundle: The models, converted, and the optimizers, as they were.
+        replaced: What the recipe's `convert` has returned.
+
+    Raises:
+        SettingsError: An optimizer has a parameter that no model has any more and that `replaced` has not;
+            or a model has one that needs gradients, was in an optimizer under its name, and no longer is.
+    """
+    now = {id(parameter) for model in bundle.models for parameter in model.parameters()}
+    held = {
+        id(parameter): id(replaced.get(parameter, parameter))
         for optimizer in bundle.optimizers
         for group in optimizer.param_groups
-        for one in group["params"]
-        if id(one) in before and id(one) not in now and id(one) not in known
+        for parameter in group["params"]
+    }
+    lost = [
+        name
+        for names in before
+        for name, identity in names.items()
+        if identity in held and held[identity] not in now
     ]
     if lost:
         raise SettingsError(
             f"The precision recipe {recipe.name!r} has replaced {len(lost)} parameters, the first of which "
             f"is {lost[0]!r}, and its convert() does not say by what: they would not be trained."
+        )
+    trained = {*held.values()}
+    frozen = [
+        name
+        for names, model in zip(before, bundle.models, strict=True)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter.requires_grad and names.get(name) in held and id(parameter) not in trained
+    ]
+    if frozen:
+        raise SettingsError(
+            f"The precision recipe {recipe.name!r} has untied {frozen[0]!r} from a parameter that it was "
+            "shared with, so that no optimizer would train it; its convert() must share the new one, too."
         )

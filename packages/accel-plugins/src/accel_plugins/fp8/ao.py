@@ -12,6 +12,7 @@ from torch import nn
 
 from accel_ops.modules import without_compiler
 from accel_plugins.fp8.weights import is_divisible, save_plain_weights, tied_layers
+from accel_plugins.kwargs.fp8 import is_ao_config
 from accel_plugins.recipe import Recipe
 from accel_state.available import require
 from accel_state.errors import SettingsError, UnsupportedError
@@ -48,6 +49,35 @@ def torchao_required(func: Callable[P, R]) -> Callable[P, R]:
     return checked
 
 
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return the names of the first and the last linear layer of a model, `None` twice if it has none.
+
+    Args:
+        model: The model.
+
+    Example:
+        >>> find_first_last_linear_layers(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
+        ('0', '2')
+    """
+    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str]) -> bool:
+    """Whether a layer may be converted: none of those that are left out, and of sizes divisible by 16.
+
+    Args:
+        module: The layer; one that is not linear passes.
+        fqn: Its name.
+        layers_to_filter: The names of layers that are left out.
+
+    Example:
+        >>> [filter_linear_layers(nn.Linear(16, 16), name, ["head"]) for name in ("head", "body")]
+        [False, True]
+    """
+    return fqn not in layers_to_filter and (not isinstance(module, nn.Linear) or is_divisible(module))
+
+
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     """Whether a layer may be converted: sizes divisible by 16, and neither the first nor the last.
 
@@ -62,16 +92,9 @@ def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
         >>> filter_first_and_last_linear_layers(nn.Linear(16, 10), "head")
         False
     """
-    if fqn in _first_and_last(module):
+    if fqn in find_first_last_linear_layers(module):
         return False
-    layer = dict(module.named_modules()).get(fqn, module)
-    return not isinstance(layer, nn.Linear) or is_divisible(layer)
-
-
-def _first_and_last(model: nn.Module) -> set[str]:
-    """Return the names of the first and the last linear layer of a model, converted or not."""
-    names = [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]
-    return {*names[:1], *names[-1:]}
+    return filter_linear_layers(dict(module.named_modules()).get(fqn, module), fqn, ())
 
 
 @torchao_required
@@ -97,13 +120,22 @@ def convert_model_to_fp8_ao(
         config: A `torchao.float8.Float8LinearConfig`; torchao's default if `None`.
         module_filter_func: As in `AORecipeKwargs`.
 
+    Raises:
+        SettingsError: `config` is something else.
+
     Example:
         >>> model = nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 16))
         >>> convert_model_to_fp8_ao(model)  # doctest: +SKIP
         >>> has_ao_layers(model)  # doctest: +SKIP
         True
     """
-    _convert(model, config or _float8().Float8LinearConfig(), module_filter_func)
+    config = _float8().Float8LinearConfig() if config is None else config
+    if not is_ao_config(config):
+        raise SettingsError(
+            f"convert_model_to_fp8_ao(config={config!r}): expected a Float8LinearConfig of torchao; "
+            "Float8LinearConfig.from_recipe_name(name) makes that of a named recipe."
+        )
+    _convert(model, config, module_filter_func)
 
 
 BLOCK = 32
@@ -157,6 +189,10 @@ class TorchAo:
             names = _convert(
                 model, self.config, self.handler.module_filter_func, pad=bool(self.handler.pad_inner_dim)
             )
+            if self.device.type != "cuda":
+                for layer in map(model.get_submodule, names):
+                    if not isinstance(layer, BlockScaledLinear):
+                        layer.register_forward_pre_hook(_autocast_input)
             if not names:
                 logger.warning(
                     "mixed_precision='fp8' converts no layer of %s: by default, linear layers are converted "
@@ -172,6 +208,14 @@ class TorchAo:
         """Compute the scales of all weights with one all-reduce instead of one in each all-gather."""
         for model in models:
             _float8().precompute_float8_dynamic_scale_for_fsdp(model)
+
+
+def _autocast_input(layer: nn.Linear, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Cast the input of a converted layer as autocast does; torchao asks the autocast of CUDA alone."""
+    kind = layer.weight.device.type
+    if not torch.is_autocast_enabled(kind):
+        return inputs
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in inputs)
 
 
 def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_types: bool) -> Recipe:
@@ -196,7 +240,7 @@ def build(handler: AORecipeKwargs, runtime: Runtime, *, sharded: bool, keeps_typ
 
 def _config(handler: AORecipeKwargs, device: torch.device) -> Any:
     """The configuration of torchao that a handler stands for on a device."""
-    named = handler.config or "tensorwise"
+    named = "tensorwise" if handler.is_default else handler.config
     if named == "mxfp8":
         return _block_scaled(device)
     if not isinstance(named, str):
@@ -236,7 +280,7 @@ def _convert(
     pad: bool = True,
 ) -> set[str]:
     """Convert layers in place; return their names."""
-    is_by_blocks = not hasattr(config, "enable_fsdp_float8_all_gather")
+    is_by_blocks = not hasattr(config, "enable_fsdp_float8_all_gather")  # torchao's other class
     chosen = _chosen(model, module_filter_func, BLOCK if is_by_blocks else 16)
     if "" in chosen:
         raise SettingsError(
@@ -290,7 +334,7 @@ def _chosen(model: nn.Module, wanted: Callable[[nn.Module, str], bool] | None, d
     }
     if wanted is not None:
         return {name for name, layer in layers.items() if wanted(layer, name)}
-    ends = _first_and_last(model)
+    ends = find_first_last_linear_layers(model)
     return {
         name
         for name, layer in layers.items()

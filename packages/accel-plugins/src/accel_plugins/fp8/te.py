@@ -65,7 +65,8 @@ def convert_model(
 ) -> dict[Tensor, Tensor]:
     """Replace linear and layer-norm layers by those of TransformerEngine, or these by torch's, in place.
 
-    Linear layers whose sizes are not divisible by 16 stay.
+    Linear layers whose sizes are not divisible by 16 stay. What shares a layer or a parameter with a replaced
+    layer, an embedding for example, shares the new one.
 
     Args:
         model: The model; the layers inside are replaced, the model itself is not.
@@ -84,17 +85,23 @@ def convert_model(
     linear, norm = (nn.Linear, nn.LayerNorm) if to_transformer_engine else (te.Linear, te.LayerNorm)
     make_linear: Any = _te_linear if to_transformer_engine else _linear
     make_norm: Any = _te_norm if to_transformer_engine else _norm
+    made: dict[nn.Module, Any] = {}
+    for layer in model.modules():
+        if _convert_linear and isinstance(layer, linear) and is_divisible(layer):
+            made[layer] = make_linear(layer)
+        elif _convert_ln and isinstance(layer, norm):
+            made[layer] = make_norm(layer)
+    made = {layer: new for layer, new in made.items() if new is not None and layer is not model}
     replaced: dict[Tensor, Tensor] = {}
-    for parent in [*model.modules()]:
-        for name, layer in [*parent.named_children()]:
-            made = None
-            if _convert_linear and isinstance(layer, linear) and is_divisible(layer):
-                made = make_linear(layer)
-            elif _convert_ln and isinstance(layer, norm):
-                made = make_norm(layer)
-            if made is not None:
-                replaced |= _copy(layer, made)
-                setattr(parent, name, made)
+    for layer, new in made.items():
+        _copy(layer, new, replaced)
+    for name, layer in [*model.named_modules(remove_duplicate=False)]:
+        if layer in made:
+            model.set_submodule(name, made[layer])
+    for layer in model.modules():
+        for name, parameter in [*layer.named_parameters(recurse=False, remove_duplicate=False)]:
+            if parameter in replaced:
+                setattr(layer, name, replaced[parameter])
     return replaced
 
 
@@ -249,14 +256,17 @@ def _norm(layer: Any) -> nn.LayerNorm:
 
 
 @torch.no_grad()
-def _copy(old: nn.Module, new: nn.Module) -> dict[Tensor, Tensor]:
-    """Give a new layer the values of an old one; return its parameters with the new ones."""
-    replaced: dict[Tensor, Tensor] = {}
+def _copy(old: nn.Module, new: nn.Module, replaced: dict[Tensor, Tensor]) -> None:
+    """Give a new layer the values of an old one, or the parameters in `replaced`; enter its own there."""
     for name in ("weight", "bias"):
         source, target = getattr(old, name, None), getattr(new, name)
-        if source is not None and source.numel():
+        if source is None or not source.numel():
+            continue
+        if source in replaced:
+            # Not by `setattr`, with which TransformerEngine forgets how a parameter is initialised.
+            new._parameters[name] = replaced[source]  # pyright: ignore[reportArgumentType, reportPrivateUsage]
+        else:
             target.copy_(source)
             target.requires_grad_(source.requires_grad)
             replaced[source] = target
     new.train(old.training)
-    return replaced

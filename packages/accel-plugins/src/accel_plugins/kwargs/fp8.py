@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from enum import Enum
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count, resolve_fields
@@ -22,15 +24,31 @@ TE_RECIPES = ("delayed", "current", "mxfp8", "nvfp4")
 """Names that `TERecipeKwargs(recipe=…)` takes."""
 
 
+def is_ao_config(value: object, *, optional: bool = False) -> bool:
+    """Return whether a value is a configuration of torchao's FP8 training, or `None` if that is `optional`.
+
+    Example:
+        >>> is_ao_config({"pad_inner_dim": True}), is_ao_config(None, optional=True)
+        (False, True)
+    """
+    # By name: torchao is an extra, and slow to import.
+    names = {"Float8LinearConfig", "MXFP8TrainingOpConfig"}
+    kinds = ((kind.__name__, kind.__module__.partition(".")[0]) for kind in type(value).__mro__)
+    return (optional and value is None) or any(
+        name in names and package == "torchao" for name, package in kinds
+    )
+
+
 @dataclass
 class AORecipeKwargs(KwargsHandler):
     """Train in FP8 with torchao; pass it to `Accelerator(mixed_precision="fp8", kwargs_handlers=[…])`.
 
     Args:
-        config: A `torchao.float8.Float8LinearConfig`, or the name of a recipe: `"tensorwise"` (fastest),
-            `"rowwise"`, `"rowwise_with_gw_hp"` (gradients of weights in high precision; most accurate) or
-            `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer, emulated on a CPU; in one
-            process, with DDP and FSDP2). `None`: `"tensorwise"`, emulated on a CPU.
+        config: A `torchao.float8.Float8LinearConfig`, or the name of a recipe (or torchao's enum of them):
+            `"tensorwise"` (fastest), `"rowwise"`, `"rowwise_with_gw_hp"` (gradients of weights in high
+            precision; most accurate) or `"mxfp8"` (blocks of 32 values; compute capability 10.0 and newer,
+            emulated on a CPU; in one process, with DDP and FSDP2). `None`: `"tensorwise"`, emulated on a
+            CPU; the field then has the `Float8LinearConfig` of that recipe if torchao is installed.
         module_filter_func: Called with a module and its name; whether it is converted. `None`: linear
             layers whose sizes are divisible by 16 (`"mxfp8"`: 32), except the first and the last one.
         pad_inner_dim: Whether inner dims are padded to multiples of 16 (`"mxfp8"`: the rows of inputs to
@@ -55,11 +73,15 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         flags = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
         expect_flags(self, *flags)
+        if isinstance(self.config, Enum):
+            self.config = self.config.value
         expect(
             self,
             "config",
-            f"a configuration of torchao, or one of {[*AO_RECIPES]}",
-            lambda value: not isinstance(value, str) or value in AO_RECIPES,
+            f"a Float8LinearConfig of torchao, or one of {[*AO_RECIPES]}",
+            lambda value: (
+                value in AO_RECIPES if isinstance(value, str) else is_ao_config(value, optional=True)
+            ),
         )
         expect(
             self,
@@ -67,7 +89,7 @@ class AORecipeKwargs(KwargsHandler):
             "a function of a module and its name",
             lambda value: value is None or callable(value),
         )
-        tensorwise = self.config in {None, "tensorwise"}
+        tensorwise = self.config is None or self.config == "tensorwise"
         if self.enable_fsdp_float8_all_gather and isinstance(self.config, str) and not tensorwise:
             raise SettingsError(
                 f"AORecipeKwargs(config={self.config!r}, enable_fsdp_float8_all_gather=True): only weights "
@@ -76,6 +98,11 @@ class AORecipeKwargs(KwargsHandler):
         if self.config is None or isinstance(self.config, str):
             resolve_fields(self, "fp8", {"pad_inner_dim": True, "enable_fsdp_float8_all_gather": tensorwise})
             self.enable_fsdp_float8_all_gather = tensorwise and bool(self.enable_fsdp_float8_all_gather)
+            if self.config is None and is_installed("torchao"):
+                self.config = self._default = import_module("torchao.float8").Float8LinearConfig(
+                    pad_inner_dim=bool(self.pad_inner_dim),
+                    enable_fsdp_float8_all_gather=self.enable_fsdp_float8_all_gather,
+                )
             return
         for name in flags:
             argument, configured = getattr(self, name), bool(getattr(self.config, name, False))
@@ -84,6 +111,11 @@ class AORecipeKwargs(KwargsHandler):
                     f"AORecipeKwargs({name}={argument!r}): the configuration says {configured!r}."
                 )
             setattr(self, name, configured)
+
+    @property
+    def is_default(self) -> bool:
+        """Whether `config` is the one that was made in place of `None`."""
+        return self.config is getattr(self, "_default", None)
 
     @property
     def emulate(self) -> bool:
@@ -143,7 +175,9 @@ class TERecipeKwargs(KwargsHandler):
         expect(self, "margin", "a whole number of at least 0", lambda value: is_count(value, least=0))
         for name in ("interval", "amax_history_len"):
             expect(self, name, "a whole number above 0", lambda value: is_count(value, least=1))
-        self.fp8_format = str(self.fp8_format).upper()  # pyright: ignore[reportAttributeAccessIssue] - checked below
+        # Checked below.
+        self.fp8_format = str(self.fp8_format).upper()  # pyright: ignore[reportAttributeAccessIssue]
+        self.amax_compute_algo = str(self.amax_compute_algo).lower()  # pyright: ignore[reportAttributeAccessIssue]
         for name, wanted in {
             "fp8_format": ("HYBRID", "E4M3", "E5M2"),
             "amax_compute_algo": ("max", "most_recent"),

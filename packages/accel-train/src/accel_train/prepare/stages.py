@@ -13,7 +13,7 @@ from accel_ops.modules import extract_model_from_parallel, has_compiled_regions,
 from accel_plugins import sharding
 from accel_plugins.deepspeed.dummy import DummyOptim, DummyScheduler
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from accel_plugins.recipe import check_converted
+from accel_plugins.recipe import check_converted, parameter_ids
 from accel_plugins.strategy import Feature
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.labels import DynamoBackend
@@ -52,7 +52,7 @@ class Converter:
         if self.recipe.initialize is not None:
             bundle = self.recipe.initialize(bundle)
         if bundle.models:
-            before = {id(one): name for model in bundle.models for name, one in model.named_parameters()}
+            before = parameter_ids(bundle.models)
             replaced = self.recipe.convert(bundle, self._runtime, mesh)
             check_converted(self.recipe, before, bundle, replaced)
             for old, new in replaced.items():
