@@ -50,6 +50,18 @@ def test_a_configuration_passes(config: str, tmp_path: Path) -> None:
     assert said[2] == ("bf16 trains" if config == "bf16" else "")
 
 
+@pytest.mark.parametrize("features", [32, 8])
+@distributed(world_size=2)
+def test_layers_are_converted_to_fp8_or_the_check_fails(features: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checks, "_FEATURES", features)
+        session = checks.Session(accelerator=Accelerator(), precision="fp8", folder=tmp_path)
+        refused = pytest.raises(checks.DiffersError, match="no layer has been converted to fp8")
+        with nullcontext() if features == 32 else refused:
+            assert checks.mixed_precision(session) == "fp8 trains"
+
+
 @pytest.mark.parametrize("config", ["hsdp", "fsdp2_tp"])
 @distributed(world_size=4)
 def test_a_configuration_of_several_axes_passes(config: str, tmp_path: Path) -> None:

@@ -86,11 +86,11 @@ def test_advice_is_given_for_what_is_slow_or_unused(changes, speeds, part):
 
 
 def test_the_checks_are_launched_as_a_script_would_be():
-    options = Namespace(config_file="c.yaml", num_processes=2, mixed_precision=None, cpu=True)
+    options = Namespace(config_file="c.yaml", num_processes=2, mixed_precision=None, cpu=True, timeout=60)
     line = command.launch_line(options, Path("folder"))
     assert line == [
         sys.executable, "-m", "accel_cli", "launch", "--quiet", "--config_file", "c.yaml",
-        "--num_processes", "2", "--cpu", "-m", command.WORKER, "folder",
+        "--num_processes", "2", "--cpu", "-m", command.WORKER, "folder", "20.0",
     ]  # fmt: skip
 
 
@@ -105,9 +105,10 @@ def launched(monkeypatch):
     """Let what is launched leave given reports."""
 
     def prepare(*reports, code=0):
-        def launch(line):
+        def launch(line, limit):
+            assert limit == 300
             for one in reports:
-                (Path(line[-1]) / f"rank{one.rank}.json").write_text(json.dumps(asdict(one)))
+                (Path(line[-2]) / f"rank{one.rank}.json").write_text(json.dumps(asdict(one)))
             return code, "what it said\n"
 
         monkeypatch.setattr(command, "launch", launch)
@@ -115,7 +116,14 @@ def launched(monkeypatch):
     return prepare
 
 
-OPTIONS = {"html": None, "config_file": None, "num_processes": None, "mixed_precision": None, "cpu": True}
+OPTIONS = {
+    "html": None,
+    "config_file": None,
+    "num_processes": None,
+    "mixed_precision": None,
+    "cpu": True,
+    "timeout": 300,
+}
 FACTS = facts(**{"device type": "cpu", "accelerators": "", "strategy": "NO", "mixed precision": "no"})
 
 

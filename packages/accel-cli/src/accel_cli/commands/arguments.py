@@ -194,7 +194,7 @@ def selftest() -> Parser:
     """Build the parser of `accel test`."""
     made = Parser(
         "test",
-        "Check in less than two minutes whether this host trains correctly with a config: collectives, data"
+        "Check in a minute or two whether this host trains correctly with a config: collectives, data"
         " loading, equality with one process, mixed precision, checkpoints, and transfer speeds.",
     )
     add_config_file(made, "test")
@@ -204,6 +204,11 @@ def selftest() -> Parser:
     made.add_argument(
         "--mixed_precision", choices=_PRECISIONS, help=setting("precision.mixed_precision", text)
     )
+    text = (
+        "stop the processes after so many seconds; they wait for each other for a third of that (default:"
+        " %(default)s)"
+    )
+    _number(made, "--timeout", text, metavar="SECONDS", default=300)
     _switch(made, "--json", text="write the results as JSON")
     made.add_argument("--html", metavar="FILE", help="also write a report with charts; it opens offline")
     _switch(made, "--quiet", "-q", text="show only failures")

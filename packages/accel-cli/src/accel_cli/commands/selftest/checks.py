@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_ops.collect import broadcast, gather, gather_object, reduce
 from accel_ops.pad import pad_across_processes
+from accel_plugins.fp8.ao import has_ao_layers
+from accel_plugins.fp8.te import has_transformer_engine_layers
 from accel_state.accelerator_state import AcceleratorState
 from accel_train.accelerator import Accelerator
 
@@ -21,8 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-_STEPS, _ROWS = 4, 4  # rows: for each process and step
-_FEATURES, _HIDDEN = 8, 48
+# Rows are for each process and step. All sizes can be multiplied in FP8, for which 16 must divide them.
+_STEPS, _ROWS = 4, 16
+_FEATURES, _HIDDEN = 32, 64
 
 
 class DiffersError(AssertionError):
@@ -262,6 +265,9 @@ def _train(session: Session, *, precision: str) -> Trained:
     batch_size = loader.total_batch_size  # tensor-parallel ranks share batches
     losses = _epoch(accelerator, model, optimizer, loader)
     weights = accelerator.get_state_dict(model)
+    has_layers = {"AO": has_ao_layers, "TE": has_transformer_engine_layers}.get(accelerator.fp8_backend or "")
+    if precision == "fp8" and has_layers is not None and not has_layers(model):
+        raise DiffersError("no layer has been converted to fp8")
     accelerator.free_memory()
     return Trained(losses=losses, weights=weights, batch_size=batch_size)
 

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
     from argparse import Namespace
     from collections.abc import Sequence
 
-LIMIT = 115.0
-"""Seconds after which processes that have not come to an end are stopped."""
-
 WORKER = "accel_cli.commands.selftest.worker"
 
 
@@ -39,7 +36,7 @@ def run(options: Namespace) -> int:
         folder = Path(name)
         started = time.monotonic()
         with working("running the checks on every device"):
-            code, output = launch(launch_line(options, folder))
+            code, output = launch(launch_line(options, folder), options.timeout)
         reports = read_reports(folder)
         seconds = time.monotonic() - started
     if not reports:
@@ -88,11 +85,12 @@ def launch_line(options: Namespace, folder: Path) -> list[str]:
             flags += [f"--{name}", str(value)]
     if options.cpu:
         flags.append("--cpu")
-    return [sys.executable, "-m", "accel_cli", "launch", *flags, "-m", WORKER, str(folder)]
+    worker = [WORKER, str(folder), str(options.timeout / 3)]
+    return [sys.executable, "-m", "accel_cli", "launch", *flags, "-m", *worker]
 
 
-def launch(line: Sequence[str], limit: float = LIMIT) -> tuple[int, str]:
-    """Run a command line, for a limited time; return the exit code, and the output of both streams."""
+def launch(line: Sequence[str], limit: float) -> tuple[int, str]:
+    """Run a command line for at most `limit` seconds; return its exit code, and what it wrote."""
     with tempfile.TemporaryFile() as output:
         with subprocess.Popen(
             line, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT

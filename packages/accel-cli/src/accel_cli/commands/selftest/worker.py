@@ -19,13 +19,15 @@ from accel_plugins.kwargs.run import InitProcessGroupKwargs
 from accel_state.partial_state import PartialState
 from accel_train.accelerator import Accelerator
 
-TIMEOUT = timedelta(seconds=40)
-"""How long processes wait for each other."""
 
+def main(folder: Path, timeout: timedelta) -> int:
+    """Run all checks; write `rank<rank>.json` to a folder that all ranks of a node share.
 
-def main(folder: Path) -> int:
-    """Run all checks; write `rank<rank>.json` to a folder that all ranks of a node share."""
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
+    Args:
+        folder: The folder.
+        timeout: How long ranks wait for each other.
+    """
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=timeout)])
     session = Session(accelerator=accelerator, precision=str(accelerator.mixed_precision), folder=folder)
     report = Report(
         rank=accelerator.process_index,
@@ -90,4 +92,4 @@ def _write(folder: Path, report: Report) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), timedelta(seconds=float(sys.argv[2]))))
