@@ -10,6 +10,7 @@ import gc
 import os
 import threading
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,8 +32,8 @@ from accel_bigmodel import (
     remove_hook_from_submodules,
 )
 from accel_bigmodel.block_stream import StreamedBlocks
-from accel_bigmodel.host_to_device import HostToDevice, upload
-from accel_bigmodel.sources import SafetensorsSource
+from accel_bigmodel.host_to_device import SLOTS, HostToDevice, upload
+from accel_bigmodel.sources import SafetensorsSource, open_checkpoint
 from accel_bigmodel.stored_tensor import StoredTensor
 from accel_ops.weights.read import load_state_dict
 from accel_ops.weights.safetensors_file import SafetensorsFile
@@ -185,6 +186,78 @@ def test_a_third_block_waits_for_the_memory_of_the_first_while_the_device_lags_b
             del value
             blocks.release(str(number))
         assert len(addresses) == 2
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_block_that_finds_no_memory_waits_for_the_one_that_runs(schedule, dtype):
+    """Blocks of 4096 bytes, and 8192 more where they are cast; the memory is enough for one."""
+    weights = {f"{number}.w": torch.full((1024,), float(number)) for number in range(4)}
+    index = {name: {"dtype": "float64"} for name in weights} if dtype == torch.float64 else {}
+    with late_device(schedule, capacity=20_000 if index else 6000) as device:
+        loader = OffloadedWeightsLoader(state_dict=weights)
+        if index:
+            stored = loader.stored
+            loader.stored = lambda name: replace(stored(name), dtype=dtype)
+        blocks = StreamedBlocks(loader, {name[0]: [name] for name in weights}, device)
+        for number in [0, 1, 2, 3] * 2:
+            value = blocks.acquire(str(number))[f"{number}.w"]
+            blocks.prefetch(str((number + 1) % 4))
+            blocks._worker.submit(int).result()  # the next block has looked for memory
+            assert value.dtype == dtype
+            assert bool((value == number).all())
+            del value
+            blocks.release(str(number))
+
+
+@both
+def test_a_block_larger_than_the_device_is_out_of_memory_and_leaves_it_usable(schedule):
+    weights = {"large": torch.ones(1024), "small": torch.ones(4)}
+    with late_device(schedule, capacity=2048) as device:
+        blocks = StreamedBlocks(
+            OffloadedWeightsLoader(state_dict=weights), {name: [name] for name in weights}, device
+        )
+        with pytest.raises(torch.OutOfMemoryError):
+            blocks.acquire("large")
+        assert bool((blocks.acquire("small")["small"] == 1).all())
+        blocks.release("small")
+
+
+@both
+@pytest.mark.parametrize("capacity", [0, 4096, 6000])
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_a_model_streams_without_pinned_memory(tmp_path, schedule, capacity, kind, caplog):
+    model, x = Scaled(4, width=32).eval(), torch.randn(2, 32)  # blocks of 4608 bytes
+    expected = model(x)
+    with late_device(schedule, pinned_capacity=capacity), torch.no_grad():
+        if kind == "cpu":
+            cpu_offload(model, "cpu")
+        else:
+            disk_offload(model, tmp_path, "cpu")
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+    assert "could not be pinned" in caplog.text
+
+
+@both
+def test_workers_make_no_context_on_another_device(tmp_path, schedule):
+    weights = {f"{number}.w": torch.full((64,), float(number)) for number in range(3)}
+    save_file(weights, tmp_path / "m.safetensors")
+    on_disk = {
+        name: {"safetensors_file": str(tmp_path / "m.safetensors"), "dtype": "float32"} for name in weights
+    }
+    with late_device(schedule, devices=2) as device:
+        own = device.host.devices[1]
+        own.set_current()  # as a rank does
+        for loader in (OffloadedWeightsLoader(state_dict=weights), OffloadedWeightsLoader(index=on_disk)):
+            blocks = StreamedBlocks(loader, {name[0]: [name] for name in weights}, own)
+            for number in range(3):
+                assert (blocks.acquire(str(number))[f"{number}.w"] + 0).tolist() == [number] * 64
+                blocks.release(str(number))
+        source = SafetensorsSource(tmp_path / "m.safetensors")
+        for name, value in source.upload(list(weights), own.device).items():
+            assert torch.equal(value + 0, weights[name])
+        assert device.host.contexts == {1}
 
 
 @both
@@ -457,6 +530,60 @@ def test_an_upload_that_fails_leaves_no_copy_behind(tmp_path, schedule):
         other = device.empty(2000).fill_(7)
         device.synchronize()
         assert bool((other == 7).all())
+
+
+@both
+@pytest.mark.parametrize("capacity", [0, 256, 512])
+def test_an_upload_needs_no_pinned_memory(tmp_path, schedule, capacity, caplog):
+    tensors = {"a": torch.randn(500), "b": torch.randn(3, 5)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    file = SafetensorsFile(tmp_path / "m.safetensors")
+    with late_device(schedule, pinned_capacity=capacity) as device:
+        pipeline = HostToDevice(device, slot_bytes=256)
+        for _ in range(2):
+            for name, value in upload(file, list(tensors), pipeline).items():
+                assert torch.equal(value + 0, tensors[name])
+        assert device.host.pinned_peak == capacity
+    assert caplog.text.count("could not be pinned") == 1
+
+
+@both
+def test_a_reader_that_fails_lets_the_others_finish_first(tmp_path, schedule):
+    save_file({"a": torch.ones(64), "b": torch.ones(64)}, tmp_path / "m.safetensors")
+    failed = threading.Event()
+
+    class Damaged(SafetensorsFile):
+        def read_into(self, target, begin):
+            if begin == self.entries["a"].begin:
+                failed.set()
+                raise CheckpointError("a is damaged")
+            failed.wait()
+            super().read_into(target, begin)
+
+    file = Damaged(tmp_path / "m.safetensors")
+    with late_device(schedule) as device:
+        with pytest.raises(CheckpointError, match="a is damaged"):
+            upload(file, ["a", "b"], HostToDevice(device, slot_bytes=256, slots=2))
+        gc.collect()
+        other = device.empty(256).fill_(7)  # the memory to which b was copied
+        device.synchronize()
+        assert bool((other == 7).all())
+
+
+@both
+def test_all_files_of_a_load_share_one_pipeline(tmp_path, schedule):
+    tensors = {f"p{number}": torch.randn(256) for number in range(8)}  # 1024 bytes each
+    save_state_dict(tensors, tmp_path, max_shard_size=1024)
+    with late_device(schedule) as device:
+        sources = open_checkpoint(tmp_path)
+        assert len(sources) == 8
+        threads = threading.active_count()
+        for source in sources:
+            for name, value in source.upload(list(source.tensors), CPU).items():
+                assert torch.equal(value + 0, tensors[name])
+        assert len(device.streams) == 2  # the default one and that of the pipeline
+        assert device.host.pinned_peak == 1024  # one buffer, for one tensor per file
+        assert threading.active_count() <= threads + SLOTS
 
 
 def test_uploads_are_bounded_in_the_types_of_the_file(tmp_path, monkeypatch):

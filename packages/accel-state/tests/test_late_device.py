@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import queue
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -404,3 +407,181 @@ def test_a_wait_is_for_what_the_event_had_when_it_was_recorded():
         assert not device.races
         assert device.pending == 1
         device.synchronize()
+
+
+def test_a_device_has_only_its_capacity():
+    with late_device(capacity=64) as device:
+        held = device.empty(48)
+        with pytest.raises(torch.OutOfMemoryError, match=r"48 of 64 bytes of device 0 are in use: 32 more"):
+            device.empty(32)
+        del held
+        first = device.empty(32).view(torch.float32).fill_(1)
+        assert device.nbytes == 32
+        second = first + 1  # what operators give takes memory, too
+        assert device.nbytes == 64
+        with pytest.raises(torch.OutOfMemoryError):
+            second + 1
+        del first
+        assert torch.equal(second + 1, torch.full((8,), 3.0))
+
+
+def test_only_so_much_host_memory_can_be_pinned():
+    with late_device(pinned_capacity=100) as device:
+        held = device.pinned(60)
+        with pytest.raises(RuntimeError, match="120 bytes would be pinned, 100 can be"):
+            device.pinned(60)
+        del held
+        device.pinned(100)
+        assert device.host.pinned_peak == 100
+
+
+@both
+def test_a_copy_from_pageable_memory_is_done_when_it_returns(schedule):
+    values = VALUES.clone()
+    with late_device(schedule) as device:
+        target, side = device_buffer(device), device.new_stream()
+        side.wait_stream(device.current_stream())
+        with device.on(side):
+            device.copy_pageable_(target, values)
+        values.fill_(0)
+        assert torch.equal(target + 0, VALUES)
+        device.record_stream(target, side)
+
+
+def test_every_device_has_streams_and_memory_of_its_own():
+    with late_device(devices=2, capacity=32) as device:
+        other = device_streams(torch.device("cpu", 1))
+        assert [device.index, other.index] == [0, 1]
+        assert device_streams(CPU) is device
+        here, there = device_buffer(device).fill_(1), device_buffer(other).fill_(2)
+        with pytest.raises(RuntimeError, match=r"aten::add has tensors on devices \[0, 1\]"):
+            here + there
+        assert device.nbytes == other.nbytes == 16
+        side = other.new_stream()
+        with device.on(side):
+            assert device_streams(CPU) is other  # a stream's context makes its device the current one
+            assert other.current_stream() is side
+        assert device_streams(CPU) is device
+        assert other.current_stream() is other.streams[0]
+
+
+def test_streams_of_two_devices_are_ordered_by_events_alone():
+    for waits in (True, False):
+        with late_device(devices=2) as device:
+            other = device.host.devices[1]
+            target = device_buffer(other)
+            with other.on(side := other.new_stream()):
+                side.wait_stream(other.streams[0])
+                other.copy_(target, host_buffer(device))
+            if waits:
+                other.current_stream().wait_stream(side)
+            found = target * 2  # on the second device, where its operand is
+            assert torch.equal(found, VALUES * 2) is waits
+            assert len(found_by(device)) == (not waits)
+            other.record_stream(target, side)
+
+
+def test_leaving_a_stream_makes_a_context_on_the_device_of_before():
+    with late_device(devices=2) as device:
+        other = device.host.devices[1]
+        other.set_current()
+        with other.on(other.new_stream()):
+            pass
+        assert device.host.contexts == {1}
+
+        def work():
+            with other.on(other.new_stream()):
+                pass
+
+        thread = threading.Thread(target=work)  # begins on the first device
+        thread.start()
+        thread.join()
+        assert device.host.contexts == {0, 1}
+
+
+def test_a_stream_is_no_context_for_two():
+    with late_device() as device:
+        side = device.new_stream()
+        with side:
+            assert device.current_stream() is side
+            with pytest.raises(RuntimeError, match="the context of stream 2 is entered already"), side:
+                pass
+        with device.on(side), device.on(side):
+            assert device.current_stream() is side
+        assert device.current_stream() is device.streams[0]
+
+
+def copy_in_a_thread(device, target, start):
+    """Copy to a target on a new stream, in another thread; return the stream."""
+    side = device.new_stream()
+    side.wait_stream(device.current_stream())
+    device.record_stream(target, side)
+
+    def work():
+        with device.on(side):
+            device.copy_(target, host_buffer(device))
+
+    start(work)
+    return side
+
+
+def by_a_thread(work):
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def by_a_future(work):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+
+
+def by_a_queue(work):
+    results = queue.Queue()
+    thread = threading.Thread(target=lambda: results.put(work()))
+    thread.start()
+    results.get()
+
+
+def by_an_event(work):
+    done = threading.Event()
+    thread = threading.Thread(target=lambda: (work(), done.set()))
+    thread.start()
+    done.wait()
+
+
+def by_nothing(work):
+    """Wait by means that order nothing: what a thread has done may just not have happened yet."""
+    done = []
+    threading.Thread(target=lambda: (work(), done.append(None))).start()
+    while not done:
+        time.sleep(0.001)
+
+
+@both
+@pytest.mark.parametrize("start", [by_a_thread, by_a_future, by_a_queue, by_an_event, by_nothing])
+def test_a_wait_covers_what_another_thread_has_handed_over(schedule, start):
+    with late_device(schedule) as device:
+        target = device_buffer(device)
+        side = copy_in_a_thread(device, target, start)
+        device.current_stream().wait_stream(side)
+        assert torch.equal(target + 0, VALUES)
+        assert bool(found_by(device)) is (start is by_nothing)
+
+
+def test_memory_that_another_thread_still_gives_to_a_stream_is_not_freed_in_silence():
+    with late_device() as device:
+        target, side = device_buffer(device), device.new_stream()
+        side.wait_stream(device.current_stream())
+
+        def work(target=target):
+            with device.on(side):
+                device.copy_(target, host_buffer(device))
+
+        by_nothing(work)
+        device.current_stream().wait_stream(side)
+        del target, work
+        gc.collect()
+        device.empty(0)
+        (race,) = found_by(device)
+    assert "without record_stream" in race.second

@@ -3,6 +3,7 @@
 A block's tensors lie in one flat buffer, which belongs to the copy stream and lives as long as somebody uses
 it: until the block is released, or longer where autograd or an output holds a part of it. The copy of a block
 waits until the computation has reached the end of the one before the present one: two are on the device.
+Where the device has memory for one alone, the copy waits until the present block has run.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from accel_bigmodel.host_memory import available_host_memory
-from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, Span
+from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, Span, power_of_two
+from accel_state.streams import pinned_if_possible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -97,14 +101,17 @@ class StreamedBlocks:
     ) -> None:
         self._streams = streams
         self._lock = threading.RLock()
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="accel-prefetch")
+        self._worker = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="accel-prefetch", initializer=streams.set_current
+        )
         self._on_device: dict[str, dict[str, Tensor]] = {}
         self._units = self._make_units(weights, blocks)
         self._prefetched: list[_Unit] = []
         self._released: list[Event] = []
         self._all = list(dict.fromkeys(unit for units in self._units.values() for unit in units))
         largest = max((stored.nbytes for unit in self._all for _, stored, _ in unit.tensors), default=0)
-        self._pipeline = HostToDevice(streams, slot_bytes=min(SLOT_BYTES, max(_ALIGNMENT, largest)))
+        slot_bytes = min(SLOT_BYTES, power_of_two(max(_ALIGNMENT, largest)))
+        self._pipeline = HostToDevice(streams, slot_bytes=slot_bytes)
         self._pin(weights)
 
     def acquire(self, block: str) -> Mapping[str, Tensor]:
@@ -157,7 +164,12 @@ class StreamedBlocks:
         return unit.transfer
 
     def _receive(self, unit: _Unit) -> dict[str, Tensor]:
-        buffer, ready = self._start(unit).result()
+        try:
+            buffer, ready = self._start(unit).result()
+        except torch.OutOfMemoryError:
+            # It was prefetched beside a block that is released by now: copy it when that one has run.
+            unit.transfer = None
+            buffer, ready = self._start(unit).result()
         current = self._streams.current_stream()
         current.wait_event(ready)
         if unit.values is None:
@@ -205,17 +217,20 @@ class StreamedBlocks:
     def _pin(self, weights: OffloadedWeightsLoader) -> None:
         """Keep blocks that are in memory anyway in pinned memory instead, as far as the budget goes."""
         budget = int(available_host_memory() * _PINNED_SHARE)
-        smallest = min(_PINNED_CHUNK, _power_of_two(sum(unit.nbytes for unit in self._all)))
+        smallest = min(_PINNED_CHUNK, power_of_two(sum(unit.nbytes for unit in self._all)))
         chunk, used = None, 0
+        weights.state_dict = state = dict(weights.state_dict)
         for unit in self._all:
             names = {name for held, _, _ in unit.tensors for name in held}
             if not unit.nbytes or not names <= weights.state_dict.keys():
                 continue
             if chunk is None or used + unit.nbytes > chunk.numel():
-                size = max(smallest, _power_of_two(unit.nbytes))
+                size = max(smallest, power_of_two(unit.nbytes))
                 if size > budget:
                     continue
-                chunk, used, budget = self._streams.pinned(size), 0, budget - size
+                chunk, used, budget = pinned_if_possible(self._streams, size), 0, budget - size
+                if chunk is None:
+                    break
             unit.pinned = chunk[used : used + unit.nbytes]
             used += unit.nbytes
             for index, (names, stored, begin) in enumerate(unit.tensors):
@@ -223,12 +238,7 @@ class StreamedBlocks:
                 view.copy_(stored.memory)
                 # The first copies go as soon as nobody else has them.
                 unit.tensors[index] = (names, replace(stored, memory=view), begin)
-                weights.state_dict = {**weights.state_dict, **dict.fromkeys(names, view)}
-
-
-def _power_of_two(nbytes: int) -> int:
-    """Round up, as torch does when it pins memory."""
-    return 1 << max(0, nbytes - 1).bit_length()
+                state.update(dict.fromkeys(names, view))
 
 
 def _transfer(pipeline: HostToDevice, unit: _Unit, after: Sequence[Event]) -> tuple[Tensor, Event]:

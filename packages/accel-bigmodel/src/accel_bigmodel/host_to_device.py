@@ -6,9 +6,13 @@ a mapping is several times slower (https://github.com/huggingface/safetensors/pu
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+import torch
+
+from accel_state.streams import pinned_if_possible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +40,8 @@ class Span:
 class HostToDevice:
     """Copies spans to a device, in the order of one copy stream.
 
-    Each of the `slots` staging buffers, of `slot_bytes`, has a reader of its own.
+    Each of the `slots` staging buffers, of `slot_bytes`, has a reader of its own. Where host memory cannot be
+    pinned there are fewer, or one that is not pinned.
     """
 
     def __init__(self, streams: DeviceStreams, *, slot_bytes: int = SLOT_BYTES, slots: int = SLOTS) -> None:
@@ -44,8 +49,10 @@ class HostToDevice:
         self.stream = streams.new_stream()
         self._slot_bytes = slot_bytes
         self._count = slots
-        self._ring: list[tuple[Tensor, Event]] = []
-        self._readers = ThreadPoolExecutor(max_workers=slots, thread_name_prefix="accel-read")
+        self._ring: list[_Slot] = []
+        self._readers = ThreadPoolExecutor(
+            max_workers=slots, thread_name_prefix="accel-read", initializer=streams.set_current
+        )
 
     def copy(self, spans: Sequence[Span]) -> None:
         """Issue the copies of spans. Returns when all are issued; they are done when the stream is.
@@ -53,13 +60,17 @@ class HostToDevice:
         One call at a time.
 
         Raises:
-            CheckpointError: A file ends too early. Copies of other spans may have been issued.
+            CheckpointError: A file ends too early. Copies of other spans were issued; none will be any more.
         """
         staged = [part for span in spans for part in self._split(span)]
-        needed = min(self._count, len(staged))
-        while len(self._ring) < needed:
-            self._ring.append((self.streams.pinned(self._slot_bytes), self.streams.new_event()))
-        list(self._readers.map(self._stage, range(needed), [staged[i::needed] for i in range(needed)]))
+        ring = self._slots(len(staged))
+        readers = [
+            self._readers.submit(self._stage, slot, staged[index :: len(ring)])
+            for index, slot in enumerate(ring)
+        ]
+        wait(readers)  # also where one fails: the caller takes back the memory to which the others copy
+        for reader in readers:
+            reader.result()
 
     def copy_pinned(self, source: Tensor, target: Tensor) -> None:
         """Issue the copy of pinned memory."""
@@ -73,15 +84,41 @@ class HostToDevice:
             for start in range(0, span.target.numel(), step)
         ]
 
-    def _stage(self, slot: int, spans: Sequence[Span]) -> None:
-        buffer, copied = self._ring[slot]
+    def _slots(self, count: int) -> list[_Slot]:
+        """Return as many slots as there are spans, at most."""
+        while len(self._ring) < min(count, self._count):
+            pinned = pinned_if_possible(self.streams, self._slot_bytes)
+            if pinned is None:
+                self._count = max(1, len(self._ring))
+                if self._ring:
+                    break
+            buffer = torch.empty(self._slot_bytes, dtype=torch.uint8) if pinned is None else pinned
+            self._ring.append(_Slot(buffer, pinned is not None, self.streams.new_event()))
+        return self._ring[:count]
+
+    def _stage(self, slot: _Slot, spans: Sequence[Span]) -> None:
+        copy = self.streams.copy_ if slot.is_pinned else self.streams.copy_pageable_
         for span in spans:
-            host = buffer[: span.target.numel()]
-            copied.synchronize()
+            host = slot.buffer[: span.target.numel()]
+            slot.copied.synchronize()
             span.source.read_into(host, span.begin)
             with self.streams.on(self.stream):
-                self.streams.copy_(span.target, host)
-            copied.record(self.stream)
+                copy(span.target, host)
+            slot.copied.record(self.stream)
+
+
+def power_of_two(nbytes: int) -> int:
+    """Round up, as torch does when it pins memory."""
+    return 1 << max(0, nbytes - 1).bit_length()
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A staging buffer, and the event of the last copy from it."""
+
+    buffer: Tensor
+    is_pinned: bool
+    copied: Event
 
 
 def upload(file: SafetensorsFile, names: Sequence[str], pipeline: HostToDevice) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import psutil
 
-from accel_bigmodel.host_to_device import HostToDevice, upload
+from accel_bigmodel.host_to_device import SLOT_BYTES, HostToDevice, power_of_two, upload
 from accel_ops.weights.names import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
@@ -66,17 +66,38 @@ class Source(Protocol):
         return {name: self.get(name).to(device) for name in names}
 
 
+class Pipelines:
+    """The pipelines of one load: one for each device, which all files share."""
+
+    def __init__(self) -> None:
+        self._largest = 1
+        self._made: dict[torch.device, HostToDevice | None] = {}
+
+    def fit(self, nbytes: int) -> None:
+        """Make staging buffers for tensors of a size; before any pipeline is made."""
+        self._largest = max(self._largest, nbytes)
+
+    def to(self, device: torch.device) -> HostToDevice | None:
+        """Return the pipeline to a device, or None for one without streams."""
+        if device not in self._made:
+            streams = device_streams(device)
+            size = min(SLOT_BYTES, power_of_two(self._largest))
+            self._made[device] = None if streams is None else HostToDevice(streams, slot_bytes=size)
+        return self._made[device]
+
+
 class SafetensorsSource(Source):
     """A safetensors file: mapped; read in large pieces where mapping is slow, on a network file system."""
 
     in_place = True
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, pipelines: Pipelines | None = None) -> None:
         self.path = path
         self.file = SafetensorsFile(path)
         self.tensors = {name: (entry.shape, entry.dtype) for name, entry in self.file.entries.items()}
         self.mapped = not is_network(path)
-        self._pipelines: dict[torch.device, HostToDevice | None] = {}
+        self._pipelines = Pipelines() if pipelines is None else pipelines
+        self._pipelines.fit(max((entry.nbytes for entry in self.file.entries.values()), default=0))
 
     def get(self, name: str) -> Tensor:
         """Return one tensor: a view of the mapping, or of memory that it was read into."""
@@ -84,10 +105,7 @@ class SafetensorsSource(Source):
 
     def upload(self, names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
         """Return tensors on an accelerator, through pinned buffers where it has streams."""
-        if device not in self._pipelines:
-            streams = device_streams(device)
-            self._pipelines[device] = None if streams is None else HostToDevice(streams)
-        pipeline = self._pipelines[device]
+        pipeline = self._pipelines.to(device)
         if pipeline is None:
             return {name: self.file.read(name).to(device) for name in names}
         return upload(self.file, names, pipeline)
@@ -129,8 +147,10 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
         FileNotFoundError: Nothing is there, and it is no id of a model either.
     """
     files = find_checkpoint_files(local_checkpoint(checkpoint)).files
+    pipelines = Pipelines()
     return [
-        SafetensorsSource(path) if path.suffix == SAFETENSORS_SUFFIX else BinSource(path) for path in files
+        SafetensorsSource(path, pipelines) if path.suffix == SAFETENSORS_SUFFIX else BinSource(path)
+        for path in files
     ]
 
 

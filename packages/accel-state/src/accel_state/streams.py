@@ -6,6 +6,7 @@ that does not, such as the CPU. Tests run on the late device of `accel_state.tes
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,10 +15,12 @@ import torch
 from accel_state.devices.kinds import own_runtime_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Mapping
     from contextlib import AbstractContextManager
 
     from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -60,6 +63,13 @@ class DeviceStreams(Protocol):
         """The device, with its index."""
         ...
 
+    def set_current(self) -> None:
+        """Make the device this thread's current one: first of all in a thread that uses it.
+
+        A thread begins on device 0, and the end of an `on` within it would make a context there.
+        """
+        ...
+
     def new_stream(self) -> Stream:
         """Create a stream."""
         ...
@@ -69,7 +79,7 @@ class DeviceStreams(Protocol):
         ...
 
     def on(self, stream: Stream) -> AbstractContextManager[Any]:
-        """Send this thread's operators to `stream` within the block."""
+        """Send this thread's operators to `stream`, and make its device current, within the block."""
         ...
 
     def new_event(self) -> Event:
@@ -89,11 +99,18 @@ class DeviceStreams(Protocol):
 
         Once freed, it is reused only after the copies from and to it that streams have by then. Who writes or
         reads it on the host waits for them with an event.
+
+        Raises:
+            RuntimeError: The system lets this process pin no more; see `pinned_if_possible`.
         """
         ...
 
     def copy_(self, target: Tensor, source: Tensor) -> None:
         """Copy between pinned host memory and the device, on the current stream, without waiting."""
+        ...
+
+    def copy_pageable_(self, target: Tensor, source: Tensor) -> None:
+        """Copy between host memory that is not pinned and the device, on the current stream, and wait."""
         ...
 
     def record_stream(self, tensor: Tensor, stream: Stream) -> None:
@@ -106,24 +123,34 @@ class DeviceStreams(Protocol):
 
 
 class _TorchStreams:
-    """The `DeviceStreams` of a real accelerator, through torch's device-independent API."""
+    """The `DeviceStreams` of a real accelerator, through the module of torch for its type.
 
-    def __init__(self, device: torch.device) -> None:
+    Not through torch's device-independent classes: the host spins on their events, whatever their options
+    (https://github.com/pytorch/pytorch/issues/189017), and until torch 2.10 their streams are contexts that
+    one thread at a time may enter.
+    """
+
+    def __init__(self, device: torch.device, event_options: Mapping[str, Any]) -> None:
+        self._module: Any = torch.get_device_module(device)
         if device.index is None:
-            device = torch.device(device.type, torch.accelerator.current_device_index())
+            device = torch.device(device.type, self._module.current_device())
+        self._event_options = event_options
         self.device = device
 
+    def set_current(self) -> None:
+        self._module.set_device(self.device)
+
     def new_stream(self) -> Any:
-        return torch.Stream(self.device)
+        return self._module.Stream(self.device)
 
     def current_stream(self) -> Any:
-        return torch.accelerator.current_stream(self.device)
+        return self._module.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return stream  # it also makes its device current
+        return self._module.stream(stream)  # it also makes its device current
 
     def new_event(self) -> Any:
-        return torch.Event(self.device, blocking=True)
+        return self._module.Event(**self._event_options)
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -134,15 +161,18 @@ class _TorchStreams:
     def copy_(self, target: Tensor, source: Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
+    def copy_pageable_(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
     def synchronize(self) -> None:
-        torch.accelerator.synchronize(self.device)
+        self._module.synchronize(self.device)
 
 
-_ASYNCHRONOUS = ("cuda", "xpu")
-"""Device types whose copies overlap with computation through streams of torch's device-independent API."""
+_EVENT_OPTIONS: dict[str, Mapping[str, Any]] = {"cuda": {"blocking": True}, "xpu": {}}
+"""The types of devices whose copies overlap with computation, and what makes their events block, not spin."""
 
 replaced_streams: dict[str, Callable[[torch.device], DeviceStreams | None]] = {}
 """Streams that tests put in place of a device type's own; empty otherwise."""
@@ -154,7 +184,19 @@ def device_streams(device: torch.device) -> DeviceStreams | None:
     override = replaced_streams.get(kind)
     if override is not None:
         return override(device)
-    return _TorchStreams(device) if kind in _ASYNCHRONOUS else None
+    return _TorchStreams(device, _EVENT_OPTIONS[kind]) if kind in _EVENT_OPTIONS else None
+
+
+def pinned_if_possible(streams: DeviceStreams, nbytes: int) -> Tensor | None:
+    """Allocate a pinned host buffer; return None, and log why, where no more can be pinned.
+
+    WSL2 and containers limit what a process may pin. Without it copies are slower, and the host waits.
+    """
+    try:
+        return streams.pinned(nbytes)
+    except RuntimeError as error:
+        logger.warning("Host memory could not be pinned (%s): copies are slower.", str(error).splitlines()[0])
+        return None
 
 
 def synchronize(device: torch.device) -> None:

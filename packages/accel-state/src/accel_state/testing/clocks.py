@@ -1,28 +1,34 @@
 """Vector clocks: which accesses to a storage are ordered by events, and which race.
 
 The method is that of `torch.cuda._sanitizer`. Other than there, an access covers a range of bytes rather than
-a pointer, so that views count, and the host is one more actor.
+a pointer, so that views count, and every host thread is one more actor.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accel_state.testing.queues import LateStream
 
 Clock = dict[int, int]
 """For every actor how many of its accesses have happened."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Actor:
-    """A stream, or the host.
+    """A host thread, or what a host thread gives to a stream.
 
     Args:
         number: Its key in clocks.
         name: What messages call it.
+        stream: The stream; None for a host thread.
     """
 
     number: int
     name: str
+    stream: LateStream | None = None
     clock: Clock = field(default_factory=dict[int, int])
 
     def join(self, clock: Clock) -> None:
@@ -106,6 +112,6 @@ class History:
         ]
         self.accesses.append(access)
 
-    def unseen_by(self, actor: Actor) -> list[Access]:
-        """Return the accesses that are not ordered before what an actor does next."""
-        return [access for access in self.accesses if not actor.has_seen(access)]
+    def not_in(self, clock: Clock) -> list[Access]:
+        """Return the accesses that a clock does not have."""
+        return [access for access in self.accesses if access.count > clock.get(access.actor.number, 0)]

@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_state.streams import override_streams
-from accel_state.testing.clocks import Access, Actor, Race
+from accel_state.testing.clocks import Access, Race
 from accel_state.testing.operators import OperatorMode, TransferMode
 from accel_state.testing.queues import Copy, LateEvent, LateStream, Schedule
 from accel_state.testing.storages import Kind, Pool, Storages, byte_range, user_line
+from accel_state.testing.threads import HostThreads
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from torch import Tensor
 
+    from accel_state.testing.clocks import Actor
     from accel_state.testing.storages import Block
+    from accel_state.testing.threads import HostThread
 
 
 class RaceError(AssertionError):
@@ -34,75 +37,158 @@ class RaceError(AssertionError):
         self.races = tuple(races)
 
 
+class LateHost:
+    """What the devices of one block share: host memory, host threads, and the races that were found.
+
+    Args:
+        schedule: When copies run.
+        capacity: Bytes of each device.
+        pinned_capacity: Bytes of host memory that can be pinned.
+        devices: How many devices there are.
+
+    Attributes:
+        contexts: The indices of the devices that some thread has made its current one, or allocated on.
+        pinned_peak: The most bytes that were pinned at a time.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule = "late",
+        *,
+        capacity: int | None = None,
+        pinned_capacity: int | None = None,
+        devices: int = 1,
+    ) -> None:
+        self.schedule: Schedule = schedule
+        self.capacity = capacity
+        self.pinned_capacity = pinned_capacity
+        self.lock = threading.RLock()
+        self.threads = HostThreads()
+        self.storages = Storages()
+        self.pool = Pool()
+        self.pending: list[Copy] = []
+        self.races: list[Race] = []
+        self.contexts: set[int] = set()
+        self.pinned_peak = 0
+        self.devices = tuple(LateDevice(self, index) for index in range(devices))
+
+    @property
+    def thread(self) -> HostThread:
+        """The host thread that asks."""
+        return self.threads.thread
+
+    def device(self, device: torch.device) -> LateDevice:
+        """Return a device; the current one of this thread, if it has no index."""
+        return self.devices[self.thread.device if device.index is None else device.index]
+
+
 class LateDevice:
     """The streams of a device that is as late as it may be. Use `late_device` to get one.
 
     Args:
-        schedule: When copies run.
+        host: What it shares with the other devices of the block.
+        index: Its index.
+
+    Attributes:
+        device: The device: the CPU, with an index if that is not 0.
+        streams: Its streams; the default stream is the first.
     """
 
-    def __init__(self, schedule: Schedule = "late") -> None:
-        self.device = torch.device("cpu")
-        self.schedule: Schedule = schedule
-        self.lock = threading.RLock()
-        self.races: list[Race] = []
-        self.host = Actor(0, "the host")
-        self._streams: list[LateStream] = []
+    def __init__(self, host: LateHost, index: int) -> None:
+        self.host = host
+        self.index = index
+        self.device = torch.device("cpu", index) if index else torch.device("cpu")
+        self.streams: list[LateStream] = []
         self._default = self.new_stream()
-        self._thread = threading.local()
-        self._storages = Storages()
-        self._pool = Pool()
-        self._pending: list[Copy] = []
+
+    @property
+    def schedule(self) -> Schedule:
+        """When copies run."""
+        return self.host.schedule
+
+    @property
+    def races(self) -> list[Race]:
+        """What was found so far, on whatever device."""
+        return self.host.races
 
     @property
     def pending(self) -> int:
         """How many copies were issued and have not run."""
-        return len(self._pending)
+        return len(self.host.pending)
 
     @property
     def is_inside(self) -> bool:
         """Whether this thread is in the device's own code."""
-        return getattr(self._thread, "inside", False)
+        return self.host.thread.inside
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes in use, without what is freed and only waits for `record_stream`, as a device would."""
+        with self.own_code():
+            return self.host.storages.nbytes(Kind.DEVICE, self)
 
     def new_stream(self) -> LateStream:
         """Create a stream."""
-        number = len(self._streams) + 1
-        self._streams.append(
-            LateStream(self, number, "the default stream" if number == 1 else f"stream {number}")
-        )
-        return self._streams[-1]
+        number = len(self.streams) + 1
+        name = "the default stream" if number == 1 else f"stream {number}"
+        self.streams.append(LateStream(self, f"{name} of device {self.index}" if self.index else name))
+        return self.streams[-1]
 
     def current_stream(self) -> LateStream:
         """Return the stream to which this thread's operators go."""
-        return getattr(self._thread, "stream", self._default)
+        return self.host.thread.streams.get(self.index, self._default)
+
+    def set_current(self) -> None:
+        """Make the device this thread's current one, which makes a context on it."""
+        self.host.thread.device = self.index
+        self.host.contexts.add(self.index)
 
     @contextmanager
     def on(self, stream: Any) -> Generator[None]:
-        """Send this thread's operators to a stream within the block."""
-        before = self.current_stream()
-        self._thread.stream = stream
+        """Send this thread's operators to a stream, and make its device current, within the block."""
+        thread = self.host.thread
+        before, former = stream.device.current_stream(), self.host.devices[thread.device]
+        if former is not stream.device:
+            stream.device.set_current()
+        thread.streams[stream.device.index] = stream
         try:
             yield
         finally:
-            self._thread.stream = before
+            thread.streams[stream.device.index] = before
+            if former is not stream.device:
+                former.set_current()
 
     def new_event(self) -> LateEvent:
         """Create an event."""
         return LateEvent(self)
 
     def empty(self, nbytes: int) -> Tensor:
-        """Hand out poisoned memory, if possible that which the current stream freed last."""
+        """Hand out poisoned memory, if possible that which the current stream freed last.
+
+        Raises:
+            torch.OutOfMemoryError: The capacity is less than all that is in use would take.
+        """
         with self.own_code():
             stream = self.current_stream()
-            tensor, block = self._allocate(nbytes, Kind.DEVICE, stream.actor)
+            self._require(nbytes)
+            self.host.contexts.add(self.index)
+            tensor, block = self._allocate(nbytes, Kind.DEVICE, stream)
             self._access(self._begin(stream), tensor, "the allocation", block.where, writes=True)
             stream.submit(block.poison)
             return tensor
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Hand out a poisoned host buffer."""
+        """Hand out a poisoned host buffer.
+
+        Raises:
+            RuntimeError: No more can be pinned.
+        """
         with self.own_code():
-            tensor, block = self._allocate(nbytes, Kind.PINNED, self.host)
+            total, limit = self.host.storages.nbytes(Kind.PINNED) + nbytes, self.host.pinned_capacity
+            if limit is not None and total > limit:
+                raise RuntimeError(f"{total} bytes would be pinned, {limit} can be")
+            self.host.pinned_peak = max(self.host.pinned_peak, total)
+            tensor, block = self._allocate(nbytes, Kind.PINNED, None)
             block.poison()
             return tensor
 
@@ -113,7 +199,7 @@ class LateDevice:
             ValueError: Not exactly one of the two is pinned memory.
         """
         with self.own_code():
-            kinds = [self._storages.kind(tensor) for tensor in (target, source)]
+            kinds = [self.host.storages.kind(tensor) for tensor in (target, source)]
             if kinds.count(Kind.PINNED) != 1:
                 raise ValueError(
                     f"a copy from {kinds[1].name.lower()} to {kinds[0].name.lower()} memory at "
@@ -122,16 +208,22 @@ class LateDevice:
                 )
             self._copy(target, source)
 
+    def copy_pageable_(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the current stream, and wait for it."""
+        with self.own_code():
+            self._copy(target, source)
+        self.current_stream().synchronize()
+
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         """Keep a freed tensor's memory until the work is done that `stream` has by then."""
         with self.own_code():
-            block = self._storages.find(tensor).block
+            block = self.host.storages.find(tensor).block
             if block is not None:
                 block.recorded.append(stream)
 
     def synchronize(self) -> None:
         """Run everything that all streams have."""
-        for stream in list(self._streams):
+        for stream in list(self.streams):
             stream.synchronize()
 
     @contextmanager
@@ -157,7 +249,7 @@ class LateDevice:
 
     def is_pinned(self, tensor: Tensor) -> bool:
         """What `tensor.is_pinned()` says."""
-        return tensor.layout is torch.strided and self._storages.kind(tensor) is Kind.PINNED
+        return tensor.layout is torch.strided and self.host.storages.kind(tensor) is Kind.PINNED
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Do what `tensor.pin_memory()` does."""
@@ -175,7 +267,7 @@ class LateDevice:
         """Whether a plain `target.copy_(source)` is a copy between pinned memory and known device memory."""
         if source.layout is not torch.strided or target.layout is not torch.strided:
             return False
-        kinds = {self._storages.kind(tensor) for tensor in (target, source)}
+        kinds = {self.host.storages.kind(tensor) for tensor in (target, source)}
         return kinds == {Kind.PINNED, Kind.DEVICE}
 
     def plain_copy(self, target: Tensor, source: Tensor, *, blocking: bool) -> None:
@@ -189,13 +281,20 @@ class LateDevice:
         """Register an operator's accesses.
 
         Returns:
-            The stream's actor for an operator on device memory, the host's for one on pinned memory alone;
-            None for one whose tensors could be in either.
+            What gives it to its stream for an operator on device memory, the host thread for one on pinned
+            memory alone; None for one whose tensors could be in either.
+
+        Raises:
+            RuntimeError: Its tensors are on different devices.
         """
         with self.own_code():
             touched = [*((tensor, False) for tensor in reads), *((tensor, True) for tensor in writes)]
-            kinds = {self._storages.kind(tensor) for tensor, _ in touched}
-            stream = self.current_stream()
+            known = [self.host.storages.find(tensor) for tensor, _ in touched]
+            kinds = {tracked.kind for tracked in known}
+            devices = {tracked.device.index for tracked in known if tracked.device is not None}
+            if len(devices) > 1 and name != "aten::copy_":
+                raise RuntimeError(f"{name} has tensors on devices {sorted(devices)} at {user_line()}")
+            stream = self.host.devices[min(devices, default=self.host.thread.device)].current_stream()
             if Kind.DEVICE in kinds:
                 stream.run()
             on_host = Kind.PINNED in kinds and Kind.DEVICE not in kinds
@@ -208,48 +307,62 @@ class LateDevice:
     def after_operator(
         self, name: str, outputs: Iterable[Tensor], actor: Actor | None, *, waits: bool
     ) -> None:
-        """Register an operator's results; they are where its inputs are, and `waits` if the host has them."""
+        """Register an operator's results; they are where its inputs are, and `waits` if the host has them.
+
+        Raises:
+            torch.OutOfMemoryError: The capacity is less than all that is in use would take.
+        """
         with self.own_code():
-            stream = self.current_stream()
-            if actor is self.host:
+            stream = self.current_stream() if actor is None else actor.stream
+            if stream is None:  # of pinned memory alone
                 return
             where = user_line()
             for tensor in outputs:
-                if actor is not None:
-                    self._storages.find(tensor).kind = Kind.DEVICE
-                self._access(stream.actor, tensor, name, where, writes=True)
+                tracked = self.host.storages.find(tensor)
+                if actor is not None and tracked.kind is not Kind.DEVICE:
+                    stream.device._require(tracked.nbytes)
+                    tracked.kind, tracked.device = Kind.DEVICE, stream.device
+                self._access(self.host.thread.at(stream), tensor, name, where, writes=True)
             if actor is not None and waits:
                 stream.synchronize()
 
     @contextmanager
     def own_code(self) -> Generator[None]:
         """Hold the lock, hide operators from `watch`, and notice what was freed."""
-        with self.lock:
-            before = self.is_inside
-            self._thread.inside = True
+        with self.host.lock:
+            thread = self.host.thread
+            before = thread.inside
+            thread.inside = True
             try:
                 if not before:
-                    for block in self._pool.freed():
+                    for block in self.host.pool.freed():
                         self._free(block)
                 yield
             finally:
-                self._thread.inside = before
+                thread.inside = before
+
+    def _require(self, nbytes: int) -> None:
+        """Make sure that as many bytes fit beside those in use."""
+        capacity, used = self.host.capacity, self.host.storages.nbytes(Kind.DEVICE, self)
+        if capacity is not None and used + nbytes > capacity:
+            raise torch.OutOfMemoryError(
+                f"{used} of {capacity} bytes of device {self.index} are in use: {nbytes} more do not fit"
+            )
 
     def _begin(self, stream: LateStream | None) -> Actor:
-        """Count one more piece of work of a stream, issued by the host; or of the host itself."""
-        actor = self.host if stream is None else stream.actor
-        actor.join(self.host.clock)
+        """Count one more piece of work that this thread gives to a stream, or does itself."""
+        actor = self.host.thread.actor if stream is None else self.host.thread.at(stream)
         actor.clock[actor.number] = actor.clock.get(actor.number, 0) + 1
         return actor
 
     def _access(self, actor: Actor, tensor: Tensor, what: str, where: str, *, writes: bool) -> None:
-        tracked = self._storages.find(tensor)
+        tracked = self.host.storages.find(tensor)
         start, end = byte_range(tensor)
-        if start == end or (actor is self.host and tracked.kind is Kind.UNKNOWN):
+        if start == end or (actor.stream is None and tracked.kind is Kind.UNKNOWN):
             return
         access = Access(actor, actor.clock.get(actor.number, 0), writes, start, end, what, where)
         if tracked.kind is not Kind.UNKNOWN:
-            self.races += tracked.history.conflicts(access)
+            self.races.extend(tracked.history.conflicts(access))
         tracked.history.add(access)
 
     def _copy(self, target: Tensor, source: Tensor) -> None:
@@ -257,63 +370,65 @@ class LateDevice:
         where = user_line()
         actor = self._begin(stream)
         for tensor, writes in ((source, False), (target, True)):
-            tracked = self._storages.find(tensor)
+            tracked = self.host.storages.find(tensor)
             if tracked.kind is Kind.UNKNOWN:
-                tracked.kind = Kind.DEVICE
+                tracked.kind, tracked.device = Kind.DEVICE, self
             self._access(actor, tensor, "a copy", where, writes=writes)
         copy = Copy(self._alias(target), self._alias(source), where)
-        if not any(other.overlaps(copy) for other in self._pending):
+        if not any(other.overlaps(copy) for other in self.host.pending):
             copy.expected = copy.source.clone()
-            if self._storages.kind(target) is Kind.PINNED:
+            if self.host.storages.kind(target) is Kind.PINNED:
                 copy.poison_target()
-        self._pending.append(copy)
+        self.host.pending.append(copy)
 
         def run() -> None:
-            self._pending.remove(copy)
-            self.races += copy.run()
+            self.host.pending.remove(copy)
+            self.races.extend(copy.run())
 
         stream.submit(run)
 
     def _alias(self, tensor: Tensor) -> Tensor:
         """See a tensor's memory without keeping it from being freed, if it is the device's own."""
-        block = self._storages.find(tensor).block
+        block = self.host.storages.find(tensor).block
         storage = (tensor if block is None else block.tensor()).untyped_storage()
         alias = torch.empty(0, dtype=tensor.dtype)
         return alias.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())
 
-    def _allocate(self, nbytes: int, kind: Kind, owner: Actor) -> tuple[Tensor, Block]:
-        block, tensor = self._pool.take(nbytes, owner)
+    def _allocate(self, nbytes: int, kind: Kind, owner: LateStream | None) -> tuple[Tensor, Block]:
+        block, tensor = self.host.pool.take(nbytes, owner)
         block.where = user_line()
-        tracked = self._storages.find(tensor)
-        tracked.kind, tracked.block, tracked.history = kind, block, block.history
+        tracked = self.host.storages.find(tensor)
+        tracked.kind, tracked.device = kind, None if owner is None else self
+        tracked.nbytes, tracked.block, tracked.history = nbytes, block, block.history
         return tensor, block
 
     def _free(self, block: Block) -> None:
         """Give a block back to its pool; find the streams that may still use it."""
-        users = {access.actor.number: access for access in block.history.unseen_by(block.owner)}
-        users.pop(block.owner.number, None)
-        streams = [stream for stream in self._streams if stream.actor.number in users]
-        if block.owner is not self.host:
+        owner = block.owner
+        later = block.history.not_in(self.host.threads.clock_of(owner))
+        users = {access.actor.stream: access for access in later}
+        users.pop(None, None)
+        streams = [stream for stream in users if stream is not None]
+        if owner is not None:
             freed = (
-                f"the end of the last use of memory of {block.owner.name}, without record_stream\n"
+                f"the end of the last use of memory of {owner.name}, without record_stream\n"
                 f"    allocated at {block.where}"
             )
-            self.races += [
-                Race(str(users[stream.actor.number]), freed)
-                for stream in streams
-                if stream not in block.recorded
-            ]
+            self.races.extend(
+                Race(str(users[stream]), freed) for stream in streams if stream not in block.recorded
+            )
             streams = block.recorded
         block.until = [stream.reaches_end() for stream in streams]
-        if not block.until and block.owner is not self.host:
-            self._streams[block.owner.number - 1].submit(block.poison)
-        self._pool.free_block(block)
+        if not block.until and owner is not None:
+            owner.submit(block.poison)
+        self.host.pool.free_block(block)
 
     def finish(self) -> None:
         """Run what is pending, and `check`."""
-        for stream in self._streams:
-            with self.own_code():
-                stream.run()
+        for device in self.host.devices:
+            for stream in device.streams:
+                with self.own_code():
+                    stream.run()
         self.check()
 
 
@@ -324,18 +439,29 @@ def _like(flat: Tensor, tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def late_device(schedule: Schedule = "late") -> Generator[LateDevice]:
+def late_device(
+    schedule: Schedule = "late",
+    *,
+    capacity: int | None = None,
+    pinned_capacity: int | None = None,
+    devices: int = 1,
+) -> Generator[LateDevice]:
     """Make the CPU an asynchronous device that behaves as badly as the rules of streams allow.
 
     Within the block `device_streams(torch.device("cpu"))` is this device, and this thread's operators are
     watched. Memory is the device's if it comes from `empty`, was computed from such memory, or was copied to
-    or from pinned memory by `copy_`.
+    or from pinned memory by `copy_`. What host threads do is ordered if one of them hands over to the other,
+    by a lock (or a future, queue, event) that was made within the block, or by starting or joining a thread.
 
     Args:
         schedule: When copies run. Races are found with either; wrong values may need the right one.
+        capacity: Bytes of each device; without end by default.
+        pinned_capacity: Bytes of host memory that can be pinned; without end by default.
+        devices: How many devices there are: `torch.device("cpu", 1)` is the second, as in
+            `device.host.devices[1]`.
 
     Yields:
-        The device.
+        The first device.
 
     Raises:
         RaceError: At the end, if accesses were not ordered; names both places in the code.
@@ -364,7 +490,8 @@ def late_device(schedule: Schedule = "late") -> Generator[LateDevice]:
         tensor([nan, nan, nan])
         1 race
     """
-    device = LateDevice(schedule)
-    with override_streams("cpu", lambda _: device), device.watch():
+    host = LateHost(schedule, capacity=capacity, pinned_capacity=pinned_capacity, devices=devices)
+    device = host.devices[0]
+    with host.threads.watch(), override_streams("cpu", host.device), device.watch():
         yield device
     device.finish()

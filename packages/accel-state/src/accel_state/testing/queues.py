@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from accel_state.testing.clocks import Actor, Race
+from accel_state.testing.clocks import Race
 from accel_state.testing.storages import byte_range
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     from torch import Tensor
 
@@ -27,18 +28,37 @@ Schedule = Literal["late", "early"]
 class LateStream:
     """A queue of copies that run when somebody waits for them."""
 
-    def __init__(self, device: LateDevice, number: int, name: str) -> None:
-        self._device = device
-        self.actor = Actor(number, name)
+    def __init__(self, device: LateDevice, name: str) -> None:
+        self.device = device
+        self.name = name
         self.submitted = 0
         self.done = 0
         self._queue: deque[Callable[[], None]] = deque()
+        self._context: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> LateStream:
+        """Do what torch's own streams did before torch 2.11: keep the context in the stream.
+
+        Raises:
+            RuntimeError: The stream is entered already, by whatever thread.
+        """
+        if self._context is not None:
+            raise RuntimeError(f"the context of {self.name} is entered already: use `on` of its device")
+        self._context = self.device.on(self)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Leave the context."""
+        context, self._context = self._context, None
+        if context is not None:
+            context.__exit__(*error)
 
     def submit(self, work: Callable[[], None]) -> None:
         """Queue work."""
         self._queue.append(work)
         self.submitted += 1
-        if self._device.schedule == "early":
+        if self.device.schedule == "early":
             self.run()
 
     def run(self, until: int | None = None) -> None:
@@ -55,28 +75,28 @@ class LateStream:
 
     def wait_event(self, event: Any) -> None:
         """Order later work after an event."""
-        with self._device.own_code():
-            self.actor.join(self._device.host.clock)
+        with self.device.own_code():
+            actor = self.device.host.thread.at(self)
             if event.point is not None:
                 stream, position, clock = event.point
-                self.actor.join(clock)
+                actor.join(clock)
                 self.submit(lambda: stream.run(position))
 
     def wait_stream(self, stream: Any) -> None:
         """Order later work after all that a stream has."""
-        event = LateEvent(self._device)
+        event = LateEvent(self.device)
         event.record(stream)
         self.wait_event(event)
 
     def synchronize(self) -> None:
         """Run everything the stream has."""
-        event = LateEvent(self._device)
+        event = LateEvent(self.device)
         event.record(self)
         event.synchronize()
 
 
 class LateEvent:
-    """A position in a stream's queue."""
+    """A position in a stream's queue, with what the thread that recorded it knew the stream to have."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -85,8 +105,7 @@ class LateEvent:
     def record(self, stream: Any) -> None:
         """Note the end of the stream's queue."""
         with self._device.own_code():
-            stream.actor.join(self._device.host.clock)
-            self.point = (stream, stream.submitted, dict(stream.actor.clock))
+            self.point = (stream, stream.submitted, dict(self._device.host.thread.at(stream).clock))
 
     def synchronize(self) -> None:
         """Run the stream's queue up to the event."""
@@ -94,7 +113,7 @@ class LateEvent:
             if self.point is not None:
                 stream, position, clock = self.point
                 stream.run(position)
-                self._device.host.join(clock)
+                self._device.host.thread.actor.join(clock)
 
     def query(self) -> bool:
         """Answer no as long as nothing has waited; but the work is done before the next question."""
@@ -103,7 +122,7 @@ class LateEvent:
                 return True
             stream, position, clock = self.point
             if stream.done >= position:
-                self._device.host.join(clock)
+                self._device.host.thread.actor.join(clock)
                 return True
             stream.run(position)
             return False

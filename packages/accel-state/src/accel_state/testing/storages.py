@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from accel_state.testing.clocks import Actor
+    from accel_state.testing.late import LateDevice
     from accel_state.testing.queues import LateStream
 
 _SWEEP = 512
@@ -44,7 +44,7 @@ class Block:
 
     Args:
         memory: uint8, of the block's capacity.
-        owner: The stream to whose pool it belongs; the host for pinned memory.
+        owner: The stream to whose pool it belongs; None for pinned memory.
         history: The accesses of its present tenant.
         recorded: The streams of `record_stream`.
         until: What must hold before it is handed out again.
@@ -52,7 +52,7 @@ class Block:
     """
 
     memory: np.ndarray
-    owner: Actor
+    owner: LateStream | None
     history: History = field(default_factory=History)
     recorded: list[LateStream] = field(default_factory=list["LateStream"])
     until: list[Callable[[], bool]] = field(default_factory=list["Callable[[], bool]"])
@@ -75,7 +75,7 @@ class Pool:
         self._waiting: list[Block] = []
         self._free: list[Block] = []
 
-    def take(self, nbytes: int, owner: Actor) -> tuple[Block, Tensor]:
+    def take(self, nbytes: int, owner: LateStream | None) -> tuple[Block, Tensor]:
         """Hand out memory.
 
         Returns:
@@ -124,12 +124,16 @@ class Tracked:
 
     Args:
         reference: Holds the storage's address, so that it is not given to another one.
+        nbytes: Its size.
         kind: Where it lies.
+        device: The device on which it lies, if it does.
         block: Its memory, if it is the device's own.
     """
 
     reference: StorageWeakRef
+    nbytes: int
     kind: Kind = Kind.UNKNOWN
+    device: LateDevice | None = None
     block: Block | None = None
     history: History = field(default_factory=History)
 
@@ -151,12 +155,22 @@ class Storages:
                     key: tracked for key, tracked in self._table.items() if not tracked.reference.expired()
                 }
                 self._limit = 2 * len(self._table) + _SWEEP
-            found = self._table[key] = Tracked(StorageWeakRef(tensor.untyped_storage()))
+            found = self._table[key] = Tracked(
+                StorageWeakRef(tensor.untyped_storage()), tensor.untyped_storage().nbytes()
+            )
         return found
 
     def kind(self, tensor: Tensor) -> Kind:
         """Return where a tensor lies."""
         return self.find(tensor).kind
+
+    def nbytes(self, kind: Kind, device: LateDevice | None = None) -> int:
+        """Return the bytes of the living storages of a kind, on a device."""
+        return sum(
+            tracked.nbytes
+            for tracked in self._table.values()
+            if tracked.kind is kind and tracked.device is device and not tracked.reference.expired()
+        )
 
 
 def storage_id(tensor: Tensor) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from accel_state.devices.kinds import WITHOUT_STORAGE
-from accel_state.streams import device_streams
+from accel_state.streams import device_streams, pinned_if_possible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
     from torch import UntypedStorage
 
     from accel_state.streams import DeviceStreams
-
-logger = logging.getLogger(__name__)
 
 _BLOCK = 64 << 20  # bytes of host memory that are allocated at once; more for a larger storage
 _ALIGNMENT = 64
@@ -103,7 +100,7 @@ class _Pool:
         if block is None:
             # torch's pinned memory comes in powers of two: what is left of a block serves other storages.
             size = max(_BLOCK, 1 << (needed - 1).bit_length())
-            pinned = None if self._streams is None else _pinned(size, self._streams)
+            pinned = None if self._streams is None else pinned_if_possible(self._streams, size)
             memory = torch.empty(size, dtype=torch.uint8) if pinned is None else pinned
             block = _Block(memory, pinned is not None)
             self.blocks.append(block)
@@ -189,12 +186,3 @@ def _tensors_in(tree: Any, seen: set[int]) -> Iterator[Tensor]:
         values: Any = tree.values() if isinstance(tree, dict) else tree
         for value in values:
             yield from _tensors_in(value, seen)
-
-
-def _pinned(nbytes: int, streams: DeviceStreams) -> Tensor | None:
-    """Allocate pinned memory; return None, and say so, if there is none."""
-    try:
-        return streams.pinned(nbytes)
-    except RuntimeError as error:
-        logger.warning("Host memory could not be pinned (%s): copies are slower.", str(error).splitlines()[0])
-        return None
