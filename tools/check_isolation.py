@@ -37,6 +37,7 @@ addopts = --import-mode=importlib --strict-markers -q -p no:cacheprovider
 filterwarnings =
     error
     ignore:invalid escape sequence
+    ignore:Warning. Profiler clears events
 markers =
     gpu: needs an accelerator
     slow: compiles or starts many processes

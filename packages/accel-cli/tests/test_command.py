@@ -235,7 +235,7 @@ def test_every_device_is_reported_with_its_memory():
         device_count = staticmethod(lambda: 2)
         get_device_properties = staticmethod(lambda index: SimpleNamespace(name="H200", total_memory=150e9))
 
-    kind = SimpleNamespace(module=Module, name="cuda", backend="nccl")
+    kind = SimpleNamespace(module=Module, name="cuda", backend="nccl", least_torch="2.11")
     facts = env_report._devices(SimpleNamespace(available_kind=lambda: kind))
     assert (facts["count"], facts["names"]) == (2, ["H200, 150.0 GB"] * 2)
 

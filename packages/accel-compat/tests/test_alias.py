@@ -266,9 +266,9 @@ def train():
     return accelerate.Accelerator(cpu=True).num_processes, accelerate.__version__
 
 print(notebook_launcher(train, num_processes=2, use_port=0))
-"""
+"""  # after what gloo of torch 2.9 prints
     rank = (2, REFERENCE_VERSION)
-    assert run(INSTALL + program) == str({0: rank, 1: rank})
+    assert run(INSTALL + program).splitlines()[-1] == str({0: rank, 1: rank})
 
 
 def test_ranks_that_are_spawned_inherit_the_alias(tmp_path: Path) -> None:

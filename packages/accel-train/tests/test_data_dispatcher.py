@@ -210,6 +210,7 @@ def same(one: Any, other: Any) -> bool:
     return one == other
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # of torch 2.11's own pickles
 @pytest.mark.parametrize("batch", BATCHES)
 def test_any_batch_is_read_as_it_was_written(batch: Any) -> None:
     parcel = flatten_batch(BatchWithMeta(batch, 2, 7))

@@ -65,7 +65,8 @@ def test_notebook_launcher_does_so_with_a_precision_and_shows_lines_with_a_prefi
         work, (0,), num_processes=2, mixed_precision="bf16", use_port=0, log_line_prefix_template="<${rank}> "
     )
     assert results == dict.fromkeys(range(2), (2, 1, "bf16", True))
-    assert sorted(capfd.readouterr().out.split("\n")[:2]) == ["<0> here", "<1> here"]
+    lines = capfd.readouterr().out.splitlines()  # gloo of torch 2.9 prints some, too
+    assert sorted(line for line in lines if line.startswith("<")) == ["<0> here", "<1> here"]
 
 
 def test_bars_of_launched_processes_are_text_where_those_of_a_notebook_are_widgets(monkeypatch, capfd):

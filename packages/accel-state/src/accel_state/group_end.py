@@ -24,8 +24,11 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
+
+from accel_state.versions import is_torch_version
 
 EXIT_LIMIT_S = 5.0  # what is left undone at the end of a program; the usual end takes milliseconds
 FAILED_LIMIT_S = 1.0
@@ -49,12 +52,23 @@ def joined() -> None:
     _joined = os.getpid(), weakref.ref(dist.group.WORLD)
 
 
-def join_alone(backend: str | None) -> None:
+def join_alone(backend: str | None, device: torch.device) -> None:
     """Initialise the default process group of a job of one process, which has none; gloo's by default."""
     if not dist.is_initialized():
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented
-        dist.init_process_group(backend or "gloo", store=store, rank=0, world_size=1)
+        store, backend = dist.HashStore(), backend or "gloo"  # pyright: ignore[reportPrivateImportUsage] - documented
+        bound = bound_device(backend, device)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, **bound)
         joined()
+
+
+def bound_device(backend: str, device: torch.device) -> dict[str, Any]:
+    """Return the argument of `init_process_group` that binds NCCL to its device, which it then never guesses.
+
+    Before torch 2.10, groups of some of the ranks fail or hang if a group with several backends is bound.
+    """
+    if "nccl" not in backend or device.index is None or (":" in backend and is_torch_version("<", "2.10")):
+        return {}
+    return {"device_id": device}
 
 
 def groups_joined() -> int:
@@ -90,10 +104,13 @@ def _within(seconds: float, *, abort: bool) -> None:
     for group in c10d._world.pg_map:  # pyright: ignore[reportPrivateUsage] - no public list
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # gloo's destructor would wait
     end = getattr(c10d, "_abort_process_group", dist.destroy_process_group)
-    thread = threading.Thread(
-        target=_run, args=(end if abort else dist.destroy_process_group,), name="accel-destroy", daemon=True
-    )
-    thread.start()
+    end = end if abort else dist.destroy_process_group
+    thread = threading.Thread(target=_run, args=(end,), name="accel-destroy", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # Python 3.12.0 to 3.12.2 start no thread in `atexit`
+        _run(end)
+        return
     thread.join(seconds)
     if thread.is_alive():
         logger.warning(

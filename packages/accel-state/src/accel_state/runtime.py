@@ -70,6 +70,9 @@ GROUP_OPTIONS = frozenset({
 })  # fmt: skip
 """What `init` passes on to `torch.distributed.init_process_group`."""
 
+NCCL_TIMEOUT = timedelta(minutes=10)
+"""torch's own limit for NCCL, which it forgets for a group that has gloo for the CPU's tensors, too."""
+
 
 def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False, **group: Any) -> Runtime:
     """Detect topology and device of this process; with several processes, join the process group.
@@ -237,9 +240,9 @@ def _group_options(
         chosen["init_method"] = f"tcp://{endpoint.address}:{endpoint.port}"
     if "init_method" in chosen or "store" in chosen:
         chosen |= {"rank": topology.rank, "world_size": topology.world_size}
-    if kind.backend == "nccl" and runtime.device.index is not None and "device_id" not in chosen:
-        chosen["device_id"] = runtime.device  # NCCL connects at once, and never has to guess the device
-    return chosen
+    if chosen["backend"] == kind.group_backend and kind.backend == "nccl":
+        chosen.setdefault("timeout", NCCL_TIMEOUT)
+    return {**group_end.bound_device(chosen["backend"], runtime.device), **chosen}
 
 
 def _life(variables: Mapping[str, str]) -> str:

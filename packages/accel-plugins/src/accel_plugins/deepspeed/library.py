@@ -58,7 +58,7 @@ def start(runtime: Runtime) -> ModuleType:
     with _for_device(runtime.device):
         deepspeed = load_library("the strategy 'deepspeed'")
         check_names()
-        group_end.join_alone(runtime.kind.backend)
+        group_end.join_alone(runtime.kind.backend, runtime.device)
         comm = ds_module("comm.comm")
         if comm.cdb is None or not comm.cdb.is_initialized():
             with _without_compiling(runtime.device):

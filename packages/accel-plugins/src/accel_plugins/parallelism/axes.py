@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_plugins.parallelism.config import AXES, ParallelismConfig, mesh_of
+from accel_plugins.parallelism.config import AXES, ParallelismConfig, flatten_mesh, mesh_of
 from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
 from accel_plugins.strategy import BatchSharding
 from accel_state import group_end
@@ -47,7 +47,7 @@ class Axes:
         if len(shards) == 1:
             wanted = ["dp_replicate", *shards] if self.config.dp_replicate_enabled else shards
             return self.mesh[tuple(wanted)]
-        flat = self.mesh[tuple(shards)]._flatten("dp_shard_cp")  # pyright: ignore[reportPrivateUsage] - no other way
+        flat = flatten_mesh(self.mesh[tuple(shards)], "dp_shard_cp")
         if not self.config.dp_replicate_enabled:
             return flat
         return DeviceMesh._concatenate([self.mesh["dp_replicate"], flat])  # pyright: ignore[reportPrivateUsage] - no other way
@@ -56,7 +56,7 @@ class Axes:
 def axes_of(runtime: Runtime, handlers: Mapping[type, Any], *, sharded: bool) -> Axes:
     """Build the mesh of a run."""
     world = runtime.topology.world_size
-    group_end.join_alone(runtime.kind.group_backend)  # a mesh needs a group
+    group_end.join_alone(runtime.kind.group_backend, runtime.device)  # a mesh needs a group
     config = _config(handlers, world, sharded=sharded)
     config.check_world(world)
     mesh = config.get_device_mesh(runtime.device.type)

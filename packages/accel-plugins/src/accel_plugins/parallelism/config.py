@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -16,6 +17,7 @@ from accel_plugins.parallelism.handlers import (
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
+from accel_state.backends.torch_dist import group_timeout, set_group_timeout
 from accel_state.errors import SettingsError
 from accel_state.settings.sections.parallelism import ParallelismSettings
 
@@ -213,7 +215,7 @@ class ParallelismConfig:
             ("dp_cp", self.dp_cp_dim_names),
         ):
             if len(axes) > 1:
-                mesh[tuple(axes)]._flatten(flat_name)  # pyright: ignore[reportPrivateUsage] - the documented way
+                flatten_mesh(mesh[tuple(axes)], flat_name)
         self.device_mesh = mesh
         return mesh
 
@@ -296,8 +298,23 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     key = (device_type, tuple(sizes.items()))
     known = _made.get(key)
     if known is None or not _is_alive(known):
-        known = _made[key] = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        known = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _made[key] = _with_timeout(known)
     return known
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """Return the mesh with one axis, of a name, for all those of a mesh. A collective over all ranks."""
+    return _with_timeout(mesh._flatten(name))  # pyright: ignore[reportPrivateUsage] - the documented way
+
+
+def _with_timeout(mesh: DeviceMesh) -> DeviceMesh:
+    """Give the process groups of a mesh, which have torch's timeout, that of the default group."""
+    timeout = group_timeout(torch.device(mesh.device_type))
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            set_group_timeout(timeout, group)
+    return mesh
 
 
 def _is_alive(mesh: DeviceMesh) -> bool:

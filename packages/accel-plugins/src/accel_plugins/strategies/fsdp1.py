@@ -14,7 +14,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
     offload_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 
@@ -31,6 +30,7 @@ from accel_plugins.fsdp.loading import (
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.fsdp.recompute import checkpoint_function
 from accel_plugins.fsdp.roots import Fsdp1Shards, FsdpRoots, parameters_by_name, suppress_fsdp1_warnings
+from accel_plugins.parallelism.config import mesh_of
 from accel_plugins.sharding.master_weights import upcast_flat_parameters, warn_about_master_weights
 from accel_plugins.sharding.optimizers import ParamRemap, hook_of, is_elementwise
 from accel_plugins.strategies.replicated import check_materialised, move_to_device
@@ -228,10 +228,8 @@ def _mesh(plugin: FullyShardedDataParallelPlugin, runtime: Runtime) -> DeviceMes
     topology, kind = runtime.topology, runtime.device.type
     if plugin.sharding_strategy in _HYBRID:
         local = topology.local_world_size
-        return init_device_mesh(
-            kind, (topology.world_size // local, local), mesh_dim_names=("dp_replicate", "dp_shard")
-        )
-    return init_device_mesh(kind, (topology.world_size,), mesh_dim_names=("dp_shard",))
+        return mesh_of(kind, {"dp_replicate": topology.world_size // local, "dp_shard": local})
+    return mesh_of(kind, {"dp_shard": topology.world_size})
 
 
 def _offload(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> CPUOffload | None:

@@ -345,7 +345,7 @@ def build(
     plugin.set_mixed_precision(precision.name)
     groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
     check_shared(groups)
-    group_end.join_alone(runtime.kind.backend)
+    group_end.join_alone(runtime.kind.backend, runtime.device)
     trained = Trained()
     stepper = MegatronStepper(trained=trained, clipping=plugin.gradient_clipping or 0.0)
     unwrap_once.register(MegatronEngine, lambda engine: engine.source)

@@ -231,18 +231,18 @@ class _Same:
         return None
 
 
-def group_timeout(device: torch.device) -> timedelta:
-    """Return the timeout of collectives of the backend of a device."""
+def group_timeout(device: torch.device, group: dist.ProcessGroup | None = None) -> timedelta:
+    """Return the timeout of collectives of the backend of a device; in the default group, if `None`."""
     try:
-        return _default_group()._get_backend(device).options._timeout
+        return (group or _default_group())._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):  # backends of third parties have no such option
         return dist.default_pg_timeout
 
 
-def set_group_timeout(timeout: timedelta) -> None:
-    """Set the timeout of collectives of the default group."""
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of collectives of a group, the default one if `None`."""
     change = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout  # pyright: ignore[reportPrivateUsage, reportDeprecated] - what older torch has
-    change(timeout)
+    change(timeout, group)
 
 
 def default_store() -> Any:
