@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from accel_cli.launch import run_simple, run_torchrun
 from accel_cli.launch.args import read_arguments
-from accel_cli.launch.machine import Machine
+from accel_cli.launch.machine import Machine, _nvidia
 from accel_cli.launch.plan import make_plan
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_state.environ import patch_environment
@@ -148,6 +148,26 @@ def test_one_process_keeps_all_threads_and_the_users_own_number_is_kept():
     assert "OMP_NUM_THREADS" not in plan().environ
     assert plan("--num_processes", "2", environ={"OMP_NUM_THREADS": "5"}).environ["OMP_NUM_THREADS"] == "5"
     assert plan("--num_cpu_threads_per_process", "3").environ["OMP_NUM_THREADS"] == "3"
+
+
+def test_nccl_is_told_of_cards_that_cannot_reach_each_others_memory():
+    names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+    machine = replace(
+        FOUR_GPUS, peer_variables=lambda known: {name: "1" for name in names if name not in known}
+    )
+    environ = {"NCCL_IB_DISABLE": "0"}
+    assert [plan(machine=machine, environ=environ).environ[name] for name in names] == ["1", "0"]
+    for line in (["--cpu", "--num_processes", "2"], ["--num_processes", "1"]):
+        assert names[0] not in plan(*line, machine=machine).environ
+
+
+def test_a_container_has_the_gpus_of_its_device_files(tmp_path):
+    for index in range(8):
+        (tmp_path / f"proc/driver/nvidia/gpus/0000:0{index}:00.0").mkdir(parents=True)
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia1", "nvidia6", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / "dev" / name).touch()
+    assert _nvidia(tmp_path) == 2
 
 
 def test_chosen_devices_are_the_only_visible_ones():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from accel_state import versions
+from accel_state import runtime, versions
 from accel_state.devices import affinity, info, kinds, probes, select
 from accel_state.devices.kinds import BY_NAME, CPU, KINDS, available_kind, kind_of
 from accel_state.errors import MissingDependencyError, SettingsError
@@ -330,6 +330,17 @@ def nvidia_smi(monkeypatch):
 def test_cards_without_peer_access_are_known(nvidia_smi, names, driver, supported):
     nvidia_smi(name=names, driver_version=driver)
     assert info.check_cuda_p2p_ib_support() is supported
+
+
+def test_several_cards_without_peer_access_are_refused_until_nccl_knows(nvidia_smi):
+    nvidia_smi(name="NVIDIA GeForce RTX 4090\nNVIDIA GeForce RTX 4090\n", driver_version="545.23.08")
+    cuda, known = BY_NAME["cuda"], {"NCCL_P2P_DISABLE": "1"}
+    with pytest.raises(NotImplementedError, match=r"RTX 4090, driver 545.*set NCCL_IB_DISABLE=1, as"):
+        runtime._check_peer_access(cuda, known)
+    runtime._check_peer_access(cuda, {**known, **info.peer_variables(known)})
+    runtime._check_peer_access(BY_NAME["rocm"], {})
+    nvidia_smi(name="NVIDIA A100\nNVIDIA A100\n")
+    runtime._check_peer_access(cuda, {})
 
 
 def test_gpus_are_counted_without_torch(nvidia_smi):

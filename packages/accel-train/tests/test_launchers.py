@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from accel_state import environ
-from accel_state.devices.kinds import KINDS
+from accel_state.devices import info
+from accel_state.devices.kinds import BY_NAME, KINDS
 from accel_state.errors import SettingsError
 from accel_state.ports import is_port_in_use
 from accel_state.progress import tqdm
@@ -83,6 +84,18 @@ def test_bars_of_launched_processes_are_text_where_those_of_a_notebook_are_widge
 class Widget:
     def __init__(self, iterable):
         self.iterable = iterable
+
+
+def test_nccl_is_told_of_cards_that_cannot_reach_each_others_memory(monkeypatch):
+    answers = {"name": ["NVIDIA GeForce RTX 4090"] * 2, "driver_version": ["545.23.08"]}
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "0")
+    monkeypatch.setattr(info, "nvidia_smi", answers.__getitem__)
+    monkeypatch.setattr(launchers, "available_kind", lambda: BY_NAME["cuda"])
+    monkeypatch.setattr(launchers, "refuse_initialised_devices", lambda: None)
+    names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
+    seen = notebook_launcher(lambda: [os.environ.get(name) for name in names], (), 2, use_port=0)
+    assert seen == {0: ["1", "1"], 1: ["1", "1"]}
+    assert not {*names} & {*os.environ}
 
 
 def test_one_process_runs_here_in_the_precision():

@@ -16,9 +16,10 @@ from accel_state import group_end, hang_monitor
 from accel_state.backends.single import SingleCollectives
 from accel_state.backends.torch_dist import TorchCollectives, default_store, group_timeout, set_group_timeout
 from accel_state.calls import compare_calls
+from accel_state.devices.info import get_driver_version, get_gpu_info, peer_variables
 from accel_state.devices.kinds import CPU, KINDS, DeviceKind
 from accel_state.devices.select import choose_device, set_current_device
-from accel_state.errors import AccelError, SettingsError
+from accel_state.errors import AccelError, SettingsError, UnsupportedError
 from accel_state.topology import Topology, check_first_host, detect, rendezvous
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
     Raises:
         SettingsError: The launcher's variables contradict each other, there are fewer devices than
             processes, or the backend cannot serve the device.
+        UnsupportedError: NCCL is not told that the GPUs cannot reach each other's memory.
         TypeError: `group` holds something that is no such option.
     """
     global _current  # noqa: PLW0603 - the one runtime of a process
@@ -110,6 +112,7 @@ def init(settings: Settings, variables: Mapping[str, str], *, cpu: bool = False,
         fork_launched=variables.get("FORK_LAUNCHED", "0") not in {"", "0"},
     )
     if topology.world_size > 1:
+        _check_peer_access(kind, variables)
         runtime = _join(runtime, variables, group)
     _current = runtime
     return runtime
@@ -168,6 +171,16 @@ def destroy_process_group(group: Any = None) -> None:
 def _check_timeout(timeout: object) -> None:
     if timeout is not None and not isinstance(timeout, timedelta):
         raise TypeError(f"timeout={timeout!r} is no datetime.timedelta; write timedelta(seconds=...).")
+
+
+def _check_peer_access(kind: DeviceKind, variables: Mapping[str, str]) -> None:
+    if kind.name == "cuda" and (missing := peer_variables(variables)):
+        names = " and ".join(f"{name}=1" for name in missing)
+        raise UnsupportedError(
+            f"The GPUs of this machine ({get_gpu_info()[0][0]}, driver {get_driver_version()}) cannot reach "
+            f"each other's memory, and NCCL does not know: set {names}, as "
+            " `accel launch` and `notebook_launcher` do, or install driver 550.40.07 or newer."
+        )
 
 
 def _topology(variables: Mapping[str, str], group: Mapping[str, Any]) -> Topology:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from accel_state import environ
+from accel_state.devices.info import peer_variables
 from accel_state.devices.kinds import CPU, available_kind
 from accel_state.errors import SettingsError
 from accel_state.labels import DistributedType
@@ -98,6 +99,8 @@ def notebook_launcher(
             return {0: function(*args)}
     if kind.type != "cpu":
         refuse_initialised_devices()
+    if kind.name == "cuda":
+        variables |= peer_variables(environ.read())
     shown = log_line_prefix_template is not None
     with listener as port, environ.patch_environment(**variables):
         config = launch_config(

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_state.available import is_installed
-from accel_state.devices.info import nvidia_smi
+from accel_state.devices.info import nvidia_smi, peer_variables
 from accel_state.devices.kinds import KINDS
 from accel_state.errors import MissingDependencyError
 from accel_state.fp8_backends import BACKENDS, BY_NAME
@@ -42,6 +42,7 @@ class Machine:
         commands: What the command file of a TPU pod says.
         alias: The folder by which Python finds the start of accel-compat; None if that is not installed.
         capability: Asks for the least compute capability of its NVIDIA GPUs, where it matters.
+        peer_variables: Asks what NCCL has to be told of its NVIDIA GPUs, besides an environment.
         fp8_backends: Which libraries for FP8 are installed; all if nobody says.
         has_megatron: Whether megatron-core is installed.
     """
@@ -54,6 +55,7 @@ class Machine:
     commands: tuple[str, ...] = ()
     alias: str | None = None
     capability: Callable[[], tuple[int, int] | None] = lambda: None
+    peer_variables: Callable[[Mapping[str, str]], Mapping[str, str]] = lambda _: {}
     fp8_backends: tuple[str, ...] = tuple(BY_NAME)
     has_megatron: bool = True
 
@@ -73,6 +75,7 @@ def this_machine(environ: Mapping[str, str]) -> Machine:
         installed=installed,
         alias=_alias(),
         capability=_capability,
+        peer_variables=peer_variables,
         fp8_backends=tuple(one.name for one in BACKENDS if is_installed(one.library)),
         has_megatron=is_installed("megatron_lm"),
     )
@@ -116,12 +119,15 @@ def _visible(text: str) -> int:
     return len([*takewhile(lambda entry: entry and not entry.startswith("-"), entries)])
 
 
-def _nvidia() -> int:
-    """The driver lists its GPUs in /proc; where that is missing (Windows, WSL), its tool does."""
-    folder = Path("/proc/driver/nvidia/gpus")
-    if folder.is_dir():
-        return len(list(folder.iterdir()))
-    return len(ask_nvidia("name"))
+def _nvidia(root: Path = Path("/")) -> int:
+    """The driver lists its GPUs in /proc; where that is missing (Windows, WSL), its tool does.
+
+    In a container /proc is the host's, and the device files are those of the GPUs that the container has.
+    """
+    folder = root / "proc/driver/nvidia/gpus"
+    if not folder.is_dir():
+        return len(ask_nvidia("name"))
+    return min(len(list(folder.iterdir())), len(list((root / "dev").glob("nvidia[0-9]*"))))
 
 
 def ask_nvidia(field: str) -> list[str]:

@@ -105,6 +105,8 @@ def _added_variables(plan: LaunchPlan) -> dict[str, str]:
         added["OMP_NUM_THREADS"] = str(max(1, plan.machine.cores // plan.local_processes))
     if ids := launch.device_ids:
         added[VISIBLE_DEVICES.get(launch.distributed_type or "", "CUDA_VISIBLE_DEVICES")] = ",".join(ids)
+    if plan.machine.gpus > 1 and (launch.num_processes or 1) > 1 and not uses_cpu(plan.merged):
+        added |= plan.machine.peer_variables(plan.environ)
     if plan.merged.settings.process.as_accelerate and plan.machine.alias is not None:
         before = plan.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [plan.machine.alias, *(path for path in before if path not in {"", plan.machine.alias})]

@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import platform
 import subprocess
+from typing import TYPE_CHECKING
 
 from packaging.version import InvalidVersion, Version
 
 from accel_state.errors import MissingDependencyError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 # GeForce cards of this generation were sold without peer access, which drivers pretended to offer until then:
 # https://docs.nvidia.com/datacenter/tesla/tesla-release-notes-550-54-14/index.html
@@ -51,6 +55,12 @@ def check_cuda_p2p_ib_support() -> bool:
         return Version(get_driver_version()) >= _PEER_ACCESS_DRIVER
     except InvalidVersion:
         return False
+
+
+def peer_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return what NCCL still has to be told where GPUs cannot reach each other's memory, by variable."""
+    missing = {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in variables}
+    return missing if missing and not check_cuda_p2p_ib_support() else {}
 
 
 def check_os_kernel() -> None:
