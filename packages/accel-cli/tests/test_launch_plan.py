@@ -150,7 +150,7 @@ def test_one_process_keeps_all_threads_and_the_users_own_number_is_kept():
     assert plan("--num_cpu_threads_per_process", "3").environ["OMP_NUM_THREADS"] == "3"
 
 
-def test_nccl_is_told_of_cards_that_cannot_reach_each_others_memory():
+def test_nccl_gets_its_variables_for_cards_that_cannot_reach_each_others_memory():
     names = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE")
     machine = replace(
         FOUR_GPUS, peer_variables=lambda known: {name: "1" for name in names if name not in known}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from datetime import timedelta
@@ -202,6 +203,51 @@ def test_work_of_the_device_that_nobody_waits_for_in_a_region_is_warned_about_ne
     begin(store, asynchronous=True)
     threading.Event().wait(0.9)  # one line, longer than the limit
     until(lambda: "the work of the device" in caplog.text)
+
+
+class Logged(logging.Handler, threading.Event):
+    """Set as soon as something is logged; waited for in one line."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+        threading.Event.__init__(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.set()
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    monkeypatch.setattr(hang_monitor, "WARN_AFTER_S", 0.2)
+    handler = Logged()
+    hang_monitor.logger.addHandler(handler)
+    yield handler
+    hang_monitor.logger.removeHandler(handler)
+
+
+@pytest.mark.parametrize("last_words", [{"collective": 0}, {"collective": 1, "exited": True}])
+def test_a_rank_whose_device_waits_for_a_rank_that_is_behind_warns_long_before_the_limit(
+    store, caplog, logged, last_words
+):
+    other_rank(store, location="eval.py:41", source="load(batch)", **last_words)
+    begin(store, limit=1e6, asynchronous=True)
+    with collective_scope("backward"):
+        pass
+    logged.wait()  # as `.item()` waits for the device
+    until(lambda: "in `the work of the device` (limit 1000000 s): " in caplog.text)
+    assert "logged.wait()  # as" in caplog.text
+
+
+def test_a_rank_that_computes_for_long_while_the_others_are_as_far_warns_nobody(store, logged):
+    other_rank(store, collective=1)
+    active = begin(store, limit=1e6, asynchronous=True)
+    with collective_scope("backward"):
+        pass
+    checked = threading.Event()
+    active.statuses = lambda ranks, ask=active.statuses: (checked.set(), ask(ranks))[1]
+    checked.wait()
+    until(lambda: not active._store.check(["warned/1"]))  # it moves on, and anybody may warn
+    assert not logged.is_set()
 
 
 def test_a_rank_that_ends_says_good_bye(store):

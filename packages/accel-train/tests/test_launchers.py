@@ -86,7 +86,7 @@ class Widget:
         self.iterable = iterable
 
 
-def test_nccl_is_told_of_cards_that_cannot_reach_each_others_memory(monkeypatch):
+def test_nccl_gets_its_variables_for_cards_that_cannot_reach_each_others_memory(monkeypatch):
     answers = {"name": ["NVIDIA GeForce RTX 4090"] * 2, "driver_version": ["545.23.08"]}
     monkeypatch.setenv("ACCELERATE_USE_CPU", "0")
     monkeypatch.setattr(info, "nvidia_smi", answers.__getitem__)

@@ -21,6 +21,7 @@ from accel_ops.packing import below_autograd, cache, cached_buffer, cut_all, sec
 from accel_ops.plan import describe
 from accel_ops.same_call import mismatch
 from accel_ops.size_prediction import UNSENT, Guess, guess_of
+from accel_state.hang_monitor import collective_scope
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence
@@ -134,11 +135,12 @@ def gather(collectives: Collectives, flat: Flat, device: torch.device) -> Any:
     capacity = at_once or guess.capacity()
     predicted = extras.get(("likely", world_size, capacity, device))
     draft = Draft(flat, predicted, device) if predicted is not None else None
-    if at_once:
-        everything, heads = _send_chunks(collectives, header, flat, capacity, draft, device)
-    else:
-        everything, heads = _exchange(collectives, header, flat, capacity, draft, device, guess)
-    prefixes: list[list[int]] = heads[:, :4].tolist()
+    with collective_scope("gather"):  # also over the read, in which a GPU's collective is waited for
+        if at_once:
+            everything, heads = _send_chunks(collectives, header, flat, capacity, draft, device)
+        else:
+            everything, heads = _exchange(collectives, header, flat, capacity, draft, device, guess)
+        prefixes: list[list[int]] = heads[:, :4].tolist()
     if not at_once:
         guess.learn_from(prefixes)
     if any(prefix[0] != header.structure for prefix in prefixes):

@@ -17,6 +17,7 @@ from accel_ops.plan import describe
 from accel_ops.tree import walk
 from accel_state.calls import Description, compare_calls
 from accel_state.errors import DistributedOperationException
+from accel_state.hang_monitor import collective_scope
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping
@@ -64,8 +65,9 @@ def check_same_call(
         same = heads.count(digest) == len(heads)
     else:
         lanes = torch.tensor([digest, -digest], device=device)
-        collectives.all_reduce(lanes, op="max")
-        same = lanes.tolist() == [digest, -digest]
+        with collective_scope("all_reduce"):  # also over the read, in which a GPU's collective is waited for
+            collectives.all_reduce(lanes, op="max")
+            same = lanes.tolist() == [digest, -digest]
     if not same:
         raise mismatch(call, collectives, _facts(structure))
     return rows

@@ -1,4 +1,4 @@
-"""Hang diagnosis: a collective that times out reports the source line of every rank.
+"""Hang diagnosis: the source line of every rank, in a warning and in the error of a collective.
 
 Every collective runs inside a `collective_scope`, which records the user's line in about a microsecond. A
 thread posts that line, or where the main thread is otherwise, to the store of the process group about once a
@@ -25,7 +25,7 @@ from accel_state.rank_status import RankStatus, call_site, format_statuses, main
 from accel_state.stores import absent_keys, clone_store, get_all
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Generator, Mapping, Sequence
     from datetime import timedelta
     from types import CodeType, TracebackType
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _RING = 16  # collectives of this rank that are remembered
 WARN_AFTER_S = 60.0  # seconds after which a wait is worth a warning
+LAST_WARNING = 0.9  # of the limit: NCCL's watchdog then ends the process, and nothing else is said
 MIN_POLL_S = 1.0  # seconds in which a rank that is alive says something, on a busy machine too
 SHUTDOWN_GRACE_S = 5.0  # seconds that rank 0 waits for the others to hear why it ends
 
@@ -145,6 +146,7 @@ class HangMonitor:
         self._heartbeat = 0
         self._stalled: tuple[Any, float] = (None, 0.0)
         self._warns: bool | None = None
+        self._claim: str | None = None
         self._warn_after = self._first_warning = min(WARN_AFTER_S, limit / 2)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accel-hang-monitor", daemon=True)
@@ -258,28 +260,47 @@ class HangMonitor:
             self.diagnosis = diagnosis  # from now on collectives are refused, with the reason in the log
 
     def _warn(self) -> None:
-        """Log all statuses if this one makes no progress, then after twice as long, and so on."""
+        """Log all statuses while this rank makes no progress, less and less often, and before the limit."""
         slot, now = self.slot, time.monotonic()
         current = (self.count, main_thread_site()) if slot is None and self._asynchronous else slot
         if current is None or current != self._stalled[0]:
-            self._stalled, self._warns = (current, now), None
-            # Outside of collectives a process may well compute for long; then only the limit is suspicious.
-            self._warn_after = self._first_warning if slot is not None else 0.9 * self._limit
+            self._release_claim()
+            self._stalled, self._warns, self._warn_after = (current, now), None, self._first_warning
             return
         waited = now - self._stalled[1]
         if waited < self._warn_after:
             return
-        self._warn_after = 2 * waited
+        self._warn_after = next_warning(waited, self._limit)
         if self._warns is None:  # one of the ranks that wait for the same warns for all
-            self._warns = self._store.add(f"warned/{self.count}", 1) == 1
-        if self._warns:
-            logger.warning(
-                "Waiting for %.0f s in `%s` (limit %.0f s): %s.",
-                waited,
-                slot[1] if slot is not None else "the work of the device",
-                self._limit,
-                format_statuses(self.statuses(range(self._world_size))),
+            self._claim = f"warned/{self.count}"
+            self._warns = (
+                self._store.compare_set(self._claim, "", f"{self._rank}") == f"{self._rank}".encode()
             )
+        if not self._warns:
+            return
+        statuses = self.statuses(range(self._world_size))
+        # Outside of collectives a process may well compute for long: what counts is who waits for whom.
+        if slot is None and waited < LAST_WARNING * self._limit and not self._is_ahead_of(statuses):
+            return
+        self._claim = None
+        logger.warning(
+            "Waiting for %.0f s in `%s` (limit %.0f s): %s.",
+            waited,
+            slot[1] if slot is not None else "the work of the device",
+            self._limit,
+            format_statuses(statuses),
+        )
+
+    def _is_ahead_of(self, statuses: Mapping[int, RankStatus | None]) -> bool:
+        """Whether a rank has begun fewer collectives, or has ended."""
+        known = [status for status in statuses.values() if status is not None]
+        return any(status.exited or status.collective < self.count for status in known)
+
+    def _release_claim(self) -> None:
+        """Let other ranks warn, and this one later, if this one had no reason to."""
+        if self._warns and self._claim is not None:
+            self._store.delete_key(self._claim)
+        self._claim = None
 
     def statuses(self, ranks: Sequence[int]) -> dict[int, RankStatus | None]:
         """Return the last status of ranks, in two requests if all have one; `None` for a rank without one."""
@@ -298,6 +319,17 @@ class HangMonitor:
             if self._store.add("exited", 0) >= self._store.add("started", 0):
                 return
             time.sleep(0.02)
+
+
+def next_warning(waited: float, limit: float) -> float:
+    """Return after how many seconds of waiting to warn again: twice as long, but once near the limit.
+
+    Example:
+        >>> [next_warning(waited, 600) for waited in (60, 480, 540)]
+        [120, 540.0, 1080]
+    """
+    last = LAST_WARNING * limit
+    return min(2 * waited, last) if waited < last else 2 * waited
 
 
 def active() -> HangMonitor | None:

@@ -42,7 +42,7 @@ class Machine:
         commands: What the command file of a TPU pod says.
         alias: The folder by which Python finds the start of accel-compat; None if that is not installed.
         capability: Asks for the least compute capability of its NVIDIA GPUs, where it matters.
-        peer_variables: Asks what NCCL has to be told of its NVIDIA GPUs, besides an environment.
+        peer_variables: Asks which variables NCCL needs on its NVIDIA GPUs, besides those of an environment.
         fp8_backends: Which libraries for FP8 are installed; all if nobody says.
         has_megatron: Whether megatron-core is installed.
     """

@@ -138,8 +138,8 @@ class InitProcessGroupKwargs(KwargsHandler):
     Args:
         backend: Name of the backend; the default `"nccl"` means the backend of the run's device.
         init_method: URL of the rendezvous; the launcher's variables if `None`.
-        timeout: How long a collective may take before every rank raises an error. If `None`, it is set to
-            10 minutes for nccl, 30 minutes for others.
+        timeout: How long a collective may take, also in the groups of a mesh. Then every rank raises an
+            error; NCCL ends the process instead. If `None`, 10 minutes for nccl, 30 minutes for others.
 
     Raises:
         SettingsError: A field has another type, or the timeout is not positive.

@@ -58,7 +58,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def peer_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return what NCCL still has to be told where GPUs cannot reach each other's memory, by variable."""
+    """Return the variables that NCCL lacks where GPUs cannot reach each other's memory."""
     missing = {name: "1" for name in ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE") if name not in variables}
     return missing if missing and not check_cuda_p2p_ib_support() else {}
 
