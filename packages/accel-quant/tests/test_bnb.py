@@ -137,6 +137,30 @@ def test_pieces_give_what_the_library_gives_at_once(kind, dtype):
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eight_bits_are_those_of_the_library(dtype):
+    weight = torch.randn(48, 32).to(dtype)
+    made = Quantizer(config=settings("8 bit"), bnb=bnb).quantize(weight, torch.device("cpu"), nn.Module())
+    whole = bnb.nn.Int8Params(weight.clone(), requires_grad=False, has_fp16_weights=False).to("cpu")
+    assert made.dtype == torch.int8
+    for found, expected in ((made.data, whole.data), (made.CB, whole.CB), (made.SCB, whole.SCB)):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_on_a_gpu_is_quantised_at_once(tokens, kind):
+    torch.manual_seed(0)
+    model = Net(1024).cuda().half().eval()
+    before = torch.cuda.memory_allocated()
+    model = load_and_quantize_model(model, settings(kind))
+    assert torch.cuda.memory_allocated() < 0.65 * before
+    weight = model.layers[0][0].weight
+    assert weight.dtype == (torch.int8 if kind == "8 bit" else torch.uint8)
+    assert kind != "8 bit" or "layers.0.0.SCB" in model.state_dict()
+    assert model(tokens.cuda()).isfinite().all()
+
+
 def test_modules_are_skipped_or_kept_in_float32(net):
     config = BnbQuantizationConfig(
         load_in_8bit=True, skip_modules=["layers.1"], keep_in_fp32_modules=["layers.2"], torch_dtype="bf16"

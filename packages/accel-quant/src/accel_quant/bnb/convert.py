@@ -88,14 +88,16 @@ class Quantizer:
         return replaced
 
     def quantize(self, weight: Tensor, device: torch.device, layer: nn.Module) -> nn.Parameter:
-        """Quantise a weight on a device."""
+        """Quantise a weight on a device, wherever it is."""
         config = self.config
         value = weight.detach()
         if config.load_in_8bit:
-            # The CUDA kernel takes float16 alone.
-            value = value.to(torch.float16) if device.type == "cuda" else value.float()
-            raw = self.bnb.nn.Int8Params(value.contiguous(), requires_grad=False, has_fp16_weights=False)
-            return raw.to(device)
+            # `Int8Params.to` quantises what is on the CPU alone. The kernels take float16 alone.
+            value = value.to(device, torch.float16).contiguous()
+            data, scales, _ = self.bnb.functional.int8_vectorwise_quant(value)
+            return self.bnb.nn.Int8Params(
+                data, requires_grad=False, has_fp16_weights=False, CB=data, SCB=scales
+            )
         options = {
             "requires_grad": False,
             "compress_statistics": config.bnb_4bit_use_double_quant,
