@@ -50,6 +50,7 @@ class ShardedWrapper:
         models = [model for model in map(without_compiler, bundle.models) if not self.book.has(model)]
         try:
             for model in models:
+                _check_quantised(model)
                 self._validate(model)
             self.book.check(bundle.optimizers, map(without_compiler, bundle.models))
         except ValueError as error:
@@ -124,3 +125,13 @@ def _digest(model: nn.Module) -> str:
     tensors = (*model.named_parameters(), *model.named_buffers())
     text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in tensors)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _check_quantised(model: nn.Module) -> None:
+    """Refuse weights quantised by bitsandbytes: sharded as plain tensors they would lose their scales."""
+    for name, parameter in model.named_parameters():
+        if type(parameter).__module__.startswith("bitsandbytes."):
+            raise SettingsError(
+                f"{type(model).__name__}: the parameter {name!r} is quantised ({type(parameter).__name__} of "
+                "bitsandbytes) and cannot be sharded. Train the model with DDP, or load it in its own dtype."
+            )
