@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
-from accel_state.errors import SettingsError
+from accel_state.accelerator_state import AcceleratorState
+from accel_state.errors import CheckpointWriteError, SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
 
@@ -187,3 +190,234 @@ def test_state_from_before_prepare_is_refused_where_parameters_become_one():
     optimizer = accelerator.prepare(torch.optim.Adagrad(model.parameters(), lr=0.1))
     expected = torch.optim.Adagrad(alone.parameters(), lr=0.1)
     assert_close(train(accelerator, model, optimizer), train_alone(alone, expected))
+
+
+class Shared(nn.Module):
+    """Calls one module by two names, of which the first is outside of the block that has the second."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), self.first)
+
+    def forward(self, x):
+        return self.block(self.first(x))
+
+
+class Tied(nn.Module):
+    """Uses one weight in two blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle, self.head = (nn.Linear(4, 4, bias=False) for _ in range(3))
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.middle(self.embed(x))))
+
+
+class Attention(nn.Module):
+    """Has layers that use the weights of submodules without calling them, in evaluation alone or always."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+        )
+        self.attend, self.out = nn.MultiheadAttention(4, 2, batch_first=True), nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.encode(x[:, None] * torch.ones(3, 1))
+        return self.out(self.attend(x, x, x, need_weights=False)[0])
+
+
+LINEAR_BY_LINEAR = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Linear"]}
+
+
+@pytest.mark.parametrize("kind", [Shared, Tied, Attention])
+@pytest.mark.parametrize(
+    "plugin", [SIZE_BASED, SIZE_BASED | {"activation_checkpointing": True}, LINEAR_BY_LINEAR]
+)
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@distributed(world_size=2)
+def test_parameters_used_outside_of_their_module_train_and_evaluate(strategy, plugin, kind):
+    torch.manual_seed(0)
+    model = kind()
+    alone = copy.deepcopy(model)
+    accelerator = make_accelerator(strategy, **plugin)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    expected = torch.optim.SGD(alone.parameters(), lr=0.1)
+    warnings.filterwarnings("ignore", message=".*returned a view tensor")  # of the attention, by FSDP2
+    for _ in range(2):
+        trained = train(accelerator, model, optimizer, steps=2)
+        assert_close(trained, train_alone(alone, expected, steps=2))
+        model.eval(), alone.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(ROWS), alone(ROWS), rtol=0, atol=1e-6)
+        model.train(), alone.train()
+
+
+@pytest.mark.parametrize("plugin", [{}, SIZE_BASED])
+@distributed(world_size=2)
+def test_running_statistics_are_computed_as_under_ddp_in_bfloat16(plugin):
+    states = []
+    for strategy, options in (("ddp", {}), ("fsdp2", plugin)):
+        AcceleratorState._reset_state(True)
+        accelerator = make_accelerator(strategy, mixed_precision="bf16", **options)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 2))
+        model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        states.append(train(accelerator, model, optimizer))
+    if accelerator.is_main_process:  # whose statistics count
+        assert_close(states[1], states[0])
+
+
+class WithParameter(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.linear, self.extra = (
+            nn.Linear(4, 2),
+            nn.Parameter(value, requires_grad=value.dtype != torch.int64),
+        )
+
+
+SEVERAL = "has trained parameters of several dtypes in one block: 'extra' in torch."
+
+
+@pytest.mark.parametrize(
+    ("strategy", "shape", "dtype", "text"),
+    [
+        ("fsdp2", (0, 4), torch.float32, r"'extra' of shape \(0, 4\) has no elements to shard"),
+        ("fsdp2", (2, 2), torch.complex64, SEVERAL + "complex64"),
+        ("fsdp2", (2, 2), torch.float64, SEVERAL + "float64"),
+        ("fsdp1", (), torch.float32, r"FSDP1 cannot shard WithParameter.* scalar parameters. Change extra"),
+        ("fsdp1", (2, 2), torch.int64, "integer dtype tensors. It has 'extra' in torch.int64"),
+        ("fsdp1", (2, 2), torch.complex64, "It has 'extra' in torch.complex64"),
+        ("fsdp1", (2, 2), torch.float64, "It has 'extra' in torch.float64, 'linear.weight' in torch.float32"),
+    ],
+)
+@distributed(world_size=2)
+def test_parameters_that_cannot_be_sharded_are_named(strategy, shape, dtype, text):
+    accelerator = make_accelerator(strategy)
+    with pytest.raises(SettingsError, match=text):
+        accelerator.prepare(WithParameter(torch.ones(shape, dtype=dtype)))
+
+
+@distributed(world_size=2)
+def test_a_frozen_parameter_may_have_another_dtype_and_16_bits_become_32():
+    for precision, dtype, trained in (("no", torch.bfloat16, False), ("bf16", torch.bfloat16, True)):
+        AcceleratorState._reset_state(True)
+        model = WithParameter(torch.ones(2, 2, dtype=dtype))
+        model.extra.requires_grad_(trained)
+        model = make_accelerator("fsdp2", mixed_precision=precision).prepare(model)
+        assert model.extra.dtype == (torch.float32 if trained else dtype)
+
+
+def search(accelerator, model, rows, make=torch.optim.LBFGS):
+    """Two steps of an optimizer that calls the model several times a step."""
+    optimizer = make(model.parameters(), lr=0.1, max_iter=3)
+    if accelerator is not None:
+        model, optimizer = accelerator.prepare(model, optimizer)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = loss_of(model, rows)
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return model
+
+
+class Normalized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.norm = make_model(), nn.LayerNorm(2)
+        self.tp_plan = {"body.0": "colwise", "body.2": "rowwise"}
+
+    def forward(self, x):
+        return self.norm(self.body(x))
+
+
+@distributed(world_size=2)
+def test_optimizers_work_on_dtensors_or_say_what_torch_lacks():
+    accelerator = make_accelerator("tp")
+    found = full_state(accelerator, search(accelerator, make_model(), ROWS))
+    assert_close(found, search(None, make_model(), ROWS).state_dict())
+    with pytest.raises(UnsupportedError, match=r"LBFGS cannot step on sharded parameters: aten\.cat"):
+        search(accelerator, Normalized(), ROWS)
+    AcceleratorState._reset_state(True)
+    accelerator = make_accelerator("fsdp2")
+    with pytest.raises(UnsupportedError, match="LBFGS cannot step on sharded parameters: Cannot flatten"):
+        search(accelerator, make_model(hidden=5), ROWS)
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, torch.optim.Adafactor(model.parameters()))
+    with pytest.raises(UnsupportedError, match="Adafactor cannot step on sharded parameters: aten"):
+        train(accelerator, model, optimizer)
+
+
+@distributed(world_size=2)
+def test_8_bit_optimizers_say_which_states_cannot_be_sharded_or_saved(tmp_path):
+    from bitsandbytes.optim import Adam8bit
+
+    accelerator = make_accelerator("fsdp2")
+    model = make_model()
+    model, optimizer = accelerator.prepare(model, Adam8bit(model.parameters()))
+    with pytest.raises(
+        UnsupportedError, match="Adam8bit cannot step on sharded parameters: Operator bitsand"
+    ):
+        train(accelerator, model, optimizer)
+    AcceleratorState._reset_state(True)
+    accelerator = make_accelerator("fsdp1")
+    model, alone = make_model(), make_model()
+    model, optimizer = accelerator.prepare(model, Adam8bit(model.parameters()))
+    assert_close(train(accelerator, model, optimizer), train_alone(alone, Adam8bit(alone.parameters())))
+    with pytest.raises(CheckpointWriteError, match="Adam8bit keeps '__bnb_optimizer_quant_state__' for this"):
+        accelerator.save_state(tmp_path / "state")
+    accelerator.save_model(model, tmp_path / "model")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@distributed(world_size=2)
+def test_an_average_made_before_prepare_follows_the_model(strategy):
+    update = get_ema_multi_avg_fn(0.9)
+    model, alone = make_model(), make_model()
+    average, expected = (AveragedModel(each, multi_avg_fn=update) for each in (model, alone))
+    accelerator = make_accelerator(strategy)
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
+    model, average, optimizer = accelerator.prepare(model, average, optimizer)
+    for _ in range(3):
+        train(accelerator, model, optimizer, steps=1)
+        average.update_parameters(model)
+        train_alone(alone, plain, steps=1)
+        expected.update_parameters(alone)
+    assert_close(full_state(accelerator, average), expected.state_dict())
+    torch.testing.assert_close(average(ROWS), expected(ROWS))
+    if strategy == "fsdp2":
+        for copied in (copy.deepcopy, AveragedModel):
+            with pytest.raises(UnsupportedError, match=r"is sharded by FSDP2 and cannot be copied\. Make"):
+                copied(accelerator.unwrap_model(model))
+
+
+@pytest.mark.parametrize("blocks", [None, ["GPT2Block"]])
+@pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2"])
+@distributed(world_size=2)
+def test_an_unwrapped_model_generates(strategy, blocks):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"n_layer": 2, "n_embd": 8, "n_head": 2, "vocab_size": 20, "n_positions": 32}
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=1)).eval()
+    tokens = torch.tensor([[3, 4, 5 + dist.get_rank()]])
+    options = {"max_new_tokens": 4 + 2 * dist.get_rank(), "do_sample": False, "pad_token_id": 1}
+    expected = copy.deepcopy(model).generate(tokens, **options)
+    plugin = blocks and {
+        "auto_wrap_policy": "transformer_based_wrap",
+        "transformer_cls_names_to_wrap": blocks,
+    }
+    accelerator = make_accelerator(strategy, **plugin or {})
+    model = accelerator.prepare(model)
+    for each in (accelerator.unwrap_model(model), model):
+        assert torch.equal(each.generate(tokens, **options), expected)

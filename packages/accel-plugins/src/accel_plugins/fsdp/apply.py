@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
@@ -15,12 +15,14 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage] - has no other name
 
 from accel_plugins.fsdp.autowrap import blocks, fsdp2_prepare_auto_wrap_policy
 from accel_plugins.fsdp.loading import modules_named
 from accel_plugins.fsdp.recompute import checkpoint_activations, has_te_modules
+from accel_plugins.sharding.master_weights import dtype_to_train
 from accel_plugins.sharding.optimizers import hook_of
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -30,10 +32,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullSharding:
-    """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2."""
+    """Shard models over a mesh, with a shard axis after any replicate axis, by FSDP2.
+
+    `master_weights` says whether trained parameters will be cast to float32.
+    """
 
     plugin: FullyShardedDataParallelPlugin
     mesh: DeviceMesh
+    master_weights: bool = False
 
     def __call__(self, model: nn.Module) -> None:
         """Shard a model in place."""
@@ -63,11 +69,13 @@ class FullSharding:
         if ignored:
             options["ignored_params"] = {one for part in ignored for one in part.parameters()}
         reshard = cast("bool | int", plugin.reshard_after_forward)
-        for unit in inner:
-            fully_shard(unit, reshard_after_forward=reshard, **options)
+        for unit in (*_full_precision_norms(model, units, ignored, options["mp_policy"]), *inner):
+            fully_shard(unit, reshard_after_forward=reshard, **options | _precision(unit, options))
         # The backward pass begins with the root's parameters: by default, torch keeps them gathered.
         root_reshard = {} if inner and reshard is True else {"reshard_after_forward": reshard}
-        fully_shard(model, **root_reshard, **options)
+        fully_shard(model, **root_reshard, **options | _precision(model, options))
+        for unit in units:
+            cast("Any", type(unit)).__deepcopy__ = _refuse_copy
         if plugin.forward_prefetch:
             _prefetch_forward(model)
 
@@ -88,7 +96,33 @@ class FullSharding:
                     "would never call. Use register_post_accumulate_grad_hook, which gets this rank's shard "
                     "with the reduced gradient, or change the gradients between backward() and step()."
                 )
-        fsdp2_prepare_auto_wrap_policy(self.plugin, model)
+            if parameter.numel() == 0 and id(parameter) not in ignored:
+                raise SettingsError(
+                    f"{type(model).__name__}: the parameter {name!r} of shape {tuple(parameter.shape)} has "
+                    "no elements to shard; remove it, or add its module to ignored_modules."
+                )
+        self._check_dtypes(model, ignored)
+
+    def _check_dtypes(self, model: nn.Module, ignored: set[int]) -> None:
+        """Refuse blocks whose trained parameters have several dtypes."""
+        names = {id(one): name for name, one in model.named_parameters()}
+        policy = fsdp2_prepare_auto_wrap_policy(self.plugin, model)
+        seen = {*ignored}
+        modules = modules_named(self.plugin.ignored_modules, model)
+        for unit in blocks(model, policy, {id(one) for part in modules for one in part.modules()}):
+            first: dict[torch.dtype, str] = {}
+            for parameter in unit.parameters():
+                if parameter.requires_grad and id(parameter) not in seen:
+                    dtype = dtype_to_train(parameter) if self.master_weights else parameter.dtype
+                    first.setdefault(dtype, names[id(parameter)])
+            seen |= {id(one) for one in unit.parameters()}
+            if len(first) > 1:
+                listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
+                raise SettingsError(
+                    f"{type(model).__name__} has trained parameters of several dtypes in one block: "
+                    f"{listed}. FSDP2 shards a block in one dtype: cast them to one, freeze the others, or "
+                    "let auto_wrap_policy make blocks of their own."
+                )
 
     @property
     def offload_policy(self) -> OffloadPolicy:
@@ -101,6 +135,36 @@ class FullSharding:
     def parameters_on(self, device: torch.device) -> torch.device:
         """Return the device of the parameters: the CPU if they are offloaded."""
         return torch.device("cpu") if isinstance(self.plugin.cpu_offload, CPUOffloadPolicy) else device
+
+
+def _has_statistics(module: nn.Module) -> bool:
+    """Whether a module is a norm with running statistics, whose dtype its weights must have."""
+    return isinstance(module, _NormBase) and module.running_mean is not None
+
+
+def _full_precision_norms(
+    model: nn.Module, units: list[nn.Module], ignored: list[nn.Module], policy: MixedPrecisionPolicy
+) -> list[nn.Module]:
+    """Return the norms with running statistics to shard on their own, in the dtype of the statistics."""
+    if policy.param_dtype is None:
+        return []
+    without = {id(one) for part in ignored for one in part.modules()} | {id(unit) for unit in units}
+    return [
+        part for part in model.modules() if _has_statistics(part) and part.affine and id(part) not in without
+    ]
+
+
+def _precision(unit: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the precision policy of a unit, if it is not that of the model."""
+    policy = options["mp_policy"]
+    return {"mp_policy": replace(policy, param_dtype=None)} if _has_statistics(unit) else {}
+
+
+def _refuse_copy(model: nn.Module, _: Any) -> NoReturn:
+    raise UnsupportedError(
+        f"{type(model).__name__} is sharded by FSDP2 and cannot be copied. Make the copy, or the "
+        "torch.optim.swa_utils.AveragedModel, before prepare(), and pass both to prepare()."
+    )
 
 
 def _prefetch_forward(model: nn.Module) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -12,12 +14,15 @@ from accel_state.did_you_mean import did_you_mean
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
     from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 
 POLICIES: tuple[str, ...] = ("transformer_based_wrap", "size_based_wrap", "no_wrap")
 """The names of the built-in wrap policies."""
+
+LEAVES = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules that use parameters of submodules without calling them, always or in their fast path."""
 
 
 def classes_named(model: nn.Module, names: Iterable[str] | None) -> set[type[nn.Module]]:
@@ -119,39 +124,60 @@ def blocks(
 ) -> list[nn.Module]:
     """Return the modules of a model to shard separately, bottom-up; the model is the last.
 
-    A module that is tied to one outside of it is not among them: a parameter belongs to one FSDP group.
+    Modules that are not separable are left to what is around.
     """
     if policy is None:
         return [model]
-    shared = _shared_outside(model)
+    is_separable = separable(model)
     inner = [
         module
-        for module in reversed([*model.modules()])
+        for module in _bottom_up(model, set())
         if module is not model
         and id(module) not in ignored
         and any(True for _ in module.parameters())
         and policy(module)
-        and not shared(module)
+        and is_separable(module)
     ]
     return [*inner, model]
 
 
-def _shared_outside(model: nn.Module) -> Callable[[nn.Module], bool]:
-    """Return a function: whether a module has a parameter tied to one outside of it."""
-    owners: dict[int, int] = {}
-    for part in model.modules():
-        for parameter in part.parameters(recurse=False):
-            owners[id(parameter)] = owners.get(id(parameter), 0) + 1
-    tied = {key for key, count in owners.items() if count > 1}
-    if not tied:
-        return lambda _: False
+def _bottom_up(module: nn.Module, visited: set[nn.Module]) -> Iterator[nn.Module]:
+    """Yield every module once, after all inside of it, also those that have several parents."""
+    visited.add(module)
+    for child in module.children():
+        if child not in visited:
+            yield from _bottom_up(child, visited)
+    yield module
 
-    def outside(module: nn.Module) -> bool:
-        inside: dict[int, int] = {}
-        for part in module.modules():
-            for parameter in part.parameters(recurse=False):
-                if id(parameter) in tied:
-                    inside[id(parameter)] = inside.get(id(parameter), 0) + 1
-        return any(owners[key] != count for key, count in inside.items())
 
-    return outside
+def separable_only(policy: Any, model: nn.Module) -> Any:
+    """Return a policy of FSDP1 that selects separable modules only; as it is if it is no function."""
+    if not inspect.isfunction(policy) and not isinstance(policy, functools.partial):
+        return policy
+    is_separable = separable(model)
+
+    def selects(*, module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        selected = policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        return selected and (recurse or is_separable(module))
+
+    return selects
+
+
+def separable(model: nn.Module) -> Callable[[nn.Module], bool]:
+    """Return a function: whether a module of a model can be sharded on its own.
+
+    It cannot if one of its parameters has a name in the model that is outside of it, since a parameter
+    belongs to one group; nor inside of `LEAVES`, which use its parameters without calling it.
+    """
+    counts = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    has_ties = any(count > 1 for count in counts.values())
+    leaves = [part for part in model.modules() if isinstance(part, LEAVES)]
+    uncalled = {id(part) for leaf in leaves for part in leaf.modules() if part is not leaf}
+
+    def is_separable(module: nn.Module) -> bool:
+        if id(module) in uncalled or not has_ties:
+            return id(module) not in uncalled
+        inside = Counter(id(one) for _, one in module.named_parameters(remove_duplicate=False))
+        return all(counts[key] == count for key, count in inside.items())
+
+    return is_separable

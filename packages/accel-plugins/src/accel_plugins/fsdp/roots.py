@@ -17,6 +17,7 @@ from torch.distributed.fsdp import (
 
 from accel_ops.modules import extract_model_from_parallel, without_compiler
 from accel_plugins.dcp.tensors import TensorShards, allocator_like, check_groups, plain_name
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -173,6 +174,21 @@ class Fsdp1Shards:
         root = self.roots.of_optimizer(optimizer, models)
         if root is None:
             return self._plain.optimizer_tensors(optimizer, models)
+        nested = next(
+            (
+                key
+                for values in optimizer.state_dict()["state"].values()
+                for key, value in values.items()
+                if isinstance(value, dict)
+            ),
+            None,
+        )
+        if nested is not None:
+            raise UnsupportedError(
+                f"{type(optimizer).__qualname__} keeps {nested!r} for this rank's shards, which torch cannot "
+                "gather from FSDP1: its state cannot be saved. Save the model alone, with save_model(), or "
+                "use an optimizer whose state is tensors of the parameters' shapes."
+            )
         with sharded_states(root):
             return FullyShardedDataParallel.optim_state_dict(root, optimizer)
 

@@ -6,6 +6,7 @@ import inspect
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
+from traceback import walk_tb
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -15,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_plugins.sharding.shards import shard_like
-from accel_state.errors import SettingsError
+from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Mapping
@@ -211,20 +212,37 @@ def one_mesh_per_group(optimizer: Optimizer) -> Generator[None]:
 
     torch's `foreach` and `fused` kernels take lists of tensors only if all are on one mesh, or on none. The
     groups are restored afterwards, with the values that the step wrote.
+
+    Raises:
+        UnsupportedError: The step uses an operation that torch does not have for DTensors.
     """
     groups = [*optimizer.param_groups]
     split = [_by_mesh(group) for group in groups]
-    if all(len(by_mesh) <= 1 for by_mesh in split):
-        yield
-        return
-    # In place: an optimizer that wraps another one has the same list.
-    optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
+    # LBFGS keeps a list of its own, and accepts one group only.
+    is_split = any(len(by_mesh) > 1 for by_mesh in split) and "_params" not in vars(optimizer)
+    if is_split:  # in place: an optimizer that wraps another one has the same list
+        optimizer.param_groups[:] = [group for by_mesh in split for group in by_mesh]
     try:
         yield
+    except (NotImplementedError, RuntimeError) as error:
+        if not _is_raised_by_dtensor(error):
+            raise
+        raise UnsupportedError(
+            f"{type(optimizer).__qualname__} cannot step on sharded parameters: {str(error).splitlines()[0]} "
+            "Use an optimizer that works on DTensors, or a strategy that does not shard."
+        ) from error
     finally:
-        optimizer.param_groups[:] = groups
-        for group, by_mesh in zip(groups, split, strict=True):
-            group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
+        if is_split:
+            optimizer.param_groups[:] = groups
+            for group, by_mesh in zip(groups, split, strict=True):
+                group.update({**by_mesh[0], "params": group["params"]} if by_mesh else {})
+
+
+def _is_raised_by_dtensor(error: BaseException) -> bool:
+    if "DTensor" in str(error):
+        return True
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    return frame.f_globals["__name__"].startswith("torch.distributed.tensor.")
 
 
 def _by_mesh(group: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from accel_ops.modules import unwrap_once, without_compiler
 from accel_plugins.dcp.full_state import ShardsPersister
 from accel_plugins.dcp.local import LocalFiles
+from accel_plugins.fsdp.autowrap import separable_only
 from accel_plugins.fsdp.fields import form_of
 from accel_plugins.fsdp.loading import (
     ensure_weights_retied,
@@ -40,7 +41,7 @@ from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Generator, Iterable, Mapping
 
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
@@ -137,6 +138,8 @@ class Fsdp1Wrapper:
     def _wrapped(self, model: nn.Module) -> nn.Module:
         plugin, device = copy.copy(self.plugin), self.runtime.device
         plugin.set_auto_wrap_policy(model)
+        if plugin.auto_wrap_policy is not None:
+            plugin.auto_wrap_policy = separable_only(plugin.auto_wrap_policy, model)
         before = [(one, name) for name, one in model.named_parameters(remove_duplicate=False)]
         if self.master_weights is not None and self.runtime.topology.is_main:
             warn_about_master_weights(model, self.master_weights)
@@ -153,7 +156,7 @@ class Fsdp1Wrapper:
         ):
             init = partial(_emptied, device=device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
-        with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings():
+        with hang_monitor.collective_scope("prepare"), suppress_fsdp1_warnings(), _named_dtypes(model):
             root = FullyShardedDataParallel(
                 model,
                 sharding_strategy=plugin.sharding_strategy,  # pyright: ignore[reportArgumentType] - settled by the plugin
@@ -174,6 +177,7 @@ class Fsdp1Wrapper:
             upcast_flat_parameters(root)
         if plugin.activation_checkpointing or plugin.activation_checkpointing_offload:
             _checkpoint_blocks(root, plugin)
+        _gather_in_generate(root)
         self.roots.add(root)
         self.book.add(root, before, parameters_by_name(root, flat=not plugin.use_orig_params))
         return root
@@ -239,6 +243,37 @@ def _offload(plugin: FullyShardedDataParallelPlugin, *, on_cpu: bool) -> CPUOffl
 
 def _emptied(module: nn.Module, *, device: Any) -> None:
     module.to_empty(device=device, recurse=False)
+
+
+@contextmanager
+def _named_dtypes(model: nn.Module) -> Generator[None]:
+    """Add the names of parameters to torch's errors about dtypes that it cannot flatten."""
+    first: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
+        first.setdefault(parameter.dtype, name)
+    try:
+        yield
+    except ValueError as error:
+        listed = ", ".join(f"{name!r} in {dtype}" for dtype, name in first.items())
+        raise SettingsError(
+            f"FSDP1 cannot shard {type(model).__name__}: {str(error).rstrip('.')}. It has {listed}. Cast the "
+            "parameters of a block to one floating-point dtype, put the others in ignored_modules, or use "
+            "fsdp_version=2, which needs one dtype for those that are trained only."
+        ) from error
+
+
+def _gather_in_generate(root: FullyShardedDataParallel) -> None:
+    """Gather the root's own parameters within `generate`, which calls the model without its wrapper."""
+    generate = getattr(root.module, "generate", None)
+    if generate is None:
+        return
+
+    @wraps(generate)
+    def gathered(*args: Any, **kwargs: Any) -> Any:
+        with FullyShardedDataParallel.summon_full_params(root, recurse=False, writeback=False):
+            return generate(*args, **kwargs)
+
+    vars(root.module)["generate"] = gathered
 
 
 def _checkpoint_blocks(root: FullyShardedDataParallel, plugin: FullyShardedDataParallelPlugin) -> None:

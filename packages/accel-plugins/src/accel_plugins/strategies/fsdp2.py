@@ -48,7 +48,9 @@ def build(
         )
     plugin.set_mixed_precision(precision.name)
     axes = axes_of(runtime, handlers, sharded=FullyShardedDataParallelPlugin in handlers)
-    full = FullSharding(plugin=plugin, mesh=axes.fully_sharded(runtime))
+    full = FullSharding(
+        plugin=plugin, mesh=axes.fully_sharded(runtime), master_weights=precision.name != "no"
+    )
     tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
     context = _context(axes)
     stages = [*(() if tensor is None else (tensor,)), full]
