@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel
 
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader
@@ -28,10 +28,26 @@ def make_tokens(number):
     return torch.randint(0, TOKENS, (number, LENGTH), generator=torch.Generator().manual_seed(1))
 
 
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
 @pytest.mark.parametrize(
     ("options", "number"),
-    [({}, 6), ({"tp_degree": 2}, 6), ({"pp_degree": 2, "num_micro_batches": 2}, 8)],
-    ids=["replicas", "tensor", "pipeline"],
+    [
+        ({}, 6),
+        ({"tp_degree": 2}, 6),
+        ({"num_micro_batches": 2}, 7),
+        ({"pp_degree": 2, "num_micro_batches": 2}, 7),
+        ({"tp_degree": 2, "num_micro_batches": 4}, 3),
+    ],
+    ids=["replicas", "tensor", "micro-batches", "pipeline", "fewer samples than micro-batches"],
 )
 @distributed(world_size=2)
 def test_metrics_are_gathered_of_every_sample_once(options, number):
@@ -41,23 +57,25 @@ def test_metrics_are_gathered_of_every_sample_once(options, number):
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
         replicas = accelerator._parts.strategy.sharding.num_shards
         rows = [{"input_ids": row, "labels": row} for row in tokens]
-        loader = DataLoader(rows, batch_size=4 // replicas // plugin.num_micro_batches)
+        size = 4 // replicas // plugin.num_micro_batches
+        loaders = DataLoader(rows, batch_size=size), DataLoader(Stream(rows), batch_size=size)
         model = make_gpt2()
-        model, _, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
-        model.eval()
-        logits, labels = [], []
-        for batch in loader:
-            outputs = model(**batch)
-            losses = accelerator.gather(outputs.loss[None])
-            torch.testing.assert_close(losses, outputs.loss.expand(2))
-            assert len(accelerator.gather(outputs.logits)) == 2 * len(outputs.logits)
-            found = accelerator.gather_for_metrics((outputs.logits, batch["labels"]))
-            logits.append(found[0])
-            labels.append(found[1])
-    assert torch.equal(torch.cat(labels), tokens)
-    with torch.no_grad():
-        expected = make_gpt2().eval()(input_ids=tokens).logits
-    torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-5, atol=1e-5)
+        model, _, *loaders = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), *loaders)
+        with torch.no_grad():
+            expected = make_gpt2().eval()(input_ids=tokens).logits
+        for is_trained, loader in ((False, loaders[0]), (False, loaders[1]), (True, loaders[0])):
+            model.train(is_trained)
+            logits, labels = [], []
+            for batch in loader:
+                outputs = model(**batch)
+                losses = accelerator.gather(outputs.loss[None])
+                torch.testing.assert_close(losses, outputs.loss.expand(2))
+                assert len(accelerator.gather(outputs.logits)) == 2 * len(outputs.logits)
+                found = accelerator.gather_for_metrics((outputs.logits, batch["labels"]))
+                logits.append(found[0])
+                labels.append(found[1])
+            assert torch.equal(torch.cat(labels), tokens)
+            torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-5, atol=1e-5)
     accelerator.free_memory()
 
 

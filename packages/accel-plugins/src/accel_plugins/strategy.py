@@ -73,12 +73,15 @@ class BatchSharding:
         repeats: Whether another rank computes the same with the same batches, so that this rank's results are
             left out of gathered samples.
     """
+        micro_batches: The number of equal parts into which an engine cuts the batch of a rank, so that the
+            last batch is completed also where there is one shard.
 
     num_shards: int
     shard_index: int
     put_on_device: bool = True
     repeats: bool = False
 
+    micro_batches: int = 1
     def __post_init__(self) -> None:
         if not 0 <= self.shard_index < self.num_shards:
             raise ValueError(

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_plugins.megatron.library import core, load_library, without_core_warnings
 from accel_state.accelerator_state import AcceleratorState, is_initialized
@@ -117,7 +117,7 @@ class MegatronLMDummyDataLoader:
 
 
 def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
-    """Return a loader whose batches have `num_micro_batches` times as many samples, without a short last one.
+    """Return a loader whose batches have `num_micro_batches` times as many samples.
 
     A loader's batch size is the micro-batch size of a rank, as documented. A loader without one is returned
     as it is: its batches are sharded.
@@ -135,10 +135,12 @@ def with_all_micro_batches(loader: Any, plugin: MegatronLMPlugin) -> Any:
         "generator": loader.generator,
         "prefetch_factor": loader.prefetch_factor,
         "persistent_workers": loader.persistent_workers,
+        "in_order": loader.in_order,
+        "drop_last": loader.drop_last,
     }
-    if type(loader.batch_sampler) is BatchSampler:
+    if type(loader.batch_sampler) is BatchSampler and not isinstance(loader.dataset, IterableDataset):
         options["sampler"] = loader.sampler
-    return DataLoader(loader.dataset, batch_size=loader.batch_size * number, drop_last=True, **options)
+    return DataLoader(loader.dataset, batch_size=loader.batch_size * number, **options)
 
 
 def micro_batch_sizes(loaders: Sequence[Any]) -> list[int]:

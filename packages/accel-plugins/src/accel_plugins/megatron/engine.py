@@ -227,7 +227,8 @@ class MegatronEngine(nn.Module):
         if rows % number or not rows:
             raise SettingsError(
                 f"A batch of {rows} samples cannot be divided into num_micro_batches={number}: make the "
-                "batch size a multiple of it, or leave out the last batch (drop_last=True)."
+                "batch size a multiple of it, leave out the last batch (drop_last=True), or complete it "
+                "(even_batches=True of DataLoaderConfiguration)."
             )
         check_lengths_of_batch(self.plugin, batch)
         lengths = [one.shape[1] for one in batch.values() if isinstance(one, torch.Tensor) and one.ndim > 1]

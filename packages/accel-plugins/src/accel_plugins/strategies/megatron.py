@@ -344,6 +344,16 @@ def build(
         )
     plugin.set_mixed_precision(precision.name)
     groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
+def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
+    """Shard batches across replicas; every rank's batch has all micro-batches."""
+    return BatchSharding(
+        num_shards=groups.data,
+        shard_index=groups.data_rank,
+        repeats=groups.repeats,
+        micro_batches=plugin.num_micro_batches or 1,
+    )
+
+
     check_shared(groups)
     group_end.join_alone(runtime.kind.backend, runtime.device)
     trained = Trained()
@@ -357,7 +367,7 @@ def build(
         stepper=stepper,
         persister=MegatronPersister(),
         shards=MegatronShards(device_type=runtime.device.type),
-        sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
+        sharding=batch_sharding(plugin, groups),
         features=frozenset(
             {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
         ),

@@ -121,6 +121,8 @@ class DataLoaderDispatcher(PreparedLoader):
         device: Where batches are moved to; the device of this process if `None`.
         even_batches: Whether the last round is completed with its first samples, so that all processes get
             equally many.
+        micro_batches: The number of equal parts into which an engine cuts the batch of a process: a last
+            round is completed to a multiple of it.
         **kwargs: As for `torch.utils.data.DataLoader`.
 
     Raises:
@@ -141,6 +143,7 @@ class DataLoaderDispatcher(PreparedLoader):
         *,
         device: torch.device | str | None = None,
         even_batches: bool = True,
+        micro_batches: int = 1,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -155,6 +158,7 @@ class DataLoaderDispatcher(PreparedLoader):
         runtime = current_or_single()
         self.split_batches = split_batches
         self.even_batches = even_batches
+        self.micro_batches = micro_batches
         self.slice_fn = slice_fn
         self.device = runtime.device if device is None else torch.device(device)
         self._non_blocking = _non_blocking
@@ -177,6 +181,7 @@ class DataLoaderDispatcher(PreparedLoader):
             even=self.even_batches,
             drop_last=self._drop_last,
             slice_fn=self.slice_fn,
+            multiple=self.micro_batches,
         )
 
     def __iter__(self) -> Generator[Any]:  # pyright: ignore[reportIncompatibleMethodOverride] - torch says less

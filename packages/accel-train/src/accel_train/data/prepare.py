@@ -46,6 +46,8 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
+    *,
+    micro_batches: int = 1,
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Make the loader of this rank out of a torch loader over the whole data.
 
@@ -68,7 +70,7 @@ def prepare_data_loader(
             it does so for iterable datasets if batches are put on the device and there are several ranks.
         even_batches: Whether samples from the beginning complete the last batches where the data does not
             divide, so that all ranks have equally many batches of one size. With devices that compile anew
-            for every shape, as those of XLA, the last batch of a single rank, too.
+            for every shape, as those of XLA, and with `micro_batches`, the last batch of a single rank, too.
         slice_fn_for_dispatch: As `slice_fn` of `DataLoaderDispatcher`; without effect where nothing is
             dispatched.
         use_seedable_sampler: Whether shuffling depends on the seed and the epoch alone.
@@ -78,6 +80,7 @@ def prepare_data_loader(
         torch_device_mesh: The device mesh. If `num_processes` and
             `process_index` are `None` it says who has the same batches; and all its ranks share the order of
             samples.
+        micro_batches: The number of equal parts into which an engine cuts every batch of a rank.
 
     Raises:
         TypeError: It is no torch loader.
@@ -97,12 +100,13 @@ def prepare_data_loader(
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
     device = (runtime.device if device is None else torch.device(device)) if put_on_device else None
+    compiles = device is not None and own_runtime_of(device) is not None
     shards: dict[str, Any] = {
         "num_processes": world,
         "process_index": index,
         "split_batches": split_batches and world > 1,
         "even_batches": even_batches,
-        "static_shapes": device is not None and own_runtime_of(device) is not None and dataloader.in_order,
+        "static_shapes": (compiles or micro_batches > 1) and dataloader.in_order,
     }
     dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
     if data_seed is not None and not use_seedable_sampler:
@@ -119,9 +123,10 @@ def prepare_data_loader(
     options["device"] = device
     options["use_stateful_dataloader"] = use_stateful_dataloader or is_stateful(dataloader)
     if dispatch:
-        return _dispatcher(dataloader, shards, options | {"slice_fn": slice_fn_for_dispatch})
+        options |= {"slice_fn": slice_fn_for_dispatch, "micro_batches": micro_batches}
+        return _dispatcher(dataloader, shards, options)
     options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
-    return _shard(dataloader, options, shards)
+    return _shard(dataloader, options, shards, warns=compiles)
 
 
 def _data_parallel_shape(
@@ -151,11 +156,13 @@ def get_sampler(dataloader: DataLoader[Any]) -> Any:
     return innermost_sampler(_indices_of(dataloader))
 
 
-def _shard(dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any]) -> DataLoaderShard:
+def _shard(
+    dataloader: DataLoader[Any], options: dict[str, Any], shards: dict[str, Any], *, warns: bool
+) -> DataLoaderShard:
     """Make the loader of a rank that reads by itself."""
     dataset, options = _sharded(dataloader, options, shards)
     world = shards["num_processes"]
-    if shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
+    if warns and shards["static_shapes"] and world == 1 and _may_pad(dataset, options):
         warn_of_padding()
     loader = DataLoaderShard(dataset, **options)
     if isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard):

@@ -18,13 +18,17 @@ SliceFn = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSplit:
-    """How batches that the main process has read are split across ranks; see `DataLoaderDispatcher`."""
+    """How batches that the main process has read are split across ranks; see `DataLoaderDispatcher`.
+
+    With `even`, every rank's rows are completed to a `multiple`.
+    """
 
     num_processes: int
     split: bool = False
     even: bool = True
     drop_last: bool = False
     slice_fn: SliceFn | None = None
+    multiple: int = 1
 
     @property
     def batches_per_step_all_ranks(self) -> int:
@@ -42,6 +46,7 @@ class RowSplit:
         counts = [count_rows(batch) for batch in batches]
         rows = None if None in counts else sum(count or 0 for count in counts)
         full = len(batches) == self.num_processes and len(set(counts)) == 1
+        full = full and (not self.even or (counts[0] or 0) % self.multiple == 0)
         if full and not self.split and self.slice_fn is None:
             return [BatchWithMeta(batch, None, rows) for batch in batches]
         try:
@@ -65,9 +70,9 @@ class RowSplit:
     def _slices(self, batch: Any, rows: int) -> list[BatchWithMeta | None]:
         """Equal slices, completed from the first rows or of almost equal length."""
         size, larger = divmod(rows, self.num_processes)
-        padded = self.even and larger > 0
+        padded = self.even and rows % (self.num_processes * self.multiple) > 0
         if padded:
-            size, larger = size + 1, 0
+            size, larger = -(-rows // (self.num_processes * self.multiple)) * self.multiple, 0
             batch = select_rows(batch, [i % rows for i in range(size * self.num_processes)], rows)
         total = size * self.num_processes if padded else rows
         loaded_batches: list[BatchWithMeta | None] = []

@@ -190,6 +190,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
             non_blocking=config.non_blocking,
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=parts.strategy.mesh,
+            micro_batches=sharding.micro_batches,
         )
         for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
     )

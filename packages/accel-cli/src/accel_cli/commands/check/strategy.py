@@ -27,6 +27,7 @@ from accel_plugins.kwargs.run import DataLoaderConfiguration, GradientAccumulati
 from accel_plugins.megatron.groups import groups_of
 from accel_plugins.precision.amp import EnginePrecision
 from accel_plugins.strategies.deepspeed import accumulation_of
+from accel_plugins.strategies.megatron import batch_sharding
 from accel_plugins.strategies.replicated import ReplicatedPersister
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
@@ -211,7 +212,7 @@ def _fake_megatron(
         wrapper=FakeMegatron(
             runtime=runtime, plugin=plugin, groups=groups, on_elements=partial(setattr, recorder, "on_rank")
         ),
-        sharding=BatchSharding(num_shards=groups.data, shard_index=groups.data_rank, repeats=groups.repeats),
+        sharding=batch_sharding(plugin, groups),
     )
 
 
