@@ -442,6 +442,8 @@ def test_what_has_no_effect_is_refused_before_groups_are_made():
                 accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
             assert "\n" not in str(it.value)
             assert not is_started()
+        with pytest.raises(UnsupportedError, match=r"mixed_precision='fp8' is not supported.*'bf16'"):
+            Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2), mixed_precision="fp8")
         plugin = MegatronLMPlugin(use_distributed_optimizer=True, use_precision_aware_optimizer=True)
         with pytest.raises(
             MissingDependencyError, match=r"use_precision_aware_optimizer=True. needs transformer_engine"

@@ -219,6 +219,28 @@ def test_an_optimizer_is_described_and_others_are_refused():
         plugin.set_optimizer_type(adamw(amsgrad=True))
 
 
+class NamedAdamW(torch.optim.AdamW):
+    """Steps as AdamW does."""
+
+
+class NoisyAdamW(torch.optim.AdamW):
+    """Steps otherwise."""
+
+    def step(self, closure=None):
+        raise NotImplementedError
+
+
+def test_an_optimizer_with_a_step_of_its_own_is_refused_as_it_would_not_be_called():
+    parameters = [*nn.Linear(1, 1).parameters()]
+    own = NamedAdamW(parameters, lr=0.3)  # the first object of a class, whose method torch wraps
+    torch.optim.lr_scheduler.LambdaLR(own, lambda _: 1.0)
+    plugin = MegatronLMPlugin()
+    plugin.set_optimizer_type(own)
+    assert plugin.megatron_lm_default_args["lr"] == 0.3
+    with pytest.raises(UnsupportedError, match=r"NoisyAdamW has a step\(\) of its own"):
+        plugin.set_optimizer_type(NoisyAdamW(parameters))
+
+
 def scheduled(total=100, warmup=10, **options):
     plugin = MegatronLMPlugin(num_micro_batches=2, **options)
     plugin.set_training_args(4, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from inspect import unwrap
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import SGD, Adam, AdamW
@@ -84,7 +85,8 @@ def precision_args(mixed_precision: str) -> dict[str, Any]:
     """
     if mixed_precision not in {"no", "bf16", "fp16"}:
         raise UnsupportedError(
-            f"mixed_precision={mixed_precision!r} is not supported with Megatron; use 'bf16'."
+            f"mixed_precision={mixed_precision!r} is not supported with Megatron, which would compute in "
+            "bfloat16: use 'bf16', or shard the model by FSDP."
         )
     return {} if mixed_precision == "no" else {mixed_precision: True}
 
@@ -98,6 +100,17 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
         >>> args["optimizer"], args["lr"], args["weight_decay"]
         ('adam', 0.1, 0.02)
     """
+    if not isinstance(optimizer, Adam | AdamW | SGD):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} is not one of Megatron's optimizers: use torch.optim.AdamW, Adam, "
+            "SGD."
+        )
+    own = unwrap(type(optimizer).step)  # torch wraps the method of a class when its first object is made
+    if not any(own is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} has a step() of its own, which Megatron would not call: it steps by "
+            "an optimizer that it makes of the groups. Use torch.optim.AdamW, Adam or SGD itself."
+        )
     defaults = optimizer.defaults
     for name in ("amsgrad", "maximize", "nesterov"):
         if defaults.get(name):
@@ -116,11 +129,7 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
             or defaults.get("decoupled_weight_decay", False),
             **shared,
         }
-    if isinstance(optimizer, SGD):
-        return {"optimizer": "sgd", "sgd_momentum": defaults["momentum"], **shared}
-    raise UnsupportedError(
-        f"{type(optimizer).__name__} is not one of Megatron's optimizers: use torch.optim.AdamW, Adam, SGD."
-    )
+    return {"optimizer": "sgd", "sgd_momentum": defaults["momentum"], **shared}
 
 
 def schedule_args(plugin: MegatronLMPlugin, scheduler: MegatronLMDummyScheduler) -> dict[str, Any]:

@@ -342,7 +342,7 @@ def build(
         require(
             "transformer_engine", "MegatronLMPlugin(use_precision_aware_optimizer=True)", install=ENGINE_EXTRA
         )
-    plugin.set_mixed_precision(precision.name)
+    plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # a recipe's own name, which is refused
     groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
 def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
     """Shard batches across replicas; every rank's batch has all micro-batches."""

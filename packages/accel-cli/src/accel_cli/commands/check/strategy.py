@@ -31,6 +31,7 @@ from accel_plugins.strategies.megatron import batch_sharding
 from accel_plugins.strategies.replicated import ReplicatedPersister
 from accel_plugins.strategies.torch_step import TorchStepper
 from accel_plugins.strategy import BatchSharding, Feature, Strategy, StrategySpec
+from accel_state.accelerator_state import AcceleratorState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -206,6 +207,7 @@ def _fake_megatron(
     recorder: CollectiveRecorder, plain: Strategy, runtime: Runtime, handlers: Mapping[type, Any]
 ) -> Strategy:
     plugin, topology = plugin_of(handlers), runtime.topology
+    plugin.set_mixed_precision(AcceleratorState().mixed_precision)
     groups = groups_of(plugin, topology.world_size, topology.rank)
     return replace(
         plain,
