@@ -8,10 +8,11 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from accel_plugins.kwargs.run import DataLoaderConfiguration
+from accel_plugins.megatron.attention import CausalAttention
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_plugins.megatron.train_steps import GPTTrainStep
+from accel_plugins.megatron.train_steps import GPTTrainStep, causal_mask
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
@@ -126,7 +127,11 @@ CASES = {
         "calculate_per_token_loss": True,
         "recompute_activations": True,
     },
-    "loss by token": {"calculate_per_token_loss": True, "recompute_activations": True},
+    "loss by token, megatron-core's attention": {
+        "calculate_per_token_loss": True,
+        "recompute_activations": True,
+        "attention_backend": "unfused",
+    },
 }
 
 
@@ -201,6 +206,68 @@ def test_logits_in_evaluation_are_those_of_transformers_with_the_gathered_weight
             ]
         torch.testing.assert_close(outputs.logits, logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(outputs.loss, torch.stack(parts).mean(), rtol=1e-5, atol=1e-5)
+    accelerator.free_memory()
+
+
+LLAMA_3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@distributed(world_size=2)
+def test_a_llama_3_has_the_rotary_positions_of_transformers():
+    options = {"hidden_size": 32, "max_position_embeddings": 512, "initializer_range": 0.2}
+    plain = make_llama(**options, rope_parameters=LLAMA_3)
+    other = make_llama(**options, rope_parameters={"rope_type": "default", "rope_theta": 500000.0})
+    tokens = torch.randint(0, TOKENS, (1, 512), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected, unscaled = (one.eval()(input_ids=tokens).logits for one in (plain, other))
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(return_logits=True, tp_degree=2)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        wrong = make_llama(**options, rope_parameters=LLAMA_3 | {"low_freq_factor": 2.0})
+        with pytest.raises(UnsupportedError, match=r"low_freq_factor=2\.0 of rope_type='llama3'.*computes 1"):
+            accelerator.prepare(wrong)
+        model = accelerator.prepare(plain)
+        model.eval()
+        logits = model(input_ids=tokens).logits
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+    assert (unscaled - expected).abs().max() > 1e-3
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_attention_of_pytorch_is_that_of_megatron_core():
+    torch.manual_seed(torch.distributed.get_rank())
+    padded = torch.ones(2, LENGTH)
+    padded[0, :3] = 0
+    with cuda_answered_by_cpu():
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin(tp_degree=2))
+        model = accelerator.prepare(make_llama())
+        layer = core("utils").unwrap_model(model.chunks[0]).decoder.layers[0].self_attention
+        kind = core("transformer.enums").AttnMaskType.causal
+        unfused = core("transformer.dot_product_attention").DotProductAttention(
+            model.transformer_config, 1, kind, "self"
+        )
+        for mask in (None, causal_mask(padded)):
+            found = []
+            sizes = (LENGTH, 2, 2, 4), (LENGTH, 2, 1, 4), (LENGTH, 2, 1, 4)
+            inputs = [torch.randn(size, requires_grad=True) for size in sizes]
+            weights = torch.randn(LENGTH, 2, 8)
+            if mask is not None:
+                weights[:3, 0] = 0  # what padding computes is not used
+            for attention in (layer.core_attention, unfused):
+                output = attention(*inputs, mask, attn_mask_type=kind)
+                found.append(
+                    [weights.sign() * output.detach(), *torch.autograd.grad((output * weights).sum(), inputs)]
+                )
+            torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
+        assert type(layer.core_attention) is CausalAttention
     accelerator.free_memory()
 
 

@@ -1,4 +1,4 @@
-"""PyTorch's attention for megatron-core: with biases, and context-parallel.
+"""PyTorch's attention for megatron-core: with biases, and causal, also context-parallel.
 
 Of each sequence, every context-parallel rank computes two chunks, one from either end.
 """
@@ -27,6 +27,22 @@ class _TorchAttention(nn.Module):
         self.config = config
         self.scale = softmax_scale
 
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute attention with a bias of the scores; without one it is causal."""
+        queries, keys, values = (one.permute(1, 2, 0, 3) for one in (query, key, value))
+        tracker = core("tensor_parallel").get_cuda_rng_tracker()
+        with nullcontext() if self.config.sequence_parallel else tracker.fork():
+            found = functional.scaled_dot_product_attention(
+                queries,
+                keys,
+                values,
+                bias,
+                self.config.attention_dropout if self.training else 0.0,
+                is_causal=bias is None,
+                scale=self.scale,
+            )
+        return found.permute(2, 0, 1, 3).flatten(2)
+
 
 class BiasedAttention(_TorchAttention):
     """Attention that adds a bias to the scores, as relative positions are."""
@@ -46,12 +62,14 @@ class BiasedAttention(_TorchAttention):
         where attention is masked; it and the bias are broadcast to `[batch, heads, queries, keys]`.
         """
         bias = query.new_zeros(()) if attention_bias is None else attention_bias.to(query.dtype)
-        bias = torch.where(attention_mask, torch.finfo(query.dtype).min, bias)
-        return _attend(self.config, query, key, value, bias, self.scale, training=self.training)
+        return self._attend(query, key, value, _masked(bias, attention_mask))
 
 
-class ContextAttention(_TorchAttention):
-    """Causal attention of context-parallel ranks, each of which gathers the keys and values of all."""
+class CausalAttention(_TorchAttention):
+    """Causal attention of decoders, whose memory grows with the length of sequences, not with its square.
+
+    Context-parallel ranks gather the keys and values of all.
+    """
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
@@ -60,16 +78,19 @@ class ContextAttention(_TorchAttention):
 
         All have this rank's chunks, of shape `[queries, batch, heads, features]`; keys and values may have
         fewer heads. The mask, of shape `[batch, 1, queries, sequence]`, is true where attention is masked;
-        `None` stands for that of the future.
+        `None` stands for that of the future. In generation queries are the last of the sequence.
         """
         keys, values = gather_chunks(key), gather_chunks(value)
-        if attention_mask is None:
+        is_square = len(query) == len(keys)
+        if attention_mask is None and not is_square:
             positions = torch.arange(len(keys), device=query.device)
-            attention_mask = positions > _own_positions(positions)[:, None]
+            is_chunked = self.config.context_parallel_size > 1
+            own = _own_positions(positions) if is_chunked else positions[-len(query) :]
+            attention_mask = positions > own[:, None]
         each = query.shape[2] // keys.shape[2]
         keys, values = (one.repeat_interleave(each, dim=2) for one in (keys, values))
-        mask = ~attention_mask
-        return _attend(self.config, query, keys, values, mask, self.scale, training=self.training)
+        mask = None if attention_mask is None else _masked(query.new_zeros(()), attention_mask)
+        return self._attend(query, keys, values, mask)
 
 
 def _own_positions(positions: Tensor) -> Tensor:
@@ -78,22 +99,8 @@ def _own_positions(positions: Tensor) -> Tensor:
     return torch.cat([chunks[group.rank()], chunks[-1 - group.rank()]])
 
 
-def _attend(
-    config: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scale: float | None,
-    *,
-    training: bool,
-) -> Tensor:
-    queries, keys, values = (one.permute(1, 2, 0, 3) for one in (query, key, value))
-    tracker = core("tensor_parallel").get_cuda_rng_tracker()
-    with nullcontext() if config.sequence_parallel else tracker.fork():
-        dropout = config.attention_dropout if training else 0.0
-        found = functional.scaled_dot_product_attention(queries, keys, values, mask, dropout, scale=scale)
-    return found.permute(2, 0, 1, 3).flatten(2)
+def _masked(bias: Tensor, mask: Tensor) -> Tensor:
+    return torch.where(mask, torch.finfo(bias.dtype).min, bias)
 
 
 _NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")

@@ -11,6 +11,8 @@ from accel_plugins.megatron.packing import attention, gated, same, vocabulary
 from accel_state.errors import UnsupportedError
 
 _LAYER = "decoder.layers.{layer}."
+# What megatron-core's RotaryEmbedding computes with; it takes only the factor.
+_LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _OURS = "model.layers.{layer}."
 
 
@@ -39,14 +41,26 @@ def _model_arguments(model: Any) -> dict[str, Any]:
         "position_embedding_type": "rope",
         "rotary_base": _rope(config)["rope_theta"],
         "share_embeddings_and_output_weights": config.tie_word_embeddings,
+        **_scaling(config),
     }
+
+
+def _scaling(config: Any) -> dict[str, Any]:
+    rope = _rope(config)
+    if _rope_type(rope) != "llama3":
+        return {}
+    return {"rope_scaling": True, "rope_scaling_factor": float(rope["factor"])}
+
+
+def _rope_type(rope: Any) -> str:
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _rope(config: Any) -> dict[str, Any]:
     found = getattr(config, "rope_parameters", None)  # transformers 5
     if found is None:
         scaling = getattr(config, "rope_scaling", None) or {}
-        found = {"rope_type": "default", **scaling, "rope_theta": config.rope_theta}
+        found = {**scaling, "rope_theta": config.rope_theta}
     return found
 
 
@@ -79,10 +93,21 @@ def _check(config: Any) -> None:
     wrong = [f"{name}=True" for name in ("attention_bias", "mlp_bias") if getattr(config, name, False)]
     if config.hidden_act not in {"silu", "swish"}:
         wrong.append(f"hidden_act={config.hidden_act!r}")
-    if _rope(config).get("rope_type", "default") != "default":
-        wrong.append(f"rope_type={_rope(config)['rope_type']!r}")
+    rope = _rope(config)
+    kind = _rope_type(rope)
+    if kind not in {"default", "llama3"}:
+        wrong.append(f"rope_type={kind!r}")
+    if kind == "llama3":
+        wrong += [
+            f"{name}={rope.get(name)!r} of rope_type='llama3' (megatron-core computes {value})"
+            for name, value in _LLAMA_3.items()
+            if rope.get(name) != value
+        ]
     if wrong:
-        raise UnsupportedError(f"The row of Llama for Megatron has no {', '.join(wrong)}.")
+        raise UnsupportedError(
+            f"The row of Llama for Megatron has no {', '.join(wrong)}: shard the model by FSDP, or by "
+            "parallelism_config_tp_size."
+        )
 
 
 LLAMA = ModelFamily(

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_plugins.megatron.attention import ContextAttention
+from accel_plugins.megatron.attention import CausalAttention
 from accel_plugins.megatron.families import FAMILIES
 from accel_plugins.megatron.library import core, uses_transformer_engine
+from accel_state.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from accel_plugins.megatron.groups import Groups
@@ -38,7 +39,7 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
     """Return megatron-core's specification of a stage's layers.
 
     TransformerEngine's layers are used on a GPU where it is installed, unless `attention_backend` is
-    `"local"`; else megatron-core's own.
+    `"local"`; else megatron-core's own, with PyTorch's attention unless `"unfused"` asks for its own.
     """
     specs = core("models.gpt.gpt_layer_specs")
     block = core("transformer.transformer_block")
@@ -48,9 +49,25 @@ def layer_specs(config: Any, vp_stage: int | None) -> Any:
     else:
         layer, norm = specs.get_gpt_layer_local_spec(normalization=config.normalization), TorchNorm
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = norm
-        if config.context_parallel_size > 1:
-            layer.submodules.self_attention.submodules.core_attention = ContextAttention
+        if uses_torch_attention(config):
+            layer.submodules.self_attention.submodules.core_attention = CausalAttention
     return block.TransformerBlockSubmodules(layer_specs=[layer] * number, layer_norm=norm)
+
+
+def uses_torch_attention(config: Any) -> bool:
+    """Return whether PyTorch computes the attention of megatron-core's own layers.
+
+    It does not where the scores are other than PyTorch's, which context parallelism therefore refuses.
+    """
+    is_plain = config.window_size is None and config.softmax_type == "vanilla"
+    if config.context_parallel_size > 1 and not is_plain:
+        raise UnsupportedError(
+            f"other_megatron_args: window_size={config.window_size!r} and softmax_type="
+            f"{config.softmax_type!r} beside context_parallel_size={config.context_parallel_size} need "
+            "TransformerEngine's attention: install transformer-engine, or leave one of them out."
+        )
+    is_wanted = config.attention_backend.name != "unfused" and config.attention_softmax_in_fp32
+    return config.context_parallel_size > 1 or (is_plain and is_wanted)
 
 
 def build_gpt(
