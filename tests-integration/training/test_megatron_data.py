@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 from accel_plugins.megatron.dummy import MegatronLMDummyDataLoader
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.plugin import MegatronLMPlugin
-from accel_state.errors import UnsupportedError
+from accel_state.errors import SettingsError, UnsupportedError
 from accel_train import Accelerator
 from harness import distributed
 from harness.cuda_names import cuda_answered_by_cpu
@@ -76,6 +76,32 @@ def test_metrics_are_gathered_of_every_sample_once(options, number):
                 labels.append(found[1])
             assert torch.equal(torch.cat(labels), tokens)
             torch.testing.assert_close(torch.cat(logits), expected, rtol=1e-5, atol=1e-5)
+    accelerator.free_memory()
+
+
+@distributed(world_size=2)
+def test_a_batch_is_read_by_its_tokens_and_refused_where_the_model_has_none_of_them():
+    tokens = make_tokens(4)
+    labels = tokens.clone()
+    labels[:, :3] = -100
+    with cuda_answered_by_cpu():
+        plugin = MegatronLMPlugin(pp_degree=2, num_micro_batches=2)
+        accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+        model = make_gpt2()
+        model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        model.eval()
+        expected = model(input_ids=tokens, labels=labels).loss
+        batch = {"step": torch.tensor(1), "features": torch.zeros(4, 3), "input_ids": tokens}
+        torch.testing.assert_close(model(**batch, labels=labels).loss, expected)
+        with pytest.raises(SettingsError, match=r"words of 8, others of 3.*input_ids.*custom_get_batch"):
+            model(words=tokens, others=tokens[:, :3])
+        with pytest.raises(SettingsError, match=r"of 24 tokens.*GPT2LMHeadModel has 16 positions"):
+            model(input_ids=tokens.repeat(1, 3))
+        for name, wrong in (("input_ids", TOKENS), ("labels", TOKENS), ("labels", -1)):
+            batch = {"input_ids": tokens, "labels": labels}
+            batch[name] = batch[name].index_fill(1, torch.tensor([5]), wrong)
+            with pytest.raises(RuntimeError, match=rf"{name}.*from 0 to {TOKENS - 1}"):
+                model(**batch)
     accelerator.free_memory()
 
 

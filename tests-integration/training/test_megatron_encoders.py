@@ -108,15 +108,19 @@ def train(name, plugin):
     return accelerator, model, losses
 
 
-def check_logits(plain, batch, logits):
-    """Compare logits with those of a model of transformers that has the same weights."""
+def check_outputs(plain, batch, outputs):
+    """Compare outputs with those of a model of transformers that has the same weights."""
     plain.eval()
     with torch.no_grad():
-        outputs = plain(**batch)
-    right = outputs["prediction_logits" if "prediction_logits" in outputs else "logits"]
-    if plain.config.model_type == "bert" and right.ndim == 3:  # what follows padded tokens is not used
-        right, logits = (one[batch["attention_mask"].bool()] for one in (right, logits))
-    torch.testing.assert_close(logits, right, rtol=0, atol=1e-5)
+        expected = plain(**batch)
+    assert type(outputs) is type(expected)
+    names = {"logits", "prediction_logits", "seq_relationship_logits"} & {*expected}
+    assert names == {*outputs} - {"loss"}
+    for name in names:
+        logits, right = outputs[name], expected[name]
+        if plain.config.model_type == "bert" and right.ndim == 3:  # what follows padded tokens is not used
+            right, logits = (one[batch["attention_mask"].bool()] for one in (right, logits))
+        torch.testing.assert_close(logits, right, rtol=0, atol=1e-5)
 
 
 def check_equal(name, options):
@@ -127,13 +131,13 @@ def check_equal(name, options):
         state = accelerator.get_state_dict(model)
         batch = next(iter(DataLoader(make_rows(name), batch_size=SAMPLES)))
         model.eval()
-        logits = model(**batch).logits
+        outputs = model(**batch)
     expected, plain = train_plainly(name, options["gradient_clipping"])
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-5)
     if accelerator.is_main_process:
         torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-5, atol=1e-5)
         plain.load_state_dict(state)
-        check_logits(plain, batch, logits)
+        check_outputs(plain, batch, outputs)
     accelerator.free_memory()
 
 

@@ -116,6 +116,8 @@ def _pretraining_loss(
         order = functional.cross_entropy(order_logits.float(), sentence_order.view(-1))
         reduced["sop loss"] = avg_losses_across_data_parallel_group([order])[0]
         loss = loss + order
+    if logits is not None and order_logits is not None:
+        reduced["order logits"] = order_logits.detach()
     return loss, reduced
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from accel_plugins.megatron.check import check_lengths_of_batch
 from accel_plugins.megatron.generate import generate
 from accel_plugins.megatron.library import core, without_core_warnings
 from accel_plugins.megatron.t5_step import T5TrainStep
-from accel_plugins.megatron.train_steps import AbstractTrainStep, GPTTrainStep
+from accel_plugins.megatron.train_steps import IGNORED, AbstractTrainStep, GPTTrainStep
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
@@ -52,6 +52,8 @@ class MegatronEngine(nn.Module):
         optimizer_names: Weights of each group of the optimizer of PyTorch, in their order.
 
     Attributes:
+        outputs: The class of what a call returns; `None` for a model without a row.
+        positions: The most tokens of a sequence, where each has an embedding; else `None`.
         samples: Those of all replicas whose gradients there are.
     """
 
@@ -80,6 +82,8 @@ class MegatronEngine(nn.Module):
         self.optimizer_names = optimizer_names
         self.transformer_config = core("utils").get_model_config(chunks[0])
         self.config = getattr(source, "config", None)
+        self.outputs = None if family is None else _output_class(family, source)
+        self.positions = None if family is None else _positions_of(family, source)
         self.samples = 0
         self._is_reduced = False
 
@@ -172,7 +176,8 @@ class MegatronEngine(nn.Module):
         config.grad_scale_func = None if self.optimizer is None else self.optimizer.scale_loss
         schedule = core("pipeline_parallel").get_forward_backward_func()
         iterators = [iter(parts) for _ in self.chunks]
-        first = next(one for one in parts[0].values() if isinstance(one, torch.Tensor) and one.ndim > 1)
+        sequences = self._sequences(parts[0])
+        rows, length = next(iter(sequences.values())).shape[:2]
         with ExitStack() as stack, torch.set_grad_enabled(not forward_only):
             stack.enter_context(without_core_warnings())
             stack.enter_context(hang_monitor.collective_scope("forward and backward"))
@@ -188,14 +193,14 @@ class MegatronEngine(nn.Module):
                 data_iterator=iterators if len(iterators) > 1 else iterators[0],
                 model=[*self.chunks],
                 num_microbatches=len(parts),
-                seq_length=first.shape[1],
-                micro_batch_size=first.shape[0],
+                seq_length=length,
+                micro_batch_size=rows,
                 forward_only=forward_only,
             )
             loss, logits = self._reduced(results)
         self._is_reduced = sync and not forward_only
-        self.samples += 0 if forward_only else len(parts) * first.shape[0] * self.groups.data
-        return output_of(self.family, loss, logits)
+        self.samples += 0 if forward_only else len(parts) * rows * self.groups.data
+        return output_of(self.outputs, loss, logits)
 
     def discard(self) -> None:
         """Zero gradients."""
@@ -223,7 +228,8 @@ class MegatronEngine(nn.Module):
         if args or not batch:
             raise SettingsError("Megatron's engine takes a batch by name: call model(**batch).")
         number = self.plugin.num_micro_batches or 1
-        rows = next((len(one) for one in batch.values() if isinstance(one, torch.Tensor)), 0)
+        sequences = self._sequences(batch)
+        rows = len(next(iter(sequences.values()), ()))
         if rows % number or not rows:
             raise SettingsError(
                 f"A batch of {rows} samples cannot be divided into num_micro_batches={number}: make the "
@@ -231,8 +237,8 @@ class MegatronEngine(nn.Module):
                 "(even_batches=True of DataLoaderConfiguration)."
             )
         check_lengths_of_batch(self.plugin, batch)
-        lengths = [one.shape[1] for one in batch.values() if isinstance(one, torch.Tensor) and one.ndim > 1]
-        self._check_lengths(lengths)
+        self._check_lengths({name: one.shape[1] for name, one in sequences.items()})
+        self._check_tokens(batch)
         each = rows // number
         return [
             {
@@ -242,7 +248,49 @@ class MegatronEngine(nn.Module):
             for i in range(number)
         ]
 
-    def _check_lengths(self, lengths: Sequence[int]) -> None:
+    def _sequences(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return the tensors of a batch that are sequences: by their names, else all with two dims or more.
+
+        The first one's length is that of what pipeline stages send each other.
+        """
+        tensors = {name: one for name, one in batch.items() if isinstance(one, torch.Tensor) and one.ndim > 1}
+        is_pair = self.family is not None and self.family.kind == "t5"
+        names = (*_SEQUENCES, "labels") if is_pair else _SEQUENCES
+        named = {name: tensors[name] for name in names if name in tensors}
+        if named or self.groups.pipeline == 1:
+            return named or tensors
+        widths = ", ".join(f"{name} of {one.shape[1]}" for name, one in tensors.items())
+        if len({one.shape[1] for one in tensors.values()}) > 1:
+            raise SettingsError(
+                f"The batch has {widths}: which of them are the sequences, whose length pipeline stages "
+                "expect, is not known. Call those input_ids, and rename them by a custom_get_batch_function."
+            )
+        return tensors
+
+    def _check_tokens(self, batch: Mapping[str, Any]) -> None:
+        """Refuse tokens and labels that are not in the vocabulary; what a device has is not waited for."""
+        vocabulary = getattr(self.config, "vocab_size", None)
+        tokens = batch.get("input_ids")
+        if vocabulary is None or tokens is None or self.family is None:
+            return
+        for name in ("input_ids", "decoder_input_ids", "labels"):
+            one = batch.get(name)
+            if one is None or one.ndim < 2 or one.is_floating_point():  # or labels of classes
+                continue
+            is_known = (one >= 0) & (one < vocabulary)
+            ignored = f" (or {IGNORED})" if name == "labels" else ""
+            torch._assert_async(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - no public one
+                (is_known | (one == IGNORED) if ignored else is_known).all(),
+                f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
+            )
+
+    def _check_lengths(self, lengths: Mapping[str, int]) -> None:
+        longest = max((length for name, length in lengths.items() if name in _SEQUENCES), default=0)
+        if self.positions is not None and longest > self.positions:
+            raise SettingsError(
+                f"Sequences of {longest} tokens are too long: {type(self.source).__name__} has "
+                f"{self.positions} positions. Truncate them."
+            )
         tensor, context = self.groups.tensor, self.groups.context
         shares = [(tensor, f"tp_degree={tensor}, as sequence_parallelism does")]
         if not self.transformer_config.sequence_parallel:
@@ -250,40 +298,51 @@ class MegatronEngine(nn.Module):
         if context > 1:  # two chunks of each rank, which sequence parallelism divides in turn
             shares = [(2 * context * (tensor if shares else 1), f"twice context_parallel_size={context}")]
         for size, what in shares:
-            length = next((one for one in lengths if one % size), None)
+            length = next((one for one in lengths.values() if one % size), None)
             if length is not None:
                 raise SettingsError(
                     f"Sequences of {length} tokens cannot be divided by {what}: pad them to a multiple of "
                     f"{size} (pad_to_multiple_of), or leave it out."
                 )
 
-    def _reduced(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, Tensor | None]:
+    def _reduced(self, results: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[Tensor | None]]:
         """Return the mean loss over the micro-batches, and logits, as the last stage has computed them."""
         device = next(self.parameters()).device
-        losses: list[Tensor] = []
-        parts: list[Tensor] = []
-        for one in results:
-            losses.append(sum(value.detach().float() for value in one.values() if value.ndim == 0))  # pyright: ignore[reportArgumentType]
-            parts += [value.detach() for name, value in one.items() if name == "logits"]
+        losses = [
+            torch.stack([value.detach().float() for value in one.values() if value.ndim == 0]).sum()
+            for one in results
+        ]
         group = core("parallel_state").get_pipeline_model_parallel_group()
         source = self.groups.pipeline - 1
         loss = torch.stack(losses).mean() if losses else torch.zeros((), device=device)
         if self.groups.pipeline > 1:
             dist.broadcast(loss, group_src=source, group=group)
         if not getattr(self.train_step_handler, "return_logits", False):
-            return loss, None
-        logits = _from_last(torch.cat(parts) if parts else None, source, group, device)
-        if logits.ndim < 3:
-            return loss, logits
-        return loss, logits[..., : getattr(self.config, "vocab_size", None)]
+            return loss, []
+        logits: list[Tensor | None] = []
+        for name in _LOGITS[: 1 if self.outputs is None else len(_logits_of(self.outputs))]:
+            parts = [one[name].detach() for one in results if name in one]
+            logits.append(_from_last(torch.cat(parts) if parts else None, source, group, device))
+        if logits[0] is not None and logits[0].ndim > 2:
+            logits[0] = logits[0][..., : getattr(self.config, "vocab_size", None)]
+        return loss, logits
 
 
-def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor:
-    """Broadcast a tensor whose shape only the last stage knows."""
-    if source == 0 and tensor is not None:
+def _positions_of(family: ModelFamily, source: nn.Module) -> int | None:
+    """Return how many positions have an embedding; `None` where they are rotary or relative."""
+    arguments = family.model_arguments(source)
+    has_embeddings = arguments.get("position_embedding_type", "learned_absolute") == "learned_absolute"
+    return arguments.get("max_sequence_length") if has_embeddings else None
+
+
+def _from_last(tensor: Tensor | None, source: int, group: Any, device: torch.device) -> Tensor | None:
+    """Broadcast a tensor that only the last stage knows to be there."""
+    if source == 0:
         return tensor
     about: list[Any] = [None if tensor is None else (tuple(tensor.shape), tensor.dtype)]
     dist.broadcast_object_list(about, group_src=source, group=group)
+    if about[0] is None:
+        return None
     shape, dtype = about[0]
     if tensor is None:
         tensor = torch.empty(shape, dtype=dtype, device=device)
@@ -310,15 +369,33 @@ def _scaled_step(
     return output, scaled
 
 
-_OUTPUTS = {"bert": "MaskedLMOutput", "gpt": "CausalLMOutput", "t5": "Seq2SeqLMOutput"}
+_SEQUENCES = ("input_ids", "tokens", "text", "text_enc", "decoder_input_ids", "text_dec")
+_LOGITS = ("logits", "order logits")
+"""Those of tokens or classes, and of the order of sentences, as train steps call them."""
+_MODELING = "transformers.modeling_outputs"
+_OUTPUTS = {"bert": "MaskedLMOutput", "gpt": "CausalLMOutputWithPast", "t5": "Seq2SeqLMOutput"}
+_OUTPUTS_OF_MODELS = {
+    "BertForPreTraining": ("transformers.models.bert.modeling_bert", "BertForPreTrainingOutput"),
+    "BertForSequenceClassification": (_MODELING, "SequenceClassifierOutput"),
+    "GPT2LMHeadModel": (_MODELING, "CausalLMOutputWithCrossAttentions"),
+}
 
 
-def output_of(family: ModelFamily | None, loss: Tensor, logits: Tensor | None) -> Any:
+def _output_class(family: ModelFamily, source: nn.Module) -> type[Any]:
+    """Return the class of what a model of transformers returns; that of its kind, if the model is unknown."""
+    module, name = _OUTPUTS_OF_MODELS.get(type(source).__name__, (_MODELING, _OUTPUTS[family.kind]))
+    return getattr(import_module(module), name)
+
+
+def _logits_of(outputs: type[Any]) -> list[str]:
+    return [one.name for one in fields(outputs) if one.name.endswith("logits")]
+
+
+def output_of(outputs: type[Any] | None, loss: Tensor, logits: Sequence[Tensor | None]) -> Any:
     """Return a loss and logits as models of transformers do; of other models, without names."""
-    if family is None:
-        return loss if logits is None else (loss, logits)
-    outputs = import_module("transformers.modeling_outputs")
-    return getattr(outputs, _OUTPUTS[family.kind])(loss=loss, logits=logits)
+    if outputs is None:
+        return (loss, *logits) if logits else loss
+    return outputs(loss=loss, **dict(zip(_logits_of(outputs), logits, strict=False)))
 
 
 _TRAIN_STEPS: dict[str, Callable[..., AbstractTrainStep]] = {
