@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from contextlib import nullcontext
 from unittest.mock import patch
 
@@ -12,7 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from accel_plugins import dcp
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
+from accel_plugins.kwargs.amp import GradScalerKwargs
 from accel_plugins.kwargs.run import DataLoaderConfiguration
+from accel_plugins.megatron.library import core
+from accel_plugins.megatron.optimizer_state import iter_masters, named_optimizer_state
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_state.accelerator_state import AcceleratorState
 from accel_state.gradient_state import GradientState
@@ -31,9 +35,9 @@ SIZES = {
 }
 
 
-def make_gpt2():
+def make_gpt2(dropout=0.0):
     sizes = {"n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": TOKENS, "n_positions": 16}
-    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0))
+    return GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=dropout, embd_pdrop=dropout, resid_pdrop=dropout))
 
 
 def make_llama():
@@ -49,7 +53,7 @@ def make_llama():
     )
 
 
-MODELS = {"gpt2": make_gpt2, "llama": make_llama}
+MODELS = {"gpt2": make_gpt2, "gpt2 with dropout": lambda: make_gpt2(0.3), "llama": make_llama}
 
 
 def build(name, strategy, **options):
@@ -78,18 +82,22 @@ def build(name, strategy, **options):
 
 
 def train(run, first, steps=STEPS):
-    """Train some steps; every rank takes its samples of each."""
+    """Train some steps, of which every rank takes its samples; return the losses."""
     accelerator, model, optimizer, schedule = run
     tokens = torch.randint(0, TOKENS, (100, SAMPLES, LENGTH), generator=torch.Generator().manual_seed(1))
     sharding = accelerator._parts.strategy.sharding
     each = SAMPLES // sharding.num_shards
+    losses = []
     rows = slice(sharding.shard_index * each, (sharding.shard_index + 1) * each)
     for step in range(first, first + steps):
         batch = {"input_ids": tokens[step, rows], "labels": tokens[step, rows]}
-        accelerator.backward(model(**batch).loss)
+        loss = model(**batch).loss
+        accelerator.backward(loss)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def one_leg(name, stop, folder, leg):
@@ -179,6 +187,81 @@ def test_master_weights_are_saved_with_all_their_digits(tmp_path):
         again[0].free_memory()
     assert {value.dtype for value in expected.values()} <= {torch.float32}
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@distributed(world_size=2)
+def test_the_loss_scale_and_the_dropout_of_tensor_parallelism_go_on(tmp_path):
+    def begin(strategy="tp2", **options):
+        scaling = GradScalerKwargs(init_scale=2.0**10, growth_factor=4.0, growth_interval=2)
+        options = {"mixed_precision": "fp16", "kwargs_handlers": [scaling]} | options
+        run = build("gpt2 with dropout", strategy, **options)
+        run[0].register_for_checkpointing(run[3])
+        return run
+
+    def scale_of(run):
+        return run[1].optimizer.get_loss_scale().item()
+
+    def end(run):
+        run[0].free_memory()
+
+    with cuda_answered_by_cpu():
+        run = begin()
+        assert scale_of(run) == 2.0**10
+        train(run, 0)
+        assert not run[2].step_was_skipped
+        assert scale_of(run) == 2.0**12
+        run[0].save_state(tmp_path / "here")
+        run[0].wait_for_everyone()
+        expected, scale = train(run, STEPS), scale_of(run)
+        end(run)
+        again = begin()
+        again[0].load_state(tmp_path / "here")
+        assert scale_of(again) == 2.0**12
+        assert train(again, STEPS) == expected
+        assert scale_of(again) == scale == 2.0**16
+        end(again)
+        plain = torch.amp.GradScaler("cpu", init_scale=1.0)
+        plain.load_state_dict(torch.load(tmp_path / "here" / "scaler.pt"))
+        assert plain.get_scale() == 2.0**12
+        constant = begin(kwargs_handlers=[GradScalerKwargs(enabled=False)])
+        assert scale_of(constant) == 1.0
+        end(constant)
+
+        other = begin("dp2", mixed_precision="no")  # without a loss scale, and of other groups
+        other[0].save_state(tmp_path / "other")
+        other[0].wait_for_everyone()
+        end(other)
+        last = begin()
+        last[0].load_state(tmp_path / "other")
+        assert scale_of(last) == 2.0**10
+        tracker = core("tensor_parallel").get_cuda_rng_tracker().get_states()["model-parallel-rng"]
+        shared, own = (last[0].gather(state.int()[None]) for state in (torch.get_rng_state(), tracker))
+        assert torch.equal(shared[0], shared[1])  # of what both ranks compute
+        assert not torch.equal(own[0], own[1])
+        end(last)
+
+
+def bytes_of_tensors():
+    """Return how many bytes the storages of tensors have that Python knows."""
+    storages = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, torch.Tensor)]
+    return sum({one.data_ptr(): one.nbytes() for one in storages}.values())
+
+
+@distributed(world_size=2)
+def test_states_are_gathered_one_parameter_at_a_time():
+    with cuda_answered_by_cpu():
+        run = build("llama", "dp2")
+        train(run, 0, 1)
+        engine, held = run[1], []
+        sizes = [4 * one.numel() for one in engine.parameters()]
+        gc.collect()
+        before = bytes_of_tensors()
+        for part in iter_masters(engine):
+            held.append(bytes_of_tensors() - before)
+            del part
+        named_optimizer_state(engine, run[2].optimizer, lambda _: held.append(bytes_of_tensors() - before))
+        run[0].free_memory()
+    assert max(held) <= 4 * max(sizes) < sum(sizes)
 
 
 @distributed(world_size=2)

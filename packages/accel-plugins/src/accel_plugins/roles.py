@@ -211,6 +211,25 @@ class Persister(Protocol):
         ...
 
 
+class Generators(Protocol):
+    """Random number generators that an engine keeps beside those of PyTorch."""
+
+    def state_dict(self) -> StateDict:
+        """Return their states on this rank; empty if there are none."""
+        ...
+
+    def load_state_dict(self, state: StateDict) -> str | None:
+        """Resume on this rank, once PyTorch's generators have their states.
+
+        Args:
+            state: That of a rank of the checkpoint; empty if it has none, as those of other strategies.
+
+        Returns:
+            What did not come back, for a warning.
+        """
+        ...
+
+
 class NativeFiles(Protocol):
     """Saves and loads a strategy's own files. Called on every rank; complete after the next barrier."""
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.dcp.protocol import RankPlanners, ShardedStates
     from accel_plugins.roles import (
+        Generators,
         ModelWrapper,
         NativeFiles,
         Persister,
@@ -72,16 +73,16 @@ class BatchSharding:
         put_on_device: Whether the loader moves batches to the device.
         repeats: Whether another rank computes the same with the same batches, so that this rank's results are
             left out of gathered samples.
-    """
         micro_batches: The number of equal parts into which an engine cuts the batch of a rank, so that the
             last batch is completed also where there is one shard.
+    """
 
     num_shards: int
     shard_index: int
     put_on_device: bool = True
     repeats: bool = False
-
     micro_batches: int = 1
+
     def __post_init__(self) -> None:
         if not 0 <= self.shard_index < self.num_shards:
             raise ValueError(
@@ -113,6 +114,7 @@ class Strategy:
         planners: Plan what a rank writes and reads of `shards`; PyTorch's, for plain tensors and DTensors, if
             `None`.
         native: Saves and loads the files of a strategy whose `shards` are `NATIVE`.
+        generators: Random number generators of the engine, which checkpoints have, too.
         wrap_optimizer: Makes the optimizer that `prepare` returns, as `wrap_optimizer(optimizer, wrapper)`;
             `wrapper(optimizer, step=…, discard=…)` makes one that steps and gives its gradients up through an
             engine. By default optimizers step through the `stepper`.
@@ -141,6 +143,7 @@ class Strategy:
     shards: ShardedStates | None = None
     planners: RankPlanners | None = None
     native: NativeFiles | None = None
+    generators: Generators | None = None
     wrap_optimizer: Callable[[Any, Callable[..., Any]], Any] | None = None
     wrap_scheduler: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
     compiles_in_place: bool = False

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch.optim import Optimizer
 
+    from accel_plugins.kwargs.amp import GradScalerKwargs
     from accel_plugins.megatron.plugin import MegatronLMPlugin
 
 
@@ -91,10 +92,33 @@ def ddp_config(plugin: MegatronLMPlugin) -> Any:
     return config(**values | plugin.other_args(config))
 
 
-def optimizer_config(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> Any:
+def optimizer_config(
+    plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str, scaling: GradScalerKwargs | None = None
+) -> Any:
     """Return an `OptimizerConfig`."""
     config = core("optimizer").OptimizerConfig
-    return config(**optimizer_values(plugin, optimizer, precision) | plugin.other_args(config))
+    values = optimizer_values(plugin, optimizer, precision)
+    if precision == "fp16" and scaling is not None:
+        values |= scaling_values(scaling)
+    return config(**values | plugin.other_args(config))
+
+
+def scaling_values(scaling: GradScalerKwargs) -> dict[str, Any]:
+    """Return the options of PyTorch's loss scaler as megatron-core calls them; the factors have no field.
+
+    Example:
+        >>> from accel_plugins.kwargs.amp import GradScalerKwargs
+        >>> scaling_values(GradScalerKwargs(enabled=False))
+        {'loss_scale': 1.0}
+    """
+    if not scaling.enabled:
+        return {"loss_scale": 1.0}
+    return {
+        "initial_loss_scale": scaling.init_scale,
+        "min_loss_scale": min(1.0, scaling.init_scale),
+        "loss_scale_window": scaling.growth_interval,
+        "hysteresis": 1,  # PyTorch's scale falls with every overflow
+    }
 
 
 def optimizer_values(plugin: MegatronLMPlugin, optimizer: Optimizer, precision: str) -> dict[str, Any]:

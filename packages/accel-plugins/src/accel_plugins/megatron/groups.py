@@ -16,11 +16,14 @@ from accel_state import group_end
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from accel_plugins.megatron.plugin import MegatronLMPlugin
 
 _LARGEST_SEED = 2**31
 _made: list[Any] = []  # megatron-core keeps its groups in globals, and destroys none
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()
+_seeds: list[int] = []  # of the random states of tensor parallelism, the last one in use
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +142,39 @@ def _make(groups: Groups) -> None:
         create_gloo_process_groups=False,
     )
     _made.extend(group for group in c10d._world.pg_map if group not in before)  # pyright: ignore[reportPrivateUsage]
-    seed = torch.initial_seed() % _LARGEST_SEED
+    _seed(torch.initial_seed() % _LARGEST_SEED)
+
+
+def _seed(seed: int) -> None:
+    """Seed the random states of tensor parallelism, and the device's own, which ranks of a group share."""
+    _seeds[:] = [seed]
     core("tensor_parallel.random").model_parallel_cuda_manual_seed(seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """Random states of tensor parallelism: dropout of sharded tensors draws from one of each rank's own."""
+
+    groups: Groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states on this rank; empty before groups are made."""
+        if not _leases:
+            return {}
+        states = core("tensor_parallel.random").get_cuda_rng_tracker().get_states()
+        return {"sizes": self.groups.axes, "seed": _seeds[-1], "states": states}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
+        """Resume; seed all anew if the state is that of other sizes, or there is none."""
+        if not _leases:
+            return None
+        if state.get("sizes") == self.groups.axes:
+            _seeds[:] = [state["seed"]]
+            core("tensor_parallel.random").get_cuda_rng_tracker().set_states(dict(state["states"]))
+            return None
+        _seed((state.get("seed", _seeds[-1]) + 1) % _LARGEST_SEED)
+        found = f"those of groups of {state['sizes']}" if state else "absent"
+        return f"Megatron's, for groups of {self.groups.axes}, are {found}, and are seeded anew"
 
 
 def _stop() -> None:

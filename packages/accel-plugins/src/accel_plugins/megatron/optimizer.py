@@ -5,6 +5,8 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from accel_plugins.megatron.configs import optimizer_config
 from accel_plugins.megatron.library import core
 from accel_plugins.megatron.megatron_args import scheduler_arguments
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from accel_plugins.kwargs.amp import GradScalerKwargs
     from accel_plugins.megatron.dummy import MegatronLMDummyScheduler
     from accel_plugins.megatron.plugin import MegatronLMPlugin
     from accel_plugins.megatron.weights import Placed
@@ -61,6 +64,7 @@ def make_optimizer(
     chunks: Sequence[nn.Module],
     groups: dict[nn.Parameter, int],
     precision: str,
+    scaling: GradScalerKwargs | None = None,
 ) -> Any:
     """Make megatron-core's optimizer with the groups of PyTorch's, which gets this rank's parameters."""
     optimizers = core("optimizer")
@@ -80,15 +84,52 @@ def make_optimizer(
         for kind, members in kinds.items()
     }
     made = optimizers.get_megatron_optimizer(
-        optimizer_config(plugin, optimizer, precision),
+        optimizer_config(plugin, optimizer, precision, scaling),
         [*chunks],
         config_overrides=overrides,
         use_gloo_process_groups=False,
     )
     _detach_shards(made)
+    if scaling is not None:
+        for scaler in dynamic_scalers(made):
+            scaler.growth_factor.fill_(scaling.growth_factor)
+            scaler.backoff_factor.fill_(scaling.backoff_factor)
     for index, group in enumerate(optimizer.param_groups):
         group["params"] = [parameter for parameter, own in groups.items() if own == index]
     return made
+
+
+def dynamic_scalers(optimizer: Any) -> list[Any]:
+    """Return the loss scalers of megatron-core's optimizer, which all have the same state; with float16."""
+    kind = core("optimizer.grad_scaler").DynamicGradScaler
+    scalers = (getattr(one, "grad_scaler", None) for one in optimizer.chained_optimizers)
+    return [scaler for scaler in scalers if isinstance(scaler, kind)]
+
+
+def scaler_state(optimizer: Any) -> dict[str, Any]:
+    """Return the state of the loss scale as PyTorch's `GradScaler` has it; empty without one that changes."""
+    for scaler in dynamic_scalers(optimizer):
+        return {
+            "scale": float(scaler.scale),
+            "growth_factor": float(scaler.growth_factor),
+            "backoff_factor": float(scaler.backoff_factor),
+            "growth_interval": scaler.growth_interval,
+            "_growth_tracker": scaler._growth_tracker,
+            "_hysteresis_tracker": scaler._hysteresis_tracker,
+        }
+    return {}
+
+
+def load_scaler_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Resume the loss scale, of Megatron or of PyTorch; how it changes is for this run to say."""
+    for scaler in dynamic_scalers(optimizer):
+        scaler.load_state_dict(
+            {
+                "scale": torch.tensor([float(state["scale"])]),
+                "growth_tracker": min(state["_growth_tracker"], scaler.growth_interval - 1),
+                "hysteresis_tracker": state.get("_hysteresis_tracker", scaler.hysteresis),
+            }
+        )
 
 
 def _detach_shards(optimizer: Any) -> None:

@@ -7,6 +7,7 @@ the distributed optimizer, on a slice of each parameter's flat float32 copy, one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -109,10 +110,12 @@ def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
     """
     slots = {} if engine.optimizer is None else slots_of(engine)
     own = set[int]() if engine.optimizer is None else {id(one) for one in trained(engine)}
-    tensors = [
-        _full_shape(slots, one, None) if id(one) in own else one.parameter.detach() for one in engine.placed
-    ]
-    yield from _gathered(engine, engine.placed, tensors)
+    yield from _gathered(
+        engine,
+        engine.placed,
+        lambda one: _full_shape(slots, one, None) if id(one) in own else one.parameter.detach(),
+        lambda one: torch.float32 if id(one) in own else one.parameter.dtype,
+    )
 
 
 @torch.no_grad()
@@ -138,8 +141,8 @@ def named_optimizer_state(
     placed = trained(engine)
     state: dict[str, dict[str, Any]] = {}
     for key in () if engine.plugin.no_save_optim else keys:
-        tensors = [_full_shape(slots, one, key) for one in placed]
-        for name, value in chain.from_iterable(part.items() for part in _gathered(engine, placed, tensors)):
+        parts = _gathered(engine, placed, partial(_full_shape, slots, key=key), lambda _: torch.float32)
+        for name, value in chain.from_iterable(part.items() for part in parts):
             entry = state.setdefault(name, {} if step is None else {_STEP: torch.tensor(step)})
             entry[key] = convert(value)
     groups = [
@@ -190,7 +193,10 @@ def _local(engine: MegatronEngine, one: Placed, tensors: Sequence[Tensor]) -> Te
 
 
 def _gathered(
-    engine: MegatronEngine, placed: Sequence[Placed], tensors: Sequence[Tensor]
+    engine: MegatronEngine,
+    placed: Sequence[Placed],
+    tensor_of: Callable[[Placed], Tensor],
+    dtype_of: Callable[[Placed], torch.dtype],
 ) -> Iterator[dict[str, Tensor]]:
     family: Any = engine.family
-    return gather(placed, family.weights(engine.config), engine.groups, tensors=tensors)
+    return gather(placed, family.weights(engine.config), engine.groups, tensor_of, dtype_of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from accel_plugins.sharding.shards import names_of_each
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch import Tensor, nn
 
@@ -99,23 +100,22 @@ def gather(
     placed: Sequence[Placed],
     weights: Sequence[Weight],
     groups: Groups,
-    *,
-    tensors: Sequence[Tensor] | None = None,
+    tensor_of: Callable[[Placed], Tensor],
+    dtype_of: Callable[[Placed], torch.dtype],
 ) -> Iterator[dict[str, Tensor]]:
     """Yield weights of transformers, gathered from all stages and tensor-parallel ranks.
 
     Every rank iterates over all. A tied weight comes once.
+
+    `tensor_of` returns what is gathered, of the shape of the parameter: it is called when the turn comes, on
+    all ranks that have a part of it. `dtype_of` returns the dtype beforehand.
     """
-    values = [one.parameter.detach() for one in placed] if tensors is None else [*tensors]
     state = core("parallel_state")
     pipeline = state.get_pipeline_model_parallel_group()
-    own = [
-        (one.name, one.names, tuple(one.packing.joined_shape(value.shape, groups.tensor)), value.dtype)
-        for one, value in zip(placed, values, strict=True)
-    ]
-    plans = gather_plan(own, groups)
+    shape_of = partial(_joined_shape, groups)
+    plans = gather_plan([(one.name, one.names, shape_of(one), dtype_of(one)) for one in placed], groups)
     rows = {row.parameter: row.packing for row in weights}
-    known = {one.name: (one, value) for one, value in zip(placed, values, strict=True)}
+    known = {one.name: one for one in placed}
     done: set[tuple[str, ...]] = set()
     for stage, plan in enumerate(plans):
         for name, names, shape, dtype in plan:
@@ -123,13 +123,19 @@ def gather(
                 continue
             done.add(names)
             if stage == groups.pipeline_rank:
-                packed = _join(*known[name], groups).contiguous()
+                one = known[name]
+                packed = _join(one, tensor_of(one), groups).contiguous()
             else:
-                packed = torch.empty(shape, dtype=dtype, device=values[0].device)
+                packed = torch.empty(shape, dtype=dtype, device=placed[0].parameter.device)
             if groups.pipeline > 1:
                 dist.broadcast(packed, group_src=stage, group=pipeline)
             packing = rows[_LAYER.sub("{layer}", name)]
             yield dict(zip(names, packing.unpack(packed), strict=True))
+            del packed
+
+
+def _joined_shape(groups: Groups, one: Placed) -> tuple[int, ...]:
+    return tuple(one.packing.joined_shape(one.parameter.shape, groups.tensor))
 
 
 def gather_plan(own: Any, groups: Groups) -> list[Any]:

@@ -133,11 +133,18 @@ class FullPrecision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnginePrecision:
-    """Models take inputs of any floating format and return float32, whatever the engine made of them."""
+    """Models take inputs of any floating format and return float32, whatever the engine made of them.
+
+    Args:
+        read_scale: Returns the state of the engine's loss scale, unless the engine's own files have it.
+        write_scale: Resumes from it.
+    """
 
     name: str
     device_type: str
     scaler: None = None
+    read_scale: Callable[[], StateDict] = dict
+    write_scale: Callable[[StateDict], None] = lambda _: None
 
     def autocast(self, kwargs: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """A context for what is computed outside of models."""
@@ -165,11 +172,12 @@ class EnginePrecision:
         return step_unscaled(optimizer, closure)
 
     def state_dict(self) -> StateDict:
-        """Nothing; the engine's checkpoint has its loss scale."""
-        return {}
+        """The state of the engine's loss scale; empty where the engine's own files have it."""
+        return self.read_scale()
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Do nothing."""
+        """Resume from a state."""
+        self.write_scale(state)
 
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         dtype = DTYPES[self.name]

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from accel_ops.modules import unwrap_once
+from accel_plugins.kwargs.amp import GradScalerKwargs
 from accel_plugins.megatron.check import check_data_options, check_offload, check_schedule
 from accel_plugins.megatron.configs import ddp_config, transformer_config
 from accel_plugins.megatron.dummy import (
@@ -21,7 +22,7 @@ from accel_plugins.megatron.dummy import (
 )
 from accel_plugins.megatron.engine import MegatronEngine, TrainStepContext, train_step_of
 from accel_plugins.megatron.families import find_family
-from accel_plugins.megatron.groups import check_shared, groups_of, start
+from accel_plugins.megatron.groups import Generators, check_shared, groups_of, start
 from accel_plugins.megatron.library import ENGINE_EXTRA, core, load_library, without_core_warnings
 from accel_plugins.megatron.megatron_args import optimizer_args
 from accel_plugins.megatron.model_args import described
@@ -31,8 +32,10 @@ from accel_plugins.megatron.optimizer import (
     clip,
     copy_hyperparameters,
     group_of,
+    load_scaler_state,
     make_optimizer,
     names_of,
+    scaler_state,
 )
 from accel_plugins.megatron.plugin import MegatronLMPlugin
 from accel_plugins.megatron.sharded_state import MegatronShards
@@ -56,7 +59,7 @@ if TYPE_CHECKING:
 
     from accel_plugins.bundle import Bundle
     from accel_plugins.megatron.groups import Groups, Lease
-    from accel_plugins.roles import Optimizers, Parameters, PrecisionPolicy
+    from accel_plugins.roles import Optimizers, Parameters, PrecisionPolicy, StateDict
     from accel_state.runtime import Runtime
     from accel_state.settings.model import Settings
 
@@ -85,6 +88,7 @@ class MegatronWrapper:
     precision: str
     trained: Trained
     groups: Groups
+    scaling: GradScalerKwargs | None = None
 
     def check(self, bundle: Bundle) -> None:
         """Refuse models without a row, and sizes that the groups do not divide."""
@@ -181,7 +185,7 @@ class MegatronWrapper:
             own = {parameter: 0 for stage in stages for parameter in stage.parameters()}
             own = own if family is None else group_of(placed, model, optimizer)
             stages = [self._trained(config, index, stage) for index, stage in enumerate(stages)]
-            made = make_optimizer(plugin, optimizer, stages, own, self.precision)
+            made = make_optimizer(plugin, optimizer, stages, own, self.precision, self.scaling)
         else:
             stages = [self._in_precision(config, stage) for stage in stages]
         drop_values(model)
@@ -295,6 +299,15 @@ class MegatronStepper:
         """Wrap Megatron's schedule, which steps advance; return `None` for any other."""
         return wrapper(scheduler, optimizers) if isinstance(scheduler, MegatronSchedule) else None
 
+    def scale_state(self) -> StateDict:
+        """Return the state of the loss scale; empty without one."""
+        engine = self.trained.engine
+        return {} if engine is None else scaler_state(engine.optimizer)
+
+    def load_scale(self, state: StateDict) -> None:
+        """Resume the loss scale."""
+        load_scaler_state(self._engine().optimizer, state)
+
     def release(self) -> None:
         """Give up the engine and the process groups."""
         self.trained.engine = self.trained.optimizer = None
@@ -331,6 +344,16 @@ def train_step(
     )
 
 
+def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
+    """Shard batches across replicas; every rank's batch has all micro-batches."""
+    return BatchSharding(
+        num_shards=groups.data,
+        shard_index=groups.data_rank,
+        repeats=groups.repeats,
+        micro_batches=plugin.num_micro_batches or 1,
+    )
+
+
 def build(
     settings: Settings, runtime: Runtime, precision: PrecisionPolicy, handlers: Mapping[type, Any]
 ) -> Strategy:
@@ -344,16 +367,6 @@ def build(
         )
     plugin.set_mixed_precision(AcceleratorState().mixed_precision)  # a recipe's own name, which is refused
     groups = groups_of(plugin, runtime.topology.world_size, runtime.topology.rank)
-def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
-    """Shard batches across replicas; every rank's batch has all micro-batches."""
-    return BatchSharding(
-        num_shards=groups.data,
-        shard_index=groups.data_rank,
-        repeats=groups.repeats,
-        micro_batches=plugin.num_micro_batches or 1,
-    )
-
-
     check_shared(groups)
     group_end.join_alone(runtime.kind.backend, runtime.device)
     trained = Trained()
@@ -362,7 +375,12 @@ def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
     return Strategy(
         name="megatron",
         wrapper=MegatronWrapper(
-            runtime=runtime, plugin=plugin, precision=precision.name, trained=trained, groups=groups
+            runtime=runtime,
+            plugin=plugin,
+            precision=precision.name,
+            trained=trained,
+            groups=groups,
+            scaling=handlers.get(GradScalerKwargs),
         ),
         stepper=stepper,
         persister=MegatronPersister(),
@@ -372,7 +390,13 @@ def batch_sharding(plugin: MegatronLMPlugin, groups: Groups) -> BatchSharding:
             {Feature.LOADERS_FROM_CONFIGURATION, Feature.NO_SYNC, Feature.OPTIMIZER_FROM_CONFIGURATION}
         ),
         mesh=mesh_of(runtime.device.type, groups.axes),
-        precision=EnginePrecision(name=precision.name, device_type=runtime.device.type),
+        precision=EnginePrecision(
+            name=precision.name,
+            device_type=runtime.device.type,
+            read_scale=stepper.scale_state,
+            write_scale=stepper.load_scale,
+        ),
+        generators=Generators(groups),
         release=stepper.release,
         wrap_optimizer=stepper.wrap_optimizer,
         wrap_scheduler=stepper.wrap_scheduler,

@@ -19,7 +19,7 @@ from accel_train.checkpoint.files import record_of, record_of_mapping
 from accel_train.checkpoint.folder import SMALL, identity, is_being_replaced
 from accel_train.checkpoint.hashed_reader import HashedBytes, HashedReader
 from accel_train.checkpoint.manifest import FileRecord
-from accel_train.checkpoint.rng import seed_apart, write_rng
+from accel_train.checkpoint.rng import ENGINE_KEY, seed_apart, write_rng
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from accel_plugins.roles import Generators
     from accel_train.checkpoint.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -285,12 +286,15 @@ def _restore_foreign_positions(source: Source, dataloaders: Sequence[Any]) -> No
         logger.warning("%s holds a pickled sampler, and is not read.", source.folder / unread)
 
 
-def restore_rng(source: Source) -> None:
-    """Restore the RNG states of this rank."""
+def restore_rng(source: Source, generators: Generators | None = None) -> None:
+    """Restore the RNG states of this rank, and those of an engine."""
     saved = source.ranks()
+    model = saved[source.rank % len(saved)] if saved else None
+    model = source.rank if source.rank in saved else model
+    states: dict[str, Any] = {} if model is None else source.read(layout.rng_name(model))
     if source.rank in saved:
-        states = source.read(layout.rng_name(source.rank))
         complaints = write_rng(states, source.device)
+        complaints += _restore_engine(states, generators)
         if complaints:
             logger.warning(
                 "Random numbers of rank %d, from %s, came back in part: %s.",
@@ -299,8 +303,8 @@ def restore_rng(source: Source) -> None:
                 "; ".join(complaints),
             )
     elif saved:
-        model = saved[source.rank % len(saved)]
-        seed_apart(source.read(layout.rng_name(model)), source.rank)
+        seed_apart(states, source.rank)
+        _restore_engine(states, generators)
         logger.warning(
             "The checkpoint %s is of %d rank(s): rank %d has random numbers seeded from those of rank %d.",
             source.folder,
@@ -310,6 +314,13 @@ def restore_rng(source: Source) -> None:
         )
     else:
         logger.warning("The checkpoint %s has no states of random numbers.", source.folder)
+
+
+def _restore_engine(states: Mapping[str, Any], generators: Generators | None) -> list[str]:
+    if generators is None:
+        return [f"{ENGINE_KEY!r} is of an engine that is not here"] if ENGINE_KEY in states else []
+    problem = generators.load_state_dict(states.get(ENGINE_KEY, {}))
+    return [] if problem is None else [problem]
 
 
 def step_of(source: Source) -> int:

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.encode import write_weights
-from accel_train.checkpoint.rng import read_rng
+from accel_train.checkpoint.rng import ENGINE_KEY, read_rng
 from accel_train.checkpoint.writer import Part
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     import torch
+
+    from accel_plugins.roles import Generators
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +30,7 @@ class Contents:
     custom: Sequence[Any] = ()
     scaler: Mapping[str, Any] = field(default_factory=dict[str, Any])
     recipe: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    generators: Generators | None = None
 
 
 def shared_parts(contents: Contents, *, safe: bool) -> list[Part]:
@@ -71,5 +74,10 @@ def rank_files(contents: Contents, *, rank: int, device: torch.device) -> list[P
                 read=lambda: {"loaders": [loader.state_dict() for loader in contents.dataloaders]},
             )
         )
-    parts.append(Part(name=layout.rng_name(rank), read=partial(read_rng, device)))
+    parts.append(Part(name=layout.rng_name(rank), read=partial(_read_rng, contents, device)))
     return parts
+
+
+def _read_rng(contents: Contents, device: torch.device) -> dict[str, Any]:
+    engine = None if contents.generators is None else contents.generators.state_dict()
+    return read_rng(device) | ({ENGINE_KEY: engine} if engine else {})

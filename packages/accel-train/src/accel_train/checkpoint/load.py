@@ -184,7 +184,7 @@ def _restore(run: Run, source: Source, to_model: Mapping[str, Any]) -> None:
     restore_positions(source, prepared.dataloaders)
     restore_states(source, layout.custom_name, [one.load_state_dict for one in run.custom])
     run.synchronizer.step = step_of(source)
-    restore_rng(source)  # last: whatever drew random numbers until here
+    restore_rng(source, run.strategy.generators)  # last: whatever drew random numbers until here
 
 
 def _restore_recipe(run: Run, source: Source) -> None:

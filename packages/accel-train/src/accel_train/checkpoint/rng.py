@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 PYTHON_KEY = "random_state"
 NUMPY_KEY = "numpy_random_seed"
 TORCH_KEY = "torch_manual_seed"
+ENGINE_KEY = "engine_random_state"
+"""Of generators that a strategy keeps beside these."""
 _HOST_KEYS = (PYTHON_KEY, NUMPY_KEY, TORCH_KEY)
 
 
@@ -54,7 +56,7 @@ def write_rng(states: Mapping[str, Any], device: torch.device) -> list[str]:
             complaints += _write_device(kind, states[key])
         else:
             complaints.append(f"{key!r} is absent: the state was saved where there was no such device")
-    known = {*_HOST_KEYS, *map(_device_key, present), "step"}
+    known = {*_HOST_KEYS, *map(_device_key, present), "step", ENGINE_KEY}
     complaints += [f"{key!r} is for devices that are not here" for key in sorted(states) if key not in known]
     return complaints
 

@@ -240,6 +240,7 @@ def _parts(run: Run, job: Job, *, safe: bool) -> list[Part]:
         custom=run.custom,
         scaler=run.precision.state_dict(),
         recipe=run.recipe_state(),
+        generators=run.strategy.generators,
     )
     shared = shared_parts(contents, safe=safe) if run.commits else []
     if form is StateForm.SHARDED:
