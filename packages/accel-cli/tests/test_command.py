@@ -201,6 +201,8 @@ def test_the_report_is_text_or_json_of_the_same_facts(without_torch, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["python"] == sys.version.split()[0]
     assert facts["late fact"] == "json"
+    has_megatron = "megatron-core" in facts["libraries"]
+    assert facts["experimental"] == ["training by Megatron has not run on a GPU yet"] * has_megatron
     assert main(["env"]) == 0
     assert capsys.readouterr().out == env_report.as_text(facts)
 

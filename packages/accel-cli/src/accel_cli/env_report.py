@@ -38,6 +38,9 @@ _LIBRARIES = (
     "torchvision", "transformer-engine", "transformers", "triton",
 )  # fmt: skip
 
+# What has not run on the hardware that it is for, by the library that it needs.
+_EXPERIMENTAL = {"megatron-core": "training by Megatron has not run on a GPU yet"}
+
 # What launchers start, and what builds the kernels of engines.
 _PROGRAMS = ("gcloud", "g++", "mpirun", "ninja", "nvcc", "nvidia-smi", "pdsh", "srun")
 
@@ -68,6 +71,7 @@ def report(environ: Mapping[str, str], config_file: str | None = None) -> dict[s
         "platform": platform.platform(),
         "python": platform.python_version(),
         "libraries": _versions(_LIBRARIES),
+        "experimental": [_EXPERIMENTAL[name] for name in _versions(_EXPERIMENTAL)],
         "programs": [name for name in _PROGRAMS if shutil.which(name, path=environ.get("PATH"))],
         "cpu": {"cores": os.cpu_count(), "memory in GB": _memory(), "shared memory in GB": _shared_memory()},
         **{
