@@ -200,11 +200,12 @@ def test_logits_in_evaluation_are_those_of_transformers_with_the_gathered_weight
         expected.load_state_dict(state)
         expected.eval()
         with torch.no_grad():
-            logits = expected(**batch).logits
+            right = expected(**batch)
             parts = [
                 expected(**{name: rows[i : i + 1] for name, rows in batch.items()}).loss for i in range(2)
             ]
-        torch.testing.assert_close(outputs.logits, logits, rtol=1e-5, atol=1e-5)
+        assert type(outputs) is type(right)
+        torch.testing.assert_close(outputs.logits, right.logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(outputs.loss, torch.stack(parts).mean(), rtol=1e-5, atol=1e-5)
     accelerator.free_memory()
 

@@ -72,13 +72,14 @@ def plain_losses():
     "options",
     [
         {},
+        {"attention_backend": "unfused"},
         {"num_micro_batches": 2, "recompute_granularity": "full"},
         {"use_distributed_optimizer": True, "other_megatron_args": {"overlap_grad_reduce": True}},
     ],
     ids=str,
 )
 def test_megatron_trains_on_a_gpu_as_pytorch_does(options):
-    losses = losses_of(attention_backend="local", **options)
+    losses = losses_of(**{"attention_backend": "local"} | options)
     torch.testing.assert_close(losses, plain_losses(), rtol=1e-3, atol=1e-3)
 
 
@@ -111,13 +112,14 @@ def test_a_model_on_a_gpu_continues_prompts_as_transformers_does():
 
 
 def test_a_run_on_a_gpu_goes_on_where_it_was_saved(tmp_path):
-    accelerator, model, optimizer = start("bf16", attention_backend="local")
+    options = {"attention_backend": "local", "attention_dropout": 0.1, "hidden_dropout": 0.1}
+    accelerator, model, optimizer = start("bf16", **options)
     some = batches(accelerator.device)
     train(model, optimizer, accelerator.backward, some[:5])
     accelerator.save_state(tmp_path / "here")
     expected = train(model, optimizer, accelerator.backward, some[5:])
     accelerator.free_memory()
-    accelerator, model, optimizer = start("bf16", attention_backend="local")
+    accelerator, model, optimizer = start("bf16", **options)
     accelerator.load_state(tmp_path / "here")
     found = train(model, optimizer, accelerator.backward, some[5:])
     accelerator.free_memory()

@@ -237,7 +237,7 @@ class MegatronEngine(nn.Module):
                 "(even_batches=True of DataLoaderConfiguration)."
             )
         check_lengths_of_batch(self.plugin, batch)
-        self._check_lengths({name: one.shape[1] for name, one in sequences.items()})
+        self._check_lengths({name: tokens.shape[1] for name, tokens in sequences.items()})
         self._check_tokens(batch)
         each = rows // number
         return [
@@ -253,14 +253,16 @@ class MegatronEngine(nn.Module):
 
         The first one's length is that of what pipeline stages send each other.
         """
-        tensors = {name: one for name, one in batch.items() if isinstance(one, torch.Tensor) and one.ndim > 1}
+        tensors = {
+            name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.ndim > 1
+        }
         is_pair = self.family is not None and self.family.kind == "t5"
         names = (*_SEQUENCES, "labels") if is_pair else _SEQUENCES
         named = {name: tensors[name] for name in names if name in tensors}
         if named or self.groups.pipeline == 1:
             return named or tensors
-        widths = ", ".join(f"{name} of {one.shape[1]}" for name, one in tensors.items())
-        if len({one.shape[1] for one in tensors.values()}) > 1:
+        widths = ", ".join(f"{name} of {tensor.shape[1]}" for name, tensor in tensors.items())
+        if len({tensor.shape[1] for tensor in tensors.values()}) > 1:
             raise SettingsError(
                 f"The batch has {widths}: which of them are the sequences, whose length pipeline stages "
                 "expect, is not known. Call those input_ids, and rename them by a custom_get_batch_function."
@@ -270,17 +272,18 @@ class MegatronEngine(nn.Module):
     def _check_tokens(self, batch: Mapping[str, Any]) -> None:
         """Refuse tokens and labels that are not in the vocabulary; what a device has is not waited for."""
         vocabulary = getattr(self.config, "vocab_size", None)
-        tokens = batch.get("input_ids")
-        if vocabulary is None or tokens is None or self.family is None:
+        plugin = self.plugin
+        custom = plugin.custom_get_batch_function, plugin.custom_train_step_class  # may read anything
+        if "input_ids" not in batch or vocabulary is None or self.family is None or custom != (None, None):
             return
         for name in ("input_ids", "decoder_input_ids", "labels"):
-            one = batch.get(name)
-            if one is None or one.ndim < 2 or one.is_floating_point():  # or labels of classes
+            tokens = batch.get(name)
+            if tokens is None or tokens.ndim < 2 or tokens.is_floating_point():  # or labels of classes
                 continue
-            is_known = (one >= 0) & (one < vocabulary)
+            is_known = (tokens >= 0) & (tokens < vocabulary)
             ignored = f" (or {IGNORED})" if name == "labels" else ""
             torch._assert_async(  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage] - no public one
-                (is_known | (one == IGNORED) if ignored else is_known).all(),
+                (is_known | (tokens == IGNORED) if ignored else is_known).all(),
                 f"{name} has tokens that the vocabulary, from 0 to {vocabulary - 1}{ignored}, does not have.",
             )
 
@@ -321,7 +324,7 @@ class MegatronEngine(nn.Module):
             return loss, []
         logits: list[Tensor | None] = []
         for name in _LOGITS[: 1 if self.outputs is None else len(_logits_of(self.outputs))]:
-            parts = [one[name].detach() for one in results if name in one]
+            parts = [result[name].detach() for result in results if name in result]
             logits.append(_from_last(torch.cat(parts) if parts else None, source, group, device))
         if logits[0] is not None and logits[0].ndim > 2:
             logits[0] = logits[0][..., : getattr(self.config, "vocab_size", None)]
@@ -388,7 +391,7 @@ def _output_class(family: ModelFamily, source: nn.Module) -> type[Any]:
 
 
 def _logits_of(outputs: type[Any]) -> list[str]:
-    return [one.name for one in fields(outputs) if one.name.endswith("logits")]
+    return [field.name for field in fields(outputs) if field.name.endswith("logits")]
 
 
 def output_of(outputs: type[Any] | None, loss: Tensor, logits: Sequence[Tensor | None]) -> Any:

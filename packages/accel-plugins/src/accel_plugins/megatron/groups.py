@@ -173,8 +173,8 @@ class Generators:
             core("tensor_parallel.random").get_cuda_rng_tracker().set_states(dict(state["states"]))
             return None
         _seed((state.get("seed", _seeds[-1]) + 1) % _LARGEST_SEED)
-        found = f"those of groups of {state['sizes']}" if state else "absent"
-        return f"Megatron's, for groups of {self.groups.axes}, are {found}, and are seeded anew"
+        origin = f"those of groups of {state['sizes']}" if state else "absent"
+        return f"Megatron's, for groups of {self.groups.axes}, are {origin}, and are seeded anew"
 
 
 def _stop() -> None:

@@ -105,8 +105,8 @@ def optimizer_args(optimizer: Optimizer) -> dict[str, Any]:
             f"{type(optimizer).__name__} is not one of Megatron's optimizers: use torch.optim.AdamW, Adam, "
             "SGD."
         )
-    own = unwrap(type(optimizer).step)  # torch wraps the method of a class when its first object is made
-    if not any(own is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
+    step = unwrap(type(optimizer).step)  # torch wraps the method of a class when its first object is made
+    if not any(step is unwrap(kind.step) for kind in (Adam, AdamW, SGD)):
         raise UnsupportedError(
             f"{type(optimizer).__name__} has a step() of its own, which Megatron would not call: it steps by "
             "an optimizer that it makes of the groups. Use torch.optim.AdamW, Adam or SGD itself."

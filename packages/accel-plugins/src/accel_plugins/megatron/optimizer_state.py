@@ -113,8 +113,8 @@ def iter_masters(engine: MegatronEngine) -> Iterator[dict[str, Tensor]]:
     yield from _gathered(
         engine,
         engine.placed,
-        lambda one: _full_shape(slots, one, None) if id(one) in own else one.parameter.detach(),
-        lambda one: torch.float32 if id(one) in own else one.parameter.dtype,
+        lambda row: _full_shape(slots, row, None) if id(row) in own else row.parameter.detach(),
+        lambda row: torch.float32 if id(row) in own else row.parameter.dtype,
     )
 
 

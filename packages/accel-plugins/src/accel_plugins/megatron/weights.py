@@ -113,9 +113,9 @@ def gather(
     state = core("parallel_state")
     pipeline = state.get_pipeline_model_parallel_group()
     shape_of = partial(_joined_shape, groups)
-    plans = gather_plan([(one.name, one.names, shape_of(one), dtype_of(one)) for one in placed], groups)
+    plans = gather_plan([(row.name, row.names, shape_of(row), dtype_of(row)) for row in placed], groups)
     rows = {row.parameter: row.packing for row in weights}
-    known = {one.name: one for one in placed}
+    known = {row.name: row for row in placed}
     done: set[tuple[str, ...]] = set()
     for stage, plan in enumerate(plans):
         for name, names, shape, dtype in plan:
@@ -123,8 +123,8 @@ def gather(
                 continue
             done.add(names)
             if stage == groups.pipeline_rank:
-                one = known[name]
-                packed = _join(one, tensor_of(one), groups).contiguous()
+                row = known[name]
+                packed = _join(row, tensor_of(row), groups).contiguous()
             else:
                 packed = torch.empty(shape, dtype=dtype, device=placed[0].parameter.device)
             if groups.pipeline > 1:
@@ -134,8 +134,8 @@ def gather(
             del packed
 
 
-def _joined_shape(groups: Groups, one: Placed) -> tuple[int, ...]:
-    return tuple(one.packing.joined_shape(one.parameter.shape, groups.tensor))
+def _joined_shape(groups: Groups, row: Placed) -> tuple[int, ...]:
+    return tuple(row.packing.joined_shape(row.parameter.shape, groups.tensor))
 
 
 def gather_plan(own: Any, groups: Groups) -> list[Any]:
