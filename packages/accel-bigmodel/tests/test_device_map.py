@@ -21,18 +21,24 @@ from accel_bigmodel import (
     get_max_layer_size,
     get_max_memory,
     infer_auto_device_map,
+    init_empty_weights,
     kv_cache,
+    load_checkpoint_and_dispatch,
     load_checkpoint_in_model,
     measure_activations,
 )
 from accel_bigmodel.device_map.budget import smallest_bound
+from accel_bigmodel.device_map.infer import automatic_device_map
 from accel_bigmodel.device_map.plan import fill, units_of
 from accel_bigmodel.host_memory import cgroup_headroom
 from accel_bigmodel.layers import Layers, read_layers
 from accel_bigmodel.sizes import compute_module_total_buffer_size, get_module_size_with_ties
+from accel_bigmodel.sources import stored_dtypes
 from accel_ops.weights.read import device_of
+from accel_ops.weights.write import save_state_dict
 from accel_state.errors import SettingsError
 from accel_state.labels import CustomDtype
+from accel_state.testing import late_device
 
 
 class Kept(nn.Module):
@@ -67,6 +73,8 @@ def trees(draw, depth=3):
             module.__class__ = draw(st.sampled_from([Free, Free, Kept]))
             for index in range(draw(st.integers(1, 3))):
                 module.add_module(f"m{index}", build(level - 1))
+            if draw(st.booleans()):
+                module.add_module("parts", nn.ModuleList([build(level - 1)]))
         return module
 
     model = build(depth)
@@ -86,6 +94,26 @@ def trees(draw, depth=3):
 memories = st.fixed_dictionaries(
     {}, optional={0: st.integers(0, 400), 1: st.integers(0, 400), "cpu": st.integers(0, 400)}
 )
+
+
+def blocks_by_hand(model, plan, offloaded):
+    """The bytes of the blocks that are streamed: what is below entries and has no list of modules in it."""
+
+    def below(module):
+        lists = [part for part in module.modules() if isinstance(part, (nn.ModuleList, nn.Sequential))]
+        if not any(tensor.numel() for part in lists for tensor in [*part.parameters(), *part.buffers()]):
+            if not isinstance(module, (nn.ModuleList, nn.Sequential)):
+                yield sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
+            return
+        for child in module.children():
+            yield from below(child)
+
+    for name, device in plan.items():
+        if device in offloaded:
+            parent, _, leaf = name.rpartition(".")
+            module = model.get_submodule(parent)._modules.get(leaf) if name else model
+            if module is not None:
+                yield from below(module)
 
 
 def atoms_by_hand(model, name="", kept=("Kept",)):
@@ -135,7 +163,8 @@ def test_a_map_keeps_every_promise(model, memory, clean, offload_buffers):
     for name, sizes, _ in atoms:
         for key in sizes:
             assert homes.setdefault(key, where[name]) == where[name]
-    away = [(sum(s.values()), b) for name, s, b in atoms if where[name] not in executors and s]
+    away = [b for name, s, b in atoms if where[name] not in executors and s]
+    streamed = max(blocks_by_hand(model, plan, {"cpu", "disk"} - set(executors)), default=0)
     on_disk = [sum(s.values()) for name, s, _ in atoms if where[name] == "disk" and s]
     # The main device: the first that holds any layer; nothing is reserved where nothing runs.
     main = next((key for key in executors if key in where.values()), None)
@@ -143,8 +172,8 @@ def test_a_map_keeps_every_promise(model, memory, clean, offload_buffers):
         used = sum(held.get(device, {}).values())
         reserve = 0
         if device == main:
-            kept = {} if offload_buffers else {k: v for _, b in away for k, v in b.items()}
-            reserve = max((size for size, _ in away), default=0) + sum(kept.values())
+            kept = {} if offload_buffers else {k: v for b in away for k, v in b.items()}
+            reserve = streamed + sum(kept.values())
         elif device == "cpu" and executors != ["cpu"]:
             reserve = max(on_disk, default=0)
         if used:
@@ -229,6 +258,95 @@ class Small(nn.Module):
 )
 def test_known_maps(memory, expected):
     assert infer_auto_device_map(Small(), memory) == expected
+
+
+class Tower(nn.Module):
+    """Blocks of 12 KiB in two leaves each, between an embedding and a head of 4 KiB."""
+
+    def __init__(self, blocks=6, dtype=None):
+        super().__init__()
+        self.embed = nn.Embedding(32, 32, dtype=dtype)
+        self.blocks = nn.ModuleList([Residual(dtype) for _ in range(blocks)])
+        self.head = nn.Linear(32, 32, bias=False, dtype=dtype)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Residual(nn.Module):
+    def __init__(self, dtype=None):
+        super().__init__()
+        self.up = nn.Linear(32, 48, bias=False, dtype=dtype)
+        self.down = nn.Linear(48, 32, bias=False, dtype=dtype)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("schedule", ["late", "early"])
+@pytest.mark.parametrize("no_split", [None, "Residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_room_that_a_map_keeps_is_enough_to_stream_two_blocks(tmp_path, schedule, no_split, dtype):
+    """From float32 in the file; as float64 a block takes 12 KiB as it is stored and 24 KiB as it is used."""
+    model, tokens = Tower().to(dtype).eval(), torch.tensor([[1, 2, 31]])
+    save_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()}, tmp_path)
+    model.load_state_dict({name: tensor.float() for name, tensor in model.state_dict().items()})
+    with torch.no_grad():
+        expected = model(tokens)
+    stored = dict.fromkeys(model.state_dict(), torch.float32)
+    wide = dtype.itemsize // 4
+    capacity = (wide * 4 + wide * 12 + 2 * (12 if wide == 1 else 36) + 4) << 10  # 4 KiB for activations
+    plan = infer_auto_device_map(model, {0: capacity}, no_split, stored_dtypes=stored)
+    resident = [name for name in model.state_dict() if device_of(name, plan) == 0]
+    assert resident == ["embed.weight", "blocks.0.up.weight", "blocks.0.down.weight"]
+    taken = sum(model.get_parameter(name).nbytes for name in resident)
+    with init_empty_weights():
+        empty = Tower(dtype=dtype).eval()
+    with late_device(schedule, capacity=capacity - taken) as device, torch.no_grad():
+        empty = load_checkpoint_and_dispatch(
+            empty, tmp_path, {name: "cpu" if where == 0 else where for name, where in plan.items()}
+        )
+        original, failures = device.empty, []
+
+        def allocate(nbytes):
+            try:
+                return original(nbytes)
+            except torch.OutOfMemoryError as error:
+                failures.append(error)
+                raise
+
+        device.empty = allocate
+        for _ in range(3):
+            assert torch.equal(empty(tokens), expected)
+    assert not failures
+
+
+def test_a_block_that_is_cast_takes_room_in_both_types(tmp_path):
+    save_state_dict(Tower().half().state_dict(), tmp_path)
+    in_file = stored_dtypes(tmp_path)
+    assert set(in_file.values()) == {torch.float16}
+    for stored, resident in ((in_file, 1), (None, 3)):  # two blocks take 2 x 18 KiB, or 2 x 12
+        plan = automatic_device_map("auto", Tower(), {0: 40 << 10}, "Residual", stored_dtypes=stored)
+        assert [device_of(name, plan) for name in in_file].count(0) == resident
+
+
+@pytest.mark.parametrize(
+    ("capacity", "resident"),
+    [(28, ["embed"]), (27, ["embed", "blocks.0.up"]), (17, ["embed"]), (15, [])],
+)
+def test_a_device_without_room_for_two_blocks_keeps_room_for_one(capacity, resident):
+    plan = infer_auto_device_map(Tower(), {0: capacity << 10, "cpu": 1 << 20}, clean_result=False)
+    assert [name for name, where in plan.items() if where == 0] == resident
+
+
+def test_large_blocks_count_as_the_allocator_rounds_them():
+    model = nn.ModuleList([leaf([((5 << 20) // 4, False)]) for _ in range(5)])  # 5 MiB, and 6 as allocated
+    for capacity, expected in ((22 << 20, 2), ((22 << 20) - 1, 1)):
+        plan = infer_auto_device_map(model, {0: capacity, "cpu": 1 << 30})
+        assert [device_of(str(index), plan) for index in range(5)].count(0) == expected
 
 
 def test_an_empty_accelerator_gets_what_fits_when_asked():

@@ -15,7 +15,7 @@ from accel_bigmodel.dispatch import dispatch_model
 from accel_bigmodel.offload_index import save_offload_index
 from accel_bigmodel.placement import torch_dtype
 from accel_bigmodel.report import FileReport, LoadReport, MemoryMeter, raw_rate
-from accel_bigmodel.sources import open_checkpoint
+from accel_bigmodel.sources import open_checkpoint, stored_dtypes
 from accel_ops.weights.sizes import convert_file_size_to_int
 from accel_ops.weights.tied import check_tied_parameters_in_config, find_tied_parameters, retie_parameters
 from accel_state.errors import SettingsError, UnsupportedError
@@ -154,7 +154,13 @@ def load_checkpoint_and_dispatch(
     """
     if isinstance(device_map, str):
         device_map = automatic_device_map(
-            device_map, model, max_memory, no_split_module_classes, offload_buffers, dtype=dtype
+            device_map,
+            model,
+            max_memory,
+            no_split_module_classes,
+            offload_buffers,
+            stored_dtypes=None if broadcast_from_rank0 else stored_dtypes(checkpoint),
+            dtype=dtype,
         )
     limit = None if memory_limit is None else convert_file_size_to_int(memory_limit)
     on_disk = device_map is not None and "disk" in device_map.values()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from accel_bigmodel.block_stream import StreamedBlocks
 from accel_bigmodel.block_weights import MappedBlocks
 from accel_bigmodel.hooks.align import AlignDevicesHook, align_hooks_of
 from accel_bigmodel.hooks.base import add_hook_to_module
+from accel_bigmodel.layers import CONTAINERS
 from accel_ops.weights.read import entry_of
 from accel_ops.weights.tensors import buffer_table, child_table, parameter_table
 from accel_state.streams import device_streams
@@ -19,11 +18,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
+    from torch import nn
 
     from accel_bigmodel.hooks.slot import Slot
     from accel_bigmodel.offload import OffloadedWeightsLoader
-
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class OffloadedBlock:
@@ -185,9 +183,9 @@ def make_blocks(
 
 
 def _roots(module: nn.Module, name: str, preload_classes: frozenset[str]) -> Iterator[tuple[str, nn.Module]]:
-    split = isinstance(module, _CONTAINERS) or (
+    split = isinstance(module, CONTAINERS) or (
         type(module).__name__ not in preload_classes
-        and any(isinstance(part, _CONTAINERS) and _has_tensors(part) for part in module.modules())
+        and any(isinstance(part, CONTAINERS) and _has_tensors(part) for part in module.modules())
     )
     if not split:
         if _has_tensors(module):

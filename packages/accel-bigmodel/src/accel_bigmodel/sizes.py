@@ -132,6 +132,27 @@ def byte_count(
     return count
 
 
+def streamed_count(
+    count: ByteCount | None, dtype: ElementType | None, stored: Mapping[str, torch.dtype]
+) -> ByteCount:
+    """Make the function that says how many bytes a tensor takes that is read from a file and cast.
+
+    Args:
+        count: Bytes of tensors in the types that they are used in; `None` for those that they have.
+        dtype: The type that floating tensors are used in; by default their own.
+        stored: Types in the file, by name.
+    """
+    floating = None if isinstance(dtype, CustomDtype) else torch_dtype(dtype)
+
+    def streamed(prefix: str, leaf: str, tensor: Tensor) -> int:
+        used = tensor.nbytes if count is None else count(prefix, leaf, tensor)
+        kind = stored.get(prefix + leaf)
+        wanted = floating if floating is not None and tensor.is_floating_point() else tensor.dtype
+        return used if kind is None or kind == wanted else used + tensor.numel() * kind.itemsize
+
+    return streamed
+
+
 def get_max_layer_size(
     modules: Iterable[tuple[str, nn.Module]],
     module_sizes: Mapping[str, int],

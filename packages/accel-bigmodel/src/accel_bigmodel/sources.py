@@ -154,6 +154,18 @@ def open_checkpoint(checkpoint: str | os.PathLike[str]) -> list[Source]:
     ]
 
 
+def stored_dtypes(checkpoint: str | os.PathLike[str]) -> dict[str, torch.dtype]:
+    """Return the types of the tensors that may stay in the files of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: A file is damaged or absent.
+        FileNotFoundError: Nothing is there, and it is no id of a model either.
+    """
+    files = find_checkpoint_files(local_checkpoint(checkpoint)).files
+    tables = [SafetensorsFile(path).entries for path in files if path.suffix == SAFETENSORS_SUFFIX]
+    return {name: entry.dtype for entries in tables for name, entry in entries.items()}
+
+
 def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
     """Find a checkpoint on this machine, fetching it from the hub if that is where it is.
 

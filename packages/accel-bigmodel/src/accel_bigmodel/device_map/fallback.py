@@ -18,6 +18,8 @@ def assign_by_size(units: Units, depths: Sequence[int], placed: Sequence[int], m
         >>> units = Units(
         ...     sizes=[9, 2, 9],
         ...     totals=[9, 2, 9],
+        ...     blocks=[9, 2, 9],
+        ...     disk_blocks=[9, 2, 9],
         ...     buffers=[0, 0, 0],
         ...     caches=[0, 0, 0],
         ...     actives=[],

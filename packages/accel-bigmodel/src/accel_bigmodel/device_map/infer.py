@@ -11,13 +11,14 @@ from accel_bigmodel.device_map.budget import get_balanced_memory, get_max_memory
 from accel_bigmodel.device_map.fallback import assign_by_size
 from accel_bigmodel.device_map.plan import Machine, assign_units, devices_of, units_of
 from accel_bigmodel.layers import class_names, read_layers
-from accel_bigmodel.sizes import byte_count
+from accel_bigmodel.sizes import byte_count, streamed_count
 from accel_ops.weights.sizes import convert_bytes
 from accel_state.errors import SettingsError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    import torch
     from torch import nn
 
     from accel_bigmodel.device_map.plan import Units
@@ -43,12 +44,15 @@ def infer_auto_device_map(
     fallback_allocation: bool = False,
     *,
     workload: Workload | None = None,
+    stored_dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Device]:
     """Fill accelerators in order, then the CPU, then the disk, with the layers of a model.
 
     Promises: no device gets more than its memory. When something is offloaded, the main device has room left
-    for the largest offloaded layer, and the CPU for the largest one on the disk. Modules of the classes named
-    stay whole. Tied weights count once and live together. The time is linear in the number of modules.
+    for two of the largest offloaded blocks (one runs while the next is copied), or for one where two would
+    leave no layer on it; and the CPU for the largest layer on the disk. A block is a module without a list of
+    modules in it. Modules of the classes named stay whole. Tied weights count once and live together. The
+    time is linear in the number of modules.
 
     Args:
         model: The model, on any device, the meta device too.
@@ -62,6 +66,8 @@ def infer_auto_device_map(
         fallback_allocation: Where an accelerator would stay empty since the next layer is too large for it,
             give it another layer that fits.
         workload: Activations and cache to be counted with the weights.
+        stored_dtypes: Types of tensors in the checkpoint, by name: one that is read from the disk in another
+            type than it is used in takes room in both.
 
     Returns:
         Module (or tensor) name to device: an index, `"cpu"` or `"disk"`.
@@ -79,8 +85,12 @@ def infer_auto_device_map(
     """
     memory = get_max_memory(max_memory)
     devices = [key for key in memory if key != "disk"]
-    layers = read_layers(model, class_names(no_split_module_classes), byte_count(dtype, special_dtypes))
-    units = units_of(layers, workload)
+    unsplit, count = class_names(no_split_module_classes), byte_count(dtype, special_dtypes)
+    layers = read_layers(model, unsplit, count)
+    disk_blocks = None
+    if stored_dtypes is not None:
+        disk_blocks = read_layers(model, unsplit, streamed_count(count, dtype, stored_dtypes)).blocks
+    units = units_of(layers, workload, disk_blocks)
     machine = _machine(devices, memory, keep_buffers=not offload_buffers)
     placed = devices_of(assign_units(units, machine), len(units.sizes))
     if fallback_allocation:
@@ -106,6 +116,8 @@ def automatic_device_map(
     max_memory: Mapping[int | str, float | str] | None,
     no_split: str | Sequence[str] | None,
     offload_buffers: bool = False,
+    *,
+    stored_dtypes: Mapping[str, torch.dtype] | None = None,
     **dtypes: Any,
 ) -> dict[str, Device]:
     """Infer the device map that users ask for by a word, such as `"balanced"`.
@@ -121,7 +133,9 @@ def automatic_device_map(
         max_memory = get_balanced_memory(
             model, max_memory, no_split, low_zero=kind == "balanced_low_0", **dtypes
         )
-    return infer_auto_device_map(model, max_memory, no_split, offload_buffers=offload_buffers, **dtypes)
+    return infer_auto_device_map(
+        model, max_memory, no_split, offload_buffers=offload_buffers, stored_dtypes=stored_dtypes, **dtypes
+    )
 
 
 def merged(layers: Layers, where: Sequence[int]) -> list[tuple[str, int]]:
@@ -158,6 +172,7 @@ def _machine(devices: Sequence[Device], memory: Mapping[Device, int], *, keep_bu
         executors=len(devices) if alone else len(accelerators),
         host=None if alone or "cpu" not in memory else list(devices).index("cpu"),
         keep_buffers=keep_buffers,
+        streamed=1 if alone else 2,
     )
 
 

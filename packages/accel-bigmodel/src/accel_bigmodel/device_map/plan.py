@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from accel_bigmodel.device_map.workload import Workload
     from accel_bigmodel.layers import Layers
 
+_ROUNDED_FROM = 1 << 20
+_ROUNDED_TO = 2 << 20
+"""Bytes; https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-memory-management"""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Units:
@@ -22,7 +26,9 @@ class Units:
 
     Attributes:
         sizes: Bytes that stay on the device: weights counted once, and the cache.
-        totals: Bytes of the largest layer in it, with what is active: what running an offloaded one takes.
+        totals: Bytes of the largest layer in it, with what is active.
+        blocks: Bytes of the largest block that begins in it when its layers are offloaded.
+        disk_blocks: The same when they are on the disk, where weights may have other types than in use.
         buffers: Bytes of buffers.
         caches: Bytes of key-value cache, which lies where the layer runs.
         actives: Bytes in use only while it runs; empty when nothing was declared.
@@ -32,6 +38,8 @@ class Units:
 
     sizes: list[int]
     totals: list[int]
+    blocks: list[int]
+    disk_blocks: list[int]
     buffers: list[int]
     caches: list[int]
     actives: list[int]
@@ -42,27 +50,37 @@ class Units:
         object.__setattr__(self, "sums", list(accumulate(self.sizes, initial=0)))
 
 
-def units_of(layers: Layers, workload: Workload | None = None) -> Units:
+def units_of(
+    layers: Layers, workload: Workload | None = None, disk_blocks: Sequence[int] | None = None
+) -> Units:
     """Merge layers that share tied tensors."""
     sizes, totals, buffers = list(layers.sizes), list(layers.totals), list(layers.buffers)
+    blocks = list(layers.blocks or totals)
+    on_disk = list(disk_blocks or blocks)
     caches, actives = [0] * len(sizes), list[int]()
     if workload is not None:
         caches, actives = workload.per_layer(layers.names)
         sizes = [size + cache for size, cache in zip(sizes, caches, strict=True)]
         totals = [total + active for total, active in zip(totals, actives, strict=True)]
     members = [(index,) for index in range(len(sizes))]
-    if not layers.ties:
-        return Units(
-            sizes=sizes, totals=totals, buffers=buffers, caches=caches, actives=actives, members=members
+    if layers.ties:
+        members = _groups(len(sizes), layers.ties)
+        sizes, buffers, caches = (
+            [sum(column[i] for i in group) for group in members] for column in (sizes, buffers, caches)
         )
-    groups = _groups(len(sizes), layers.ties)
+        totals, blocks, on_disk = (
+            [max(column[i] for i in group) for group in members] for column in (totals, blocks, on_disk)
+        )
+        actives = [max(actives[i] for i in group) for group in members] if actives else []
     return Units(
-        sizes=[sum(sizes[i] for i in group) for group in groups],
-        totals=[max(totals[i] for i in group) for group in groups],
-        buffers=[sum(buffers[i] for i in group) for group in groups],
-        caches=[sum(caches[i] for i in group) for group in groups],
-        actives=[max(actives[i] for i in group) for group in groups] if actives else [],
-        members=groups,
+        sizes=sizes,
+        totals=totals,
+        blocks=blocks,
+        disk_blocks=on_disk,
+        buffers=buffers,
+        caches=caches,
+        actives=actives,
+        members=members,
     )
 
 
@@ -89,21 +107,25 @@ class Machine:
         executors: How many of them, from the first, execute what they hold; the rest only store.
         host: The index of the CPU where it only stores, else `None`.
         keep_buffers: Whether buffers of offloaded layers stay on the main device.
+        streamed: How many offloaded blocks are on the main device at a time.
     """
 
     capacities: tuple[int, ...]
     executors: int
     host: int | None
     keep_buffers: bool
+    streamed: int = 1
 
 
 def assign_units(units: Units, machine: Machine) -> list[int]:
     """Place units so that layers that are offloaded find room to run.
 
     What fits on the first device goes there, before any memory is kept back. Otherwise the main device keeps
-    room for the largest offloaded layer (and the buffers of all of them, if they are not offloaded), the CPU
-    for the largest layer on the disk. What needs no offload is first tried with room for the largest layer of
-    all, so that small changes of a model do not move its layers about.
+    room for the offloaded blocks that are on it at a time, in the largest form that they take (and for the
+    buffers of all of them, if they are not offloaded), the CPU for the largest layer on the disk. Where that
+    would leave no layer on an accelerator, it keeps room for one block: the next one then waits. What needs
+    no offload is first tried with room for the largest layer of all, so that small changes of a model do not
+    move its layers about.
     """
     count = len(units.sizes)
     if machine.executors and fill(units, machine.capacities[:1])[0] == count:
@@ -112,18 +134,37 @@ def assign_units(units: Units, machine: Machine) -> list[int]:
     steady = fill(units, _less(machine, largest, largest, main=0))
     if _end(steady, machine.executors) == count:
         return steady
+    ends = _with_room(units, machine, machine.streamed)
+    if machine.streamed > 1 and not _end(ends, machine.executors):
+        return _with_room(units, machine, 1)
+    return ends
+
+
+def _with_room(units: Units, machine: Machine, blocks: int) -> list[int]:
+    """Fill devices so that the main one keeps room for as many of its offloaded blocks."""
     ends = fill(units, machine.capacities)
     # Reserving more offloads more: both only grow, so that this ends; far out, with the bound for everything.
     for _ in range(8):
         off_device, on_disk = _end(ends, machine.executors), _end(ends, len(ends))
-        first = max(units.totals[off_device:], default=0) + _headroom(units, off_device, machine)
+        first = blocks * _allocated(_largest(units.blocks[off_device:], units.disk_blocks[on_disk:]))
+        first += _headroom(units, off_device, machine)
         host = max(units.totals[on_disk:], default=0)
         again = fill(units, _less(machine, first, host, main=_main(ends)))
         if again == ends:
             return ends
         ends = again
-    everything = largest + _headroom(units, 0, machine)
-    return fill(units, _less(machine, everything, largest, main=machine.executors - 1))
+    everything = blocks * _allocated(_largest(units.disk_blocks)) + _headroom(units, 0, machine)
+    rooms = _less(machine, everything, max(units.totals, default=0), main=machine.executors - 1)
+    return fill(units, rooms)
+
+
+def _largest(*columns: Sequence[int]) -> int:
+    return max((max(column, default=0) for column in columns), default=0)
+
+
+def _allocated(nbytes: int) -> int:
+    """Return what the allocator of CUDA takes for a block: it rounds large ones up."""
+    return nbytes if nbytes < _ROUNDED_FROM else -(-nbytes // _ROUNDED_TO) * _ROUNDED_TO
 
 
 def devices_of(ends: Sequence[int], count: int) -> list[int]:
@@ -153,7 +194,9 @@ def _fill_until(units: Units, start: int, capacity: int) -> int:
 
 
 def _headroom(units: Units, off_device: int, machine: Machine) -> int:
-    return sum(units.caches[off_device:]) + (sum(units.buffers[off_device:]) if machine.keep_buffers else 0)
+    """Sum what offloaded layers have on the main device beside their blocks: caches, activations, buffers."""
+    buffers = sum(units.buffers[off_device:]) if machine.keep_buffers else 0
+    return sum(units.caches[off_device:]) + max(units.actives[off_device:], default=0) + buffers
 
 
 def _less(machine: Machine, first: int, host: int, *, main: int) -> list[int]:
