@@ -124,7 +124,7 @@ class LossScaling:
         flags = self._infinite(optimizer)
         found = flags[0]
         for flag in flags[1:]:
-            found = torch.maximum(found, flag.to(found.device, non_blocking=True))
+            found = torch.maximum(found, flag.to(found.device))
         return found == 0
 
     def _step_unless_infinite(self, optimizer: Optimizer) -> bool:
