@@ -43,6 +43,16 @@ def test_the_other_format_and_the_end_of_the_shards_can_be_asked_for(shards, tmp
     assert capsys.readouterr().out == ""
 
 
+def test_a_path_with_a_scheme_is_refused_by_its_argument(shards, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    before = sorted(tmp_path.iterdir())
+    assert main(["merge-weights", "s3://bucket/run", str(tmp_path / "out")]) == 2
+    assert "argument checkpoint_directory='s3://bucket/run'" in capsys.readouterr().err
+    assert main(["merge-weights", str(shards), "memory://out"]) == 2
+    assert "argument output_path='memory://out'" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == before
+
+
 @pytest.mark.parametrize(("name", "part"), [("nowhere", "nowhere"), ("empty", "empty")])
 def test_what_holds_no_shards_is_reported(name, part, tmp_path, capsys):
     (tmp_path / "empty").mkdir()

@@ -20,6 +20,7 @@ from accel_plugins.kwargs.run import DataLoaderConfiguration, ProjectConfigurati
 from accel_state.errors import CheckpointError, CheckpointWriteError, SettingsError
 from accel_train import Accelerator, load_custom_state, save_custom_state
 from accel_train.checkpoint import files
+from accel_train.checkpoint.merge import merge_fsdp_weights
 from accel_train.checkpoint.objects import load_accelerator_state, save_accelerator_state
 
 
@@ -269,6 +270,25 @@ def test_rotation_counts_complete_checkpoints_only(tmp_path):
     os.truncate(tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors", 1)
     run.accelerator.save_state()
     assert (tmp_path / "checkpoints" / "checkpoint_0").exists()
+
+
+@pytest.mark.parametrize("path", ["memory://run/here", "s3://bucket/run", Path("gs://bucket/run")])
+def test_a_path_with_a_scheme_makes_no_local_folder(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    weights = str(path)
+    for call in (
+        lambda: accelerator.save_state(path),
+        lambda: accelerator.load_state(path),
+        lambda: accelerator.save_model(model, path),
+        lambda: accelerator.save({}, weights),
+        lambda: accelerator.save({"w": torch.zeros(1)}, weights, safe_serialization=True),
+        lambda: merge_fsdp_weights(path, tmp_path),
+    ):
+        with pytest.raises(SettingsError, match=r"='(memory|s3|gs):/.*scheme '(memory|s3|gs)' are not"):
+            call()
+    assert listing(tmp_path) == []
 
 
 def test_a_folder_that_exists_keeps_its_other_files(tmp_path):

@@ -21,6 +21,7 @@ from accel_ops.weights.names import (
 from accel_ops.weights.read import find_checkpoint_files, load_state_dict
 from accel_ops.weights.safetensors_file import SafetensorsFile
 from accel_state.errors import MissingDependencyError
+from accel_state.local_path import local_path
 from accel_state.streams import device_streams
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def local_checkpoint(checkpoint: str | os.PathLike[str]) -> Path:
         FileNotFoundError: It is neither.
         MissingDependencyError: It may be a hub id, and `huggingface_hub` is not installed.
     """
-    path = Path(checkpoint)
+    path = local_path(checkpoint, "checkpoint")
     name = os.fspath(checkpoint)
     if path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1 or path.suffix:
         return path

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_cli.output import show, working
 from accel_ops.weights.sizes import convert_bytes
 from accel_state.errors import SettingsError
+from accel_state.local_path import local_path
 from accel_train.checkpoint.merge import merge_fsdp_weights
 
 if TYPE_CHECKING:
     from argparse import Namespace
+    from pathlib import Path
 
 
 def run(options: Namespace) -> int:
     """Merge a checkpoint."""
-    source, target = (Path(name).expanduser() for name in (options.checkpoint_directory, options.output_path))
+    source = local_path(options.checkpoint_directory, "argument checkpoint_directory")
+    target = local_path(options.output_path, "argument output_path")
     if not source.is_dir():
         raise SettingsError(f"argument checkpoint_directory: the folder {str(source)!r} does not exist.")
     before = _files(target)

@@ -26,6 +26,7 @@ from accel_ops.weights.stream import clean_state_dict_for_safetensors
 from accel_ops.weights.tensors import tensor_memory
 from accel_state import runtime
 from accel_state.devices.kinds import WITHOUT_STORAGE, own_runtime_of
+from accel_state.local_path import local_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping
@@ -63,9 +64,9 @@ def save(
         torch.save(obj, f)
     elif safe_serialization:
         tensors = clean_state_dict_for_safetensors(obj)
-        _replace(Path(f), lambda temporary: _save_file(tensors, temporary))
+        _replace(local_path(f, "f"), lambda temporary: _save_file(tensors, temporary))
     else:
-        _replace(Path(f), lambda temporary: torch.save(obj, temporary))
+        _replace(local_path(f, "f"), lambda temporary: torch.save(obj, temporary))
 
 
 def save_state_dict(

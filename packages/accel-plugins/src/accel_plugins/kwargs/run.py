@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from accel_plugins.kwargs.base import KwargsHandler, expect, expect_flags, is_count
+from accel_state.local_path import local_path
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -92,7 +93,7 @@ class ProjectConfiguration:
             nodes without a shared file system.
 
     Raises:
-        SettingsError: A field has another type or is out of its range.
+        SettingsError: A field has another type or is out of its range, or `project_dir` has a scheme.
 
     Example:
         >>> ProjectConfiguration(project_dir="runs/7").logging_dir
@@ -120,7 +121,12 @@ class ProjectConfiguration:
 
         Args:
             project_dir: Directory of the project's files.
+
+        Raises:
+            SettingsError: It has a scheme, such as `"s3://bucket"`.
         """
+        if project_dir is not None:
+            local_path(project_dir, "project_dir")
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from torch import nn
@@ -11,6 +10,7 @@ from torch.utils.hooks import RemovableHandle
 
 from accel_ops import weights
 from accel_ops.weights.shards import DEFAULT_SHARD_SIZE
+from accel_state.local_path import local_path
 from accel_train import checkpoint
 from accel_train.accelerator.facet import Facet
 from accel_train.accelerator.tracking import resume_runs
@@ -217,6 +217,7 @@ class StateIoFacet(Facet):
 
         Raises:
             TypeError: `model` is no module.
+            SettingsError: `save_directory` has a scheme, such as `"s3://bucket"`.
             FileExistsError: `save_directory` is a file; raised on every process.
 
         Example:
@@ -228,7 +229,8 @@ class StateIoFacet(Facet):
             ['model.safetensors']
         """
         _expect_model(model, "save_model")
-        Path(save_directory).mkdir(parents=True, exist_ok=True)  # each process may list it at once
+        folder = local_path(save_directory, "save_model(save_directory)")
+        folder.mkdir(parents=True, exist_ok=True)  # each process may list it at once
         parts = self._parts
         commits = parts.checkpoints.commits
         tensors = parts.strategy.persister.iter_full_state_dict(model, keep=commits)
@@ -236,7 +238,7 @@ class StateIoFacet(Facet):
             if commits:
                 weights.write.save_state_parts(
                     (checkpoint.offloaded.with_offloaded_weights(part, model) for part in tensors),
-                    save_directory,
+                    folder,
                     max_shard_size=max_shard_size,
                     safe_serialization=safe_serialization,
                 )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_ops.modules import extract_model_from_parallel
 from accel_state.errors import CheckpointError, DistributedOperationException, SettingsError
+from accel_state.local_path import local_path
 from accel_train.checkpoint import folder as folders
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.apply import (
@@ -102,11 +103,12 @@ def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path
             "load_state() needs an input_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
+    given = None if input_dir is None else local_path(input_dir, "load_state(input_dir)")
     answers = _answers(run, None if input_dir is None else str(input_dir), WHAT)
     if run.is_automatic:
         run.project.iteration = max(answer.following for answer in answers)
-    if input_dir is not None:
-        return [Path(input_dir).expanduser()]
+    if given is not None:
+        return [given]
     found = complete_everywhere(_listings(answers))
     if not found:
         raise CheckpointError(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,12 +13,14 @@ from accel_ops.weights.stream import create_safetensors
 from accel_plugins import dcp
 from accel_plugins.dcp.layout import is_sharded_folder
 from accel_state.errors import CheckpointError
+from accel_state.local_path import local_path
 from accel_state.partial_state import PartialState
 from accel_train.checkpoint import layout
 from accel_train.checkpoint.files import make_folder, move, remove
 
 if TYPE_CHECKING:
     import os
+    from pathlib import Path
 
     from accel_plugins.dcp import Entry
 
@@ -49,8 +50,9 @@ def merge_fsdp_weights(
     """
     state = PartialState() if torch.distributed.is_initialized() else None
     if state is None or state.is_main_process:
-        folder = _folder_of_model(Path(checkpoint_dir).expanduser())
-        target = Path(output_path).expanduser() / (SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME)
+        folder = _folder_of_model(local_path(checkpoint_dir, "checkpoint_dir"))
+        name = SAFE_WEIGHTS_NAME if safe_serialization else WEIGHTS_NAME
+        target = local_path(output_path, "output_path") / name
         _merge(folder, target, safe=safe_serialization)
         if remove_checkpoint_dir:
             remove(folder)

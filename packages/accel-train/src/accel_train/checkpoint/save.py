@@ -14,6 +14,7 @@ from accel_state.errors import (
     DistributedOperationException,
     SettingsError,
 )
+from accel_state.local_path import local_path
 from accel_train.checkpoint import folder, layout
 from accel_train.checkpoint.contents import Contents, rank_files, shared_parts
 from accel_train.checkpoint.manifest import Manifest
@@ -143,7 +144,7 @@ def target_of(run: Run, output_dir: str | os.PathLike[str] | None) -> Path:
             "save_state() needs an output_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    return Path(output_dir).expanduser()
+    return local_path(output_dir, "save_state(output_dir)")
 
 
 def _agree(run: Run, request: Request, target: Path) -> tuple[Path, Staging | None]:
