@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 from accel_plugins.deepspeed.plugin import DeepSpeedPlugin
+from accel_plugins.parallelism import context
 from accel_plugins.parallelism.config import AXES, ParallelismConfig
 from accel_plugins.parallelism.context import ContextParallel
 from accel_plugins.parallelism.handlers import (
@@ -23,6 +24,7 @@ from accel_plugins.parallelism.handlers import (
     TorchTensorParallelConfig,
     TorchTensorParallelPlugin,
 )
+from accel_plugins.parallelism.sequences import partial_layers
 from accel_plugins.parallelism.tensor import get_model_tp_size, plan_of
 from accel_plugins.registry import choose
 from accel_plugins.strategies import ddp, single
@@ -164,12 +166,45 @@ def test_masks_are_left_out_where_causality_says_the_same_and_refused_elsewhere(
             return attention_mask is None
 
     mesh: Any = None
+    tokens = torch.ones(1, 2)
     for causal in (True, False):
         model: Any = nn.ModuleDict({"self_attn": Attention(is_causal=causal)})
         ContextParallel(mesh=mesh, rotation="allgather").prepare(model)
-        assert model["self_attn"](torch.ones(1))
-        if causal:
-            assert model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))
-        else:
-            with pytest.raises(UnsupportedError, match="a padding mask"):
-                model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))
+        assert not model["self_attn"](torch.ones(1), attention_mask=torch.ones(1)), "not within the context"
+        with context._one_thread(context._block_of([tokens], [1])):  # pyright: ignore[reportPrivateUsage] - what shards needs ranks
+            assert model["self_attn"](torch.ones(1))
+            if causal:
+                assert model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))
+            else:
+                with pytest.raises(UnsupportedError, match="a padding mask"):
+                    model["self_attn"](torch.ones(1), attention_mask=torch.ones(1))
+
+
+def test_layers_that_do_not_attend_to_all_tokens_are_named():
+    class Layer(nn.Module):
+        def __init__(self, index: int) -> None:
+            super().__init__()
+            self.layer_idx = index
+
+    def layers_of(**config: Any) -> list[str]:
+        model = nn.ModuleDict({"layers": nn.ModuleList([Layer(0), Layer(1)])})
+        model.config = SimpleNamespace(**config)
+        return [str(layer) for layer in partial_layers(model)]
+
+    assert (
+        layers_of() == layers_of(sliding_window=None) == layers_of(layer_types=["full_attention"] * 2) == []
+    )
+    window = "is 'sliding_attention' of 4 tokens"
+    assert layers_of(sliding_window=4) == [f"layer 'layers.0' {window}", f"layer 'layers.1' {window}"]
+    assert layers_of(sliding_window=4, layer_types=["full_attention", "sliding_attention"]) == [
+        f"layer 'layers.1' {window}"
+    ]
+    assert layers_of(layer_types=["linear_attention", "conv", "moe"]) == [
+        "layer 'layers.0' is 'linear_attention'",
+        "layer 'layers.1' is 'conv'",
+    ]
+    assert layers_of(layer_types=["chunked_attention"], attention_chunk_size=8) == [
+        "layer 'layers.0' is 'chunked_attention' of 8 tokens"
+    ]
+    plain, causal = nn.Conv1d(2, 2, 3, padding=1), nn.Conv1d(2, 2, 4, padding=3)
+    assert [layer.name for layer in partial_layers(nn.Sequential(plain, causal))] == ["1"]

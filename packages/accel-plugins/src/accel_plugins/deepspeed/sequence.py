@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from accel_plugins.parallelism.sequences import has_padding_before_tokens, packs_samples
 from accel_state.errors import SettingsError, UnsupportedError
 
 _IGNORED = -100  # the label that losses of torch and transformers ignore
@@ -98,14 +99,13 @@ class SequenceShard:
 
     def _refuse_masks(self, batch: MutableMapping[str, Any]) -> None:
         mask, positions = batch.get("attention_mask"), batch["position_ids"]
-        if isinstance(mask, Tensor) and mask.dim() == 2 and bool((mask[:, 1:] > mask[:, :-1]).any()):
+        if isinstance(mask, Tensor) and mask.dim() == 2 and bool(has_padding_before_tokens(mask)):
             raise UnsupportedError(
                 f"sp_size={self.size}: the attention_mask of a batch has padding before tokens, but "
                 "attention over sharded sequences has no masks; pad on the right, which causal attention "
                 "ignores."
             )
-        begins = (positions[..., 1:-1] == 0) & (positions[..., 2:] == 1)
-        if not self.masks_by_position and bool(begins.any()):
+        if not self.masks_by_position and bool(packs_samples(positions)):
             raise UnsupportedError(
                 f"sp_size={self.size}: the position_ids of a batch restart in the middle of a sequence: it "
                 "packs several samples, which 'sdpa' attention over sharded sequences cannot separate; use "

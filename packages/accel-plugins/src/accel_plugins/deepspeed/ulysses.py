@@ -15,6 +15,7 @@ from accel_plugins.deepspeed.sequence import SequenceShard
 from accel_plugins.fsdp.plugin import FullyShardedDataParallelPlugin
 from accel_plugins.parallelism.config import ParallelismConfig
 from accel_plugins.parallelism.handlers import TorchTensorParallelPlugin
+from accel_plugins.parallelism.sequences import check_layers
 from accel_state.errors import SettingsError, UnsupportedError
 from accel_state.gradient_state import GradientState
 
@@ -80,7 +81,15 @@ class SequenceParallel:
         return SimpleNamespace(**found)
 
     def validate(self, model: nn.Module) -> None:
-        """Check that Ulysses supports a model's attention."""
+        """Check that Ulysses supports a model's attention.
+
+        Raises:
+            SettingsError: It does not. The message names the layer, or what else is amiss.
+        """
+        # The length of a window is compared with that of sequences in each call of attention.
+        check_layers(
+            model, f"ParallelismConfig(sp_size={self.size})", limited=frozenset({"sliding_attention"})
+        )
         config: Any = getattr(model, "config", None)
         used = getattr(config, "_attn_implementation", None)
         if used is None or not getattr(model, "_supports_attention_backend", False):

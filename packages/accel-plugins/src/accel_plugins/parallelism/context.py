@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +16,13 @@ from torch.distributed.tensor.experimental import _attention as ring
 from torch.distributed.tensor.experimental._attention import context_parallel, set_rotate_method
 from torch.nn import functional
 
+from accel_plugins.parallelism.sequences import (
+    check_layers,
+    has_padding_before_tokens,
+    packs_samples,
+    partial_layers,
+    text_config,
+)
 from accel_state import hang_monitor
 from accel_state.errors import SettingsError, UnsupportedError
 
@@ -28,7 +37,24 @@ _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _CPU_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
 _lock = threading.Lock()
-_inside: list[int] = []  # threads that are in a context
+_inside: list[_Block] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """What is known of full sequences in a block of `maybe_context_parallel`.
+
+    Args:
+        thread: That is in the block.
+        length: Number of tokens of each sequence.
+        padded: By a buffer's id, whether it has padding before tokens, if it is a mask.
+        packed: By a buffer's id, whether its sequences have several samples, if they are positions.
+    """
+
+    thread: int
+    length: int
+    padded: dict[int, Tensor]
+    packed: dict[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +91,7 @@ class ContextParallel:
         # Load balancing gives each rank a chunk of the beginning and one of the end: it needs two per rank.
         num_chunks = buffers[0].shape[buffer_seq_dims[0]] // self.mesh.size()
         with (
-            _one_thread() as plain,
+            _one_thread(_block_of(buffers, buffer_seq_dims)) as plain,
             _ring(self.rotation, balance=num_chunks % 2 == 0),
             hang_monitor.transport_errors_explained("maybe_context_parallel"),
             context_parallel(
@@ -78,10 +104,32 @@ class ContextParallel:
         ):
             yield
 
+    def validate(self, model: nn.Module) -> None:
+        """Check that each layer of a model computes the same with sharded sequences.
+
+        Raises:
+            SettingsError: A layer does not. The message names it.
+        """
+        setting = f"ParallelismConfig(cp_size={self.mesh.size()})"
+        check_layers(model, setting)
+        used = getattr(text_config(model), "_attn_implementation", None)
+        if used not in {None, "sdpa"}:
+            raise SettingsError(
+                f"{setting}: {type(model).__name__} computes attention with {used!r}, which would see one "
+                "shard of each sequence; build it with attn_implementation='sdpa'."
+            )
+
     def prepare(self, model: nn.Module) -> None:
         """Make transformers' self-attention causal without a mask of the full sequence."""
+        windows = [layer.span for layer in partial_layers(model) if layer.span is not None]
+        takes = (
+            one for one in model.modules() if "position_ids" in inspect.signature(one.forward).parameters
+        )
+        next(takes, model).register_forward_pre_hook(
+            partial(_check_inputs, min(windows, default=None)), with_kwargs=True
+        )
         for name, module in model.named_modules():
-            if name.endswith("self_attn"):
+            if name.endswith("self_attn") or getattr(module, "is_causal", False):
                 module.register_forward_pre_hook(_without_mask, with_kwargs=True)
 
     def _check(self, buffers: list[Tensor], dims: list[int], not_restored: set[Tensor]) -> None:
@@ -114,24 +162,42 @@ class ContextParallel:
             )
 
 
+def _block_of(buffers: list[Tensor], dims: list[int]) -> _Block:
+    rows = [buffer for buffer, dim in zip(buffers, dims, strict=True) if buffer.dim() == 2 and dim in {1, -1}]
+    return _Block(
+        thread=threading.get_ident(),
+        length=buffers[0].shape[dims[0]],
+        padded={id(buffer): has_padding_before_tokens(buffer) for buffer in rows},
+        packed={id(buffer): packs_samples(buffer) for buffer in rows},
+    )
+
+
+def _current_block() -> _Block | None:
+    """Return the block of this thread, or of a backward pass that recomputes in a thread of autograd."""
+    if not _inside:
+        return None
+    block = _inside[-1]
+    in_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - as torch.utils.checkpoint asks
+    return block if in_backward or block.thread == threading.get_ident() else None
+
+
 @contextmanager
-def _one_thread() -> Generator[Callable[..., Any]]:
+def _one_thread(block: _Block) -> Generator[Callable[..., Any]]:
     """Admit one thread at a time to the block, since torch's patch and options are global to the process.
 
     Yields the original attention function.
     """
-    mine = threading.get_ident()
     with _lock:
-        if any(thread != mine for thread in _inside):
+        if any(other.thread != block.thread for other in _inside):
             raise UnsupportedError(
                 "maybe_context_parallel() was entered while another thread is inside; it changes attention "
                 "for the whole process. Let one thread train with context parallelism."
             )
-        _inside.append(mine)
+        _inside.append(block)
     try:
         yield functional.scaled_dot_product_attention
     finally:
-        _inside.remove(mine)
+        _inside.remove(block)
 
 
 @contextmanager
@@ -149,13 +215,12 @@ def _in_this_thread(plain: Callable[..., Any]) -> Generator[None]:
 
     Masks are refused: torch would apply a full mask to shards.
     """
-    attention, owner = functional.scaled_dot_product_attention, threading.get_ident()
+    attention = functional.scaled_dot_product_attention
 
     def unmasked(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, *args: Any, **more: Any
     ) -> Any:
-        # A backward pass that recomputes runs in a thread of autograd on an accelerator.
-        if threading.get_ident() != owner and torch._C._current_graph_task_id() == -1:  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue] - as torch.utils.checkpoint asks
+        if _current_block() is None:
             return plain(query, key, value, attn_mask, *args, **more)
         if attn_mask is not None:
             raise UnsupportedError(
@@ -272,8 +337,46 @@ def _shard_like(part: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(part, like.device_mesh, [Shard(_SEQUENCE)], run_check=False)
 
 
+def _check_inputs(
+    window: int | None, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Refuse inputs of a model that need a mask, or positions, of full sequences."""
+    block = _current_block()
+    if block is None:
+        return
+    where = f"{type(module).__name__} within maybe_context_parallel()"
+    signature = inspect.signature(module.forward)
+    inputs = {**signature.bind_partial(*args, **kwargs).arguments, **kwargs}
+    if window is not None and window < block.length:
+        raise UnsupportedError(
+            f"{where}: it has a window of {window} tokens, but sequences are of {block.length}, and "
+            "attention over sharded sequences has no masks; shorten the sequences."
+        )
+    mask, positions = inputs.get("attention_mask"), inputs.get("position_ids")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.dim() != 2):
+        raise UnsupportedError(
+            f"{where}: the attention_mask is not of the shape [rows, length], and attention over sharded "
+            "sequences has no other; leave it out."
+        )
+    if mask is not None and bool(block.padded.get(id(mask), has_padding_before_tokens(mask))):
+        raise UnsupportedError(
+            f"{where}: the attention_mask has padding before tokens, but attention over sharded sequences "
+            "has no masks; pad on the right, which causal attention ignores."
+        )
+    if positions is not None and id(positions) in block.packed and bool(block.packed[id(positions)]):
+        raise UnsupportedError(
+            f"{where}: the position_ids start again in the middle of a sequence: it packs several samples, "
+            "which attention over sharded sequences cannot separate; give each a sequence of its own."
+        )
+    if positions is None and "position_ids" in signature.parameters and "input_ids" in inputs:
+        raise SettingsError(
+            f"{where}: without position_ids the model would count each shard from 0; pass those of full "
+            "sequences, and put them into buffers."
+        )
+
+
 def _without_mask(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs.get("attention_mask") is not None:
+    if kwargs.get("attention_mask") is not None and _current_block() is not None:
         if not getattr(module, "is_causal", True):
             raise UnsupportedError(
                 f"{type(module).__name__} within maybe_context_parallel(): attention that is not causal has "

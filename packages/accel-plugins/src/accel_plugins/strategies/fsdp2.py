@@ -54,7 +54,11 @@ def build(
     tensor = None if axes.tensor is None else TensorParallel(mesh=axes.tensor)
     context = _context(axes)
     stages = [*(() if tensor is None else (tensor,)), full]
-    shard = [*stages, *(() if context is None else (context.prepare,))]
+    shard: list[Callable[[nn.Module], None]] = [*stages]
+    validate = [stage.validate for stage in stages]
+    if context is not None:
+        shard.append(context.prepare)
+        validate.append(context.validate)
     shards = TensorShards(form_now=partial(form_of, plugin))
     return Strategy(
         name="fsdp2",
@@ -62,7 +66,7 @@ def build(
         wrapper=ShardedWrapper(
             runtime=runtime,
             shard=compose(shard),
-            validate=compose([stage.validate for stage in stages]),
+            validate=compose(validate),
             parameters_on=full.parameters_on(runtime.device),
             master_weights=None if precision.name == "no" else precision.name,
             only_main_has_values=bool(plugin.cpu_ram_efficient_loading),
