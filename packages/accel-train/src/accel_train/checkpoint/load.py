@@ -103,12 +103,12 @@ def _candidates(run: Run, input_dir: str | os.PathLike[str] | None) -> list[Path
             "load_state() needs an input_dir, unless the Accelerator has a "
             "ProjectConfiguration(project_dir=…, automatic_checkpoint_naming=True)."
         )
-    given = None if input_dir is None else local_path(input_dir, "load_state(input_dir)")
+    requested = None if input_dir is None else local_path(input_dir, "load_state(input_dir)")
     answers = _answers(run, None if input_dir is None else str(input_dir), WHAT)
     if run.is_automatic:
         run.project.iteration = max(answer.following for answer in answers)
-    if given is not None:
-        return [given]
+    if requested is not None:
+        return [requested]
     found = complete_everywhere(_listings(answers))
     if not found:
         raise CheckpointError(
