@@ -189,6 +189,23 @@ def test_the_end_of_a_loader_ends_a_window_unless_told_otherwise():
     assert accelerator.step == 1
 
 
+def test_an_interrupted_window_does_not_hold_the_next_accelerator():
+    with pytest.raises(KeyboardInterrupt):
+        interrupt(Accelerator(cpu=True, gradient_accumulation_steps=4))
+    accelerator = Accelerator(cpu=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = accelerator.prepare(torch.optim.SGD([weight], lr=0.5))
+    accelerator.backward(weight.sum())
+    optimizer.step()
+    assert accelerator.sync_gradients
+    assert weight.item() == 0.5
+
+
+def interrupt(accelerator):
+    with accelerator.accumulate():
+        raise KeyboardInterrupt
+
+
 def test_breaking_out_of_a_loader_leaves_no_loader_active():
     accelerator = Accelerator(cpu=True)
     _, _, _, loader = accelerator.prepare(*make_training())

@@ -214,3 +214,74 @@ def test_a_clock_that_is_none_or_has_no_effect_is_refused():
         Accelerator(cpu=True, step_scheduler_per="update", step_scheduler_with_optimizer=False)
     with pytest.raises(SettingsError, match="no effect"):
         make(step_per="update", step_with_optimizer=False)
+
+
+def on_plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
+
+
+def in_sequence(optimizer):
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3)
+    decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, decay], [3])
+
+
+def in_a_chain(optimizer):
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, 1.0, 3)
+    return torch.optim.lr_scheduler.ChainedScheduler(
+        [warm, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    )
+
+
+@pytest.mark.parametrize(
+    ("make_schedule", "metric"), [(on_plateau, (1.0,)), (in_sequence, ()), (in_a_chain, ())]
+)
+def test_schedules_of_every_class_move_at_the_end_of_each_window(make_schedule, metric):
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    plain_schedule, expected = make_schedule(plain), []
+    for micro_batch in range(1, 10):
+        if micro_batch in {2, 4, 6, 8, 9}:  # the loader ends with the ninth
+            plain.step()
+            plain_schedule.step(*metric)
+        expected.append(plain.param_groups[0]["lr"])
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = make_schedule(optimizer)
+    optimizer, schedule, loader = accelerator.prepare(optimizer, schedule, DataLoader(range(9)))
+    rates = []
+    for _ in loader:
+        with accelerator.accumulate():
+            optimizer.step()
+            schedule.step(*metric)
+            rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == expected
+
+
+def test_a_metric_is_one_observation_also_where_samples_count():
+    accelerator = Accelerator(cpu=True, step_scheduler_per="sample")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=2)
+    optimizer, schedule, loader = accelerator.prepare(optimizer, schedule, DataLoader(range(8), batch_size=2))
+    rates = []
+    for _ in loader:
+        optimizer.step()
+        schedule.step(1.0)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.01])
+
+
+def test_a_step_that_a_script_marks_as_skipped_holds_the_schedule():
+    accelerator = Accelerator(cpu=True)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer, schedule = accelerator.prepare(optimizer, schedule)
+    optimizer.step()
+    optimizer._is_overflow = True
+    schedule.step()
+    assert optimizer.step_was_skipped
+    assert accelerator.optimizer_step_was_skipped
+    assert schedule.get_last_lr() == [1.0]
+    optimizer._is_overflow = False
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]

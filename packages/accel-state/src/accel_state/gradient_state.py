@@ -46,7 +46,7 @@ class GradientState:
     Attributes:
         sync_gradients (bool): Whether this step ends with synchronised gradients and an optimizer step.
         num_steps (int): Micro-batches per optimizer step.
-        adjust_scheduler (bool): Whether schedulers count the steps in which nothing is synchronised.
+        adjust_scheduler (bool): What the plugin was given; has no effect.
         sync_with_dataloader (bool): Whether the end of a loader ends the accumulation too.
         plugin_kwargs (dict): What the plugin was given.
         is_xla_gradients_synced (bool): Whether gradients were reduced by hand on XLA devices.

@@ -166,6 +166,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return not self._stepped
 
     @property
+    def _is_overflow(self) -> bool:
+        """The same, which scripts set where they skip a step themselves; schedulers then stay."""
+        return self.step_was_skipped
+
+    @_is_overflow.setter
+    def _is_overflow(self, skipped: bool) -> None:
+        self._stepped = not skipped
+
+    @property
     def state(self) -> Any:
         """The wrapped optimizer's state, by parameter."""
         return self.optimizer.state

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
 
 from accel_state.errors import SettingsError
 from accel_state.gradient_state import GradientState
@@ -35,7 +35,8 @@ class AcceleratedScheduler:
       has used up a batch of a data set for whose batches the schedule was written; one step if batches are
       split.
     - `"update"`: one step per optimizer step, on any number of processes.
-    - `"sample"`: as many steps as all processes have read samples since the last optimizer step.
+    - `"sample"`: as many steps as all processes have read samples since the last optimizer step. A
+      `ReduceLROnPlateau` counts no samples: each metric is one observation.
 
     Args:
         scheduler: The scheduler to wrap.
@@ -86,7 +87,7 @@ class AcceleratedScheduler:
         all_ranks = current_or_single().topology.world_size if num_shards is None else num_shards
         processes = 1 if split_batches else all_ranks
         self._steps_per_update = processes if step_per in {None, "process"} else 1
-        self._counts_samples = step_per == "sample"
+        self._counts_samples = step_per == "sample" and not isinstance(scheduler, ReduceLROnPlateau)
         self._steps_once = (
             self._steps_per_update == 1 and not self._counts_samples and not isinstance(scheduler, OneCycleLR)
         )
@@ -114,8 +115,6 @@ class AcceleratedScheduler:
         if self._counts_samples:
             self._samples += samples_per_step(state.active_dataloader)
         if not state.sync_gradients:
-            if state.adjust_scheduler:
-                scheduler._step_count += 1  # pyright: ignore[reportPrivateUsage] - counts calls, the schedule stays
             return
         for optimizer in self.optimizers:
             if optimizer.step_was_skipped:

@@ -48,6 +48,7 @@ class Synchronizer:
         self._state = state
         self._no_sync = no_sync
         self.step = 0
+        state.sync_gradients = True  # also where the window of an earlier `Accelerator` was interrupted
 
     def __enter__(self) -> None:
         """Begin a micro-batch that is a whole window."""

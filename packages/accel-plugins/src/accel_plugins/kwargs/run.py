@@ -20,7 +20,8 @@ class GradientAccumulationPlugin(KwargsHandler):
 
     Args:
         num_steps: Number of micro-batches per optimizer step.
-        adjust_scheduler: Whether schedulers count optimizer steps; otherwise they count micro-batches.
+        adjust_scheduler: Has no effect, as in Accelerate: prepared schedulers advance when their optimizers
+            step, never in between.
         sync_with_dataloader: Whether the last batch of a loader always ends a step.
         sync_each_batch: Whether gradients are all-reduced after every micro-batch, which costs communication
             and saves memory under strategies that shard gradients.
