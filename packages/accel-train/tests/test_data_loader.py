@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
+import pickle
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -384,3 +386,46 @@ def test_sequences_are_checked_and_sharded_before_batches_are_copied_to_the_devi
     batches = [*loader]
     assert [tuple(batch["input_ids"].shape) for batch in batches] == [(2, 2), (1, 2)]
     assert all(value.is_meta for batch in batches for value in batch.values())
+
+
+def _batches(loader: Any) -> list[list[int]]:
+    torch.manual_seed(1)  # decides the order where the loader has no generator of its own
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize("kind", ["seedable", "generator", "stream", "dispatched", "workers", "stateful"])
+def test_a_copy_of_a_loader_reads_by_itself_also_where_the_loader_is_in_a_pass(
+    kind: str, copied: Any
+) -> None:
+    if kind == "stateful":
+        pytest.importorskip("torchdata")
+    generator = torch.Generator().manual_seed(3) if kind == "generator" else None
+    workers: dict[str, Any] = {"num_workers": 1, "persistent_workers": True} if kind == "workers" else {}
+    data: Any = Numbers(6) if kind == "stream" else list(range(6))
+    order = {} if kind == "stream" else {"shuffle": True, "generator": generator}
+    loader = prepare_data_loader(
+        DataLoader(data, batch_size=2, **order, **workers),
+        use_seedable_sampler=kind == "seedable",
+        use_stateful_dataloader=kind == "stateful",
+        dispatch_batches=kind == "dispatched",
+        put_on_device=kind == "dispatched",
+    )
+    before = copied(loader)
+    during: Any = None
+    torch.manual_seed(1)
+    expected: list[list[int]] = []
+    for batch in loader:
+        expected.append(batch.tolist())
+        if during is None:
+            during = copied(loader)
+            assert GradientState().active_dataloader is loader
+    assert type(during) is type(loader)
+    assert _batches(before) == expected
+    # A generator of the loader's own has drawn the pass under way; what the copy draws is the next one.
+    assert (_batches(during) == expected) == (generator is None)
+    during.set_epoch(7)
+    assert loader.iteration == 1
+    for _ in during:
+        assert GradientState().active_dataloader is during

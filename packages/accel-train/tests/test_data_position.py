@@ -376,3 +376,16 @@ def test_a_negative_number_of_batches_is_refused(skip: Any) -> None:
 def test_only_torch_loaders_can_skip() -> None:
     with pytest.raises(TypeError, match=r"torch\.utils\.data\.DataLoader"):
         skip_first_batches([1, 2], 1)  # pyright: ignore[reportArgumentType]
+
+
+def test_after_a_whole_dispatched_pass_the_next_epoch_begins() -> None:
+    def loader() -> Any:
+        return prepare_data_loader(
+            DataLoader(range(6), batch_size=2), dispatch_batches=True, put_on_device=True
+        )
+
+    first, second = loader(), loader()
+    assert len(list(first)) == 3
+    second.load_state_dict(first.state_dict())
+    assert second.iteration == 1
+    assert [batch.tolist() for batch in second] == [[0, 1], [2, 3], [4, 5]]

@@ -92,6 +92,9 @@ class GradientState:
             f"Gradient accumulation plugin: {self.plugin_kwargs}\n"
         )
 
+    def __reduce__(self) -> tuple[type[GradientState], tuple[()]]:
+        return type(self), ()  # a copy is that of its process
+
     @classmethod
     def _reset_state(cls) -> None:
         """Reset the shared state, for tests."""

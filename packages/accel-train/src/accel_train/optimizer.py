@@ -237,13 +237,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        del state["gradient_state"]  # belongs to the process
         state.pop("step", None)  # where a scheduler has put a counter around it
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.gradient_state = GradientState()
 
 
 def _state_lags_behind(optimizer: torch.optim.Optimizer) -> bool:

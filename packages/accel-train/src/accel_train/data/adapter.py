@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate, default_convert
@@ -30,6 +30,8 @@ from accel_train.data.stateful import (
     batches_yielded,
     is_finished,
     order_of,
+    plain_class,
+    remake_loader,
     state_before_first_pass,
 )
 
@@ -93,6 +95,12 @@ class DataLoaderAdapter(MaybeStateful):
         self._resume: Position | None = None
         self._resume_epoch: int | None = None
         self._progress = Progress()
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copy or pickle the loader without a pass under way: the copy begins its own."""
+        progress = Progress(epoch=self.iteration, finished=self._progress.finished)
+        state = {**vars(self), "_progress": progress, "_iterator": None}  # workers that live on stay here
+        return remake_loader, (plain_class(type(self)), self.use_stateful_dataloader), state
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
@@ -301,6 +309,10 @@ class DataLoaderAdapter(MaybeStateful):
 
     def _open(self) -> Reading:
         """Open the pass that is due: where a loaded position or `skip_batches` says, or at the beginning."""
+        reading = self._progress.reading = self._begin_reading()
+        return reading
+
+    def _begin_reading(self) -> Reading:
         position, self._resume = self._resume, None
         skip, self.skip_batches = self.skip_batches, 0
         resumed = position is not None
@@ -312,7 +324,6 @@ class DataLoaderAdapter(MaybeStateful):
         for item in islice(reading.batches, skip * self._batches_per_step):
             if reading.advance is not None:
                 reading.advance(item if type(item) is BatchWithMeta else None)
-        self._progress.reading = reading
         return reading
 
     def _close(self, reading: Reading | None) -> None:

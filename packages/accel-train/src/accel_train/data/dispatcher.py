@@ -162,11 +162,14 @@ class DataLoaderDispatcher(PreparedLoader):
         self.slice_fn = slice_fn
         self.device = runtime.device if device is None else torch.device(device)
         self._non_blocking = _non_blocking
-        self._collectives = runtime.collectives
         self._reads = self._collectives.rank == 0
         all_ranks = [*range(self._collectives.world_size)]
         self._shard_of = all_ranks if torch_device_mesh is None else shard_of_ranks(torch_device_mesh)
         self._batches_per_step = self._row_split.batches_per_step_all_ranks
+
+    @property
+    def _collectives(self) -> Collectives:
+        return current_or_single().collectives  # of this process, also in a copy
 
     @property
     def sharder(self) -> Any:
@@ -190,7 +193,9 @@ class DataLoaderDispatcher(PreparedLoader):
 
     def _open(self) -> Reading:
         if self._reads:
-            reading: Reading = MainReading(super()._open, self._row_split, self._collectives, self._shard_of)
+            reading: Reading = MainReading(
+                self._begin_reading, self._row_split, self._collectives, self._shard_of
+            )
         else:
             if self._resume is None:
                 # The main process's torch loader draws a seed here; all go on with the same random numbers.

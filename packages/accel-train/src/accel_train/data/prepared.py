@@ -6,7 +6,7 @@ import logging
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, SupportsIndex
 
 from accel_ops.tree import ignorant_find_batch_size
 from accel_state.gradient_state import GradientState
@@ -102,6 +102,12 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         self.iteration = iteration
         self._drop_last = _drop_last
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """Copy or pickle the loader without what is known of a pass, and without what measures this one."""
+        make, arguments, state = super().__reduce_ex__(protocol)
+        before = {"end_of_dataloader": False, "remainder": -1, "real_in_batch": None, "_batch": None}
+        return make, arguments, state | before | {"meter": None}
+
     @property
     def batch_size_seen(self) -> int | None:
         """Number of samples in the batch, padding included; `None` where nothing tells."""
@@ -154,7 +160,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
         Both count epochs together, and each knows the position of the other's pass.
         """
         other = copy(self)
-        other.__dict__["_iterator"] = None  # workers that live on belong to the original
+        other._progress, other.meter = self._progress, self.meter
         other.skip_batches = self.skip_batches + batches
         position, self._resume = self._resume, None
         if (

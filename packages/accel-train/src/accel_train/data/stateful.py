@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _OUR_KEYS = frozenset({"format", "epoch", "position", "source", "shards"})
 _FINISHED = "_iterator_finished"  # the keys of torchdata's states, of its releases from 0.8 to 0.11
 _SNAPSHOT = "_snapshot"
+_PLAIN = "_plain_class"
 
 
 @cache
@@ -43,8 +44,18 @@ def stateful_class(loader_class: type[Any]) -> type[Any]:
         ) from error
     if issubclass(loader_class, base):
         return loader_class
-    names = {"__module__": loader_class.__module__, "__doc__": loader_class.__doc__}
+    names = {"__module__": loader_class.__module__, "__doc__": loader_class.__doc__, _PLAIN: loader_class}
     return type(loader_class.__name__, (loader_class, base), names)
+
+
+def plain_class(loader_class: type[Any]) -> type[Any]:
+    """Return the class of which `stateful_class` made this one, by whose name pickle finds it."""
+    return vars(loader_class).get(_PLAIN, loader_class)
+
+
+def remake_loader(loader_class: type[Any], stateful: bool) -> Any:
+    """Make a loader without attributes, for pickle and copy."""
+    return object.__new__(stateful_class(loader_class) if stateful else loader_class)
 
 
 def is_stateful(dataloader: DataLoader[Any]) -> bool:
