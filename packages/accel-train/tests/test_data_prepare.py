@@ -14,6 +14,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -141,12 +142,104 @@ def test_a_dataset_that_datasets_has_split_by_node_is_not_sharded_again() -> Non
     assert [batch.tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-def test_a_distributed_sampler_is_refused() -> None:
-    sampler = DistributedSampler(list(range(8)), num_replicas=2, rank=0)  # pyright: ignore[reportArgumentType]
-    loader = DataLoader(list(range(8)), sampler=sampler)
-    with pytest.raises(ValueError, match="a shard of a shard"):
-        prepare_data_loader(loader, num_processes=2, process_index=0)
-    assert len(list(prepare_data_loader(loader))) == 4
+class RankAware(Sampler[int]):
+    """Every second index; nothing says so."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 8, 2))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class RankAwareStream(IterableDataset[int]):
+    """Every second number, with the number of ranks and the rank as attributes."""
+
+    def __init__(self, rank: int) -> None:
+        self.world_size, self.rank = 2, rank
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, 8, 2))
+
+
+def _distributed_sampler(rank: int) -> DataLoader[Any]:
+    data: Any = list(range(8))
+    return DataLoader(data, batch_size=3, sampler=DistributedSampler(data, 2, rank, shuffle=False))
+
+
+def _own_shards(make: Callable[[int], DataLoader[Any]], **options: Any) -> list[DataLoaderShard]:
+    return [
+        prepare_data_loader(  # type: ignore[misc]
+            make(rank), num_processes=2, process_index=rank, put_on_device=True, **options
+        )
+        for rank in (0, 1)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("make", "options"),
+    [
+        (_distributed_sampler, {}),
+        (lambda rank: DataLoader(RankAwareStream(rank), batch_size=3), {}),
+        (
+            lambda rank: DataLoader(list(range(8)), batch_size=3, sampler=RankAware(rank)),
+            {"already_sharded": True},
+        ),
+        (lambda rank: DataLoader(list(range(rank, 8, 2)), batch_size=3), {"already_sharded": True}),
+    ],
+)
+def test_every_sample_of_data_that_is_sharded_already_comes_once(make: Any, options: dict[str, Any]) -> None:
+    loaders = _own_shards(make, **options)
+    assert [[batch.tolist() for batch in loader] for loader in loaders] == [
+        [[0, 2, 4], [6]],
+        [[1, 3, 5], [7]],
+    ]
+    assert (loaders[0].total_batch_size, loaders[0].sharder) == (6, None)
+    for _ in loaders[1]:
+        assert loaders[1].remainder == -1  # nothing is padding, and the sizes of the others are not known
+        assert loaders[1].real_in_batch is None
+    batches = iter(loaders[0])
+    next(batches)
+    state = loaders[0].state_dict()
+    again, _ = _own_shards(make, **options)
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == [[6]]
+    whole = prepare_data_loader(make(0), already_sharded=False)
+    with pytest.raises(ValueError, match="1 of 2 parts"):
+        whole.load_state_dict(state)
+
+
+def test_a_sampler_that_shards_is_sharded_again_only_on_request() -> None:
+    loaders = _own_shards(_distributed_sampler, already_sharded=False, even_batches=False)
+    assert [[batch.tolist() for batch in loader] for loader in loaders] == [[[0, 2, 4]], [[7]]]
+    assert len(list(prepare_data_loader(_distributed_sampler(0)))) == 2
+
+
+def test_the_order_of_a_shard_stays_the_ranks_own() -> None:
+    generators = [torch.Generator().manual_seed(rank) for rank in (0, 1)]
+    loaders = _own_shards(
+        lambda rank: DataLoader(list(range(8)), shuffle=True, generator=generators[rank]),
+        already_sharded=True,
+        rng_types=["generator", "torch"],
+    )
+    assert [loader.rng_types for loader in loaders] == [(RNGType.TORCH,)] * 2
+
+
+def test_a_shard_for_other_ranks_is_refused() -> None:
+    loader = _distributed_sampler(0)
+    with pytest.raises(ValueError, match=r"num_replicas=2 and rank=0, but this is rank 1 of 2"):
+        prepare_data_loader(loader, num_processes=2, process_index=1)
+    with pytest.raises(ValueError, match="rank 0 of 4"):
+        prepare_data_loader(loader, num_processes=4, process_index=0)
+    assert len(list(prepare_data_loader(loader, num_processes=4, process_index=0, already_sharded=True))) == 2
+
+
+def test_data_that_is_sharded_already_cannot_be_dispatched() -> None:
+    with pytest.raises(ValueError, match="dispatch_batches=True lets the main process read"):
+        _own_shards(_distributed_sampler, dispatch_batches=True)
 
 
 def test_batches_out_of_order_cannot_be_padded() -> None:

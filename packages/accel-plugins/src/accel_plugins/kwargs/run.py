@@ -60,6 +60,10 @@ class DataLoaderConfiguration:
         resume_mid_epoch: Whether `load_state` lets every loader go on with the batch after the last one.
             Otherwise only stateful ones do; others begin the interrupted epoch again, in the same order, and
             the script leaves out what it has done, with `skip_first_batches`.
+        already_sharded: Whether loaders give each rank its own data before they are prepared. If `None`, that
+            is recognised where it can be: by a sampler or stream that has the number of ranks and the rank
+            among its attributes, such as a `DistributedSampler`, by streams that `datasets` has split by
+            node, and by Ray Data's.
 
     Raises:
         SettingsError: A field has another type.
@@ -73,9 +77,10 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     resume_mid_epoch: bool = field(default=False, kw_only=True)
+    already_sharded: bool | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
-        expect_flags(self, "dispatch_batches")
+        expect_flags(self, "dispatch_batches", "already_sharded")
         expect(self, "data_seed", "an integer or None", lambda value: value is None or isinstance(value, int))
 
 

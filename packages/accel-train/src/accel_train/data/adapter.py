@@ -86,7 +86,7 @@ class DataLoaderAdapter(MaybeStateful):
         super().__init__(dataset, **options, **(special if use_stateful_dataloader else {}))
         self._options = {name: value for name, value in options.items() if name not in INDEXING}
         self.use_stateful_dataloader = use_stateful_dataloader
-        self.dataset_parts = 1  # the number of ranks whose loaders read other shards of the dataset
+        self.dataset_parts = 1  # the number of ranks whose loaders give other data, sharded elsewhere
         self.skip_batches = 0
         self._drop_last = False
         self._batches_per_step = 1  # of the dataset, for one batch on every rank
@@ -269,9 +269,8 @@ class DataLoaderAdapter(MaybeStateful):
 
     @property
     def _unit(self) -> str:
-        if self._indices is not None:
-            return self._indices.shard.unit
-        return "stream" if self.dataset_parts == 1 else f"stream, 1 of {self.dataset_parts} parts"
+        unit = "stream" if self._indices is None else self._indices.shard.unit
+        return unit if self.dataset_parts == 1 else f"{unit}, 1 of {self.dataset_parts} parts"
 
     @property
     def stride(self) -> int:
@@ -293,6 +292,8 @@ class DataLoaderAdapter(MaybeStateful):
     @property
     def sharder(self) -> Any | None:
         """The object of this loader that shards the data and has `even_batches`; `None` if none does."""
+        if self.dataset_parts > 1:
+            return None
         if self._indices is not None:
             return self._indices.shard
         return self.dataset if isinstance(self.dataset, IterableDatasetShard) else None
@@ -300,7 +301,7 @@ class DataLoaderAdapter(MaybeStateful):
     @property
     def is_sharded(self) -> bool:
         """Whether this rank reads a part of the data, and others read the rest."""
-        return self._shards > 1
+        return self._shards > 1 or self.dataset_parts > 1
 
     @property
     def _shards(self) -> int:
@@ -336,7 +337,7 @@ class DataLoaderAdapter(MaybeStateful):
         begin: Callable[[Iterator[Any]], Reading]
         if self._indices is not None:
             taken = 0 if position is None else position.consumed[0] // self._inner_stride
-            begin = partial(SamplerReading, shard=self._indices.shard, taken=taken)
+            begin = partial(SamplerReading, shard=self._indices.shard, taken=taken, unit=self._unit)
         else:
             starts = (0,) * self._readers if position is None else position.consumed
             turn = 0 if position is None else position.next_worker
@@ -381,7 +382,7 @@ class DataLoaderAdapter(MaybeStateful):
             (start,) = position.consumed
             options |= self._indices.options(start, position.order)
             batches = iter(DataLoader(self.dataset, **options))
-            return SamplerReading(batches, self._indices.shard, start=start)
+            return SamplerReading(batches, self._indices.shard, start=start, unit=self._unit)
         options |= {"batch_size": self.batch_size, "drop_last": self.drop_last}
         options["worker_init_fn"] = FakeWorkerInfo(self.worker_init_fn, position.next_worker)
         batches = iter(DataLoader(self._stream_from(position.consumed), **options))

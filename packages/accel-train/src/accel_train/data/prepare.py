@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_state.devices.kinds import own_runtime_of
 from accel_state.labels import RNGType
@@ -18,6 +18,7 @@ from accel_train.data.indices import INDEXING, index_source, loader_options
 from accel_train.data.iterable_shard import IterableDatasetShard
 from accel_train.data.loader import DataLoaderShard
 from accel_train.data.samplers import innermost_sampler
+from accel_train.data.sharded_already import is_sharded_already
 from accel_train.data.shuffle_sync import SharedOrder, sync_shuffle
 from accel_train.data.skip import SkipDataLoader
 from accel_train.data.stateful import is_stateful
@@ -48,13 +49,14 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     *,
     micro_batches: int = 1,
+    already_sharded: bool | None = None,
 ) -> DataLoaderShard | DataLoaderDispatcher:
     """Make the loader of this rank out of a torch loader over the whole data.
 
     The given loader is not changed. A loader that this function returned is given back as it is, and data
-    that is sharded already (an `IterableDatasetShard`, a dataset that `datasets` has split by node) is not
-    sharded again. An iterable dataset with a method `shard` whose `num_shards` (or `n_shards`) is a multiple
-    of the number of ranks shards itself; others are read as a whole by every rank.
+    that is sharded already (see `already_sharded`) is not sharded again. An iterable dataset with a method
+    `shard` whose `num_shards` (or `n_shards`) is a multiple of the number of ranks shards itself; others are
+    read as a whole by every rank.
 
     Args:
         dataloader: The loader, the same on all ranks.
@@ -81,6 +83,12 @@ def prepare_data_loader(
             `process_index` are `None` it says who has the same batches; and all its ranks share the order of
             samples.
         micro_batches: The number of equal parts into which an engine cuts every batch of a rank.
+        already_sharded: Whether ranks read different data without being made to: then each reads what its
+            loader gives, of which nothing is known to be padding. If `None`, this is so where the loader
+            says it: by a sampler or an iterable dataset with the number of ranks and the rank among its
+            attributes, such as a `DistributedSampler`, by an `IterableDatasetShard`, by an iterable dataset
+            that `datasets` has split by node, and by Ray Data's. A sampler whose indices depend on the rank
+            in any other way needs `True`.
 
     Raises:
         TypeError: It is no torch loader.
@@ -99,6 +107,11 @@ def prepare_data_loader(
         raise TypeError(f"prepare_data_loader takes a torch.utils.data.DataLoader; got {dataloader!r}.")
     runtime = current_or_single()
     world, index, together = _data_parallel_shape(torch_device_mesh, num_processes, process_index)
+    is_shard = is_sharded_already(dataloader, num_processes=world, process_index=index, asked=already_sharded)
+    ranks, rng_types = world, [RNGType(kind) for kind in rng_types or ()]
+    if is_shard:  # each rank reads alone, with a generator of its own
+        world, index, together = 1, 0, 1
+        rng_types = [kind for kind in rng_types if kind is not RNGType.GENERATOR]
     device = (runtime.device if device is None else torch.device(device)) if put_on_device else None
     compiles = device is not None and own_runtime_of(device) is not None
     shards: dict[str, Any] = {
@@ -108,13 +121,18 @@ def prepare_data_loader(
         "even_batches": even_batches,
         "static_shapes": (compiles or micro_batches > 1) and dataloader.in_order,
     }
+    if is_shard and dispatch_batches:
+        raise ValueError(
+            "dispatch_batches=True lets the main process read for all ranks, but this data is sharded "
+            "already: all ranks would get the samples of the main process. Leave dispatch_batches out."
+        )
     dispatch = _dispatches(dataloader, dispatch_batches, put_on_device=put_on_device, several=together > 1)
     if data_seed is not None and not use_seedable_sampler:
         _warn("data_seed", "use_seedable_sampler=True is not given")
     if slice_fn_for_dispatch is not None and not dispatch and world > 1:
         _warn("slice_fn_for_dispatch", "every process reads its own batches")
     order = _order(
-        dataloader, shards, together, rng_types=rng_types or (), seedable=use_seedable_sampler, seed=data_seed
+        dataloader, shards, together, rng_types=rng_types, seedable=use_seedable_sampler, seed=data_seed
     )
     options = loader_options(dataloader) | order.options()
     options |= {"torch_device_mesh": torch_device_mesh, "_non_blocking": non_blocking}
@@ -126,7 +144,10 @@ def prepare_data_loader(
         options |= {"slice_fn": slice_fn_for_dispatch, "micro_batches": micro_batches}
         return _dispatcher(dataloader, shards, options)
     options |= {"rng_types": order.rng_types, "synchronized_generator": order.generator}
-    return _shard(dataloader, options, shards, warns=compiles)
+    loader = _shard(dataloader, options, shards, warns=compiles)
+    if is_shard and not isinstance(dataloader.dataset, IterableDatasetShard):  # which knows its padding
+        loader.dataset_parts = ranks
+    return loader
 
 
 def _data_parallel_shape(
@@ -179,7 +200,7 @@ def _sharded(
         indexing = {name: value for name, value in options.items() if name in INDEXING}
         plain = {name: value for name, value in options.items() if name not in INDEXING}
         return dataset, plain | index_source(dataset, indexing, **shards).options()
-    if _is_sharded_dataset(dataset):
+    if isinstance(dataset, IterableDatasetShard) and dataset.num_processes > 1:
         return dataset, options
     size = dataloader.batch_size
     if shards["num_processes"] == 1 and (size is None or not shards["static_shapes"]):
@@ -257,13 +278,6 @@ def _indices_of(dataloader: DataLoader[Any]) -> Any:
     return dataloader.sampler if dataloader.batch_sampler is None else dataloader.batch_sampler
 
 
-def _is_sharded_dataset(dataset: Any) -> bool:
-    """Whether ranks get different samples of an iterable dataset already."""
-    if isinstance(dataset, IterableDatasetShard):
-        return dataset.num_processes > 1
-    return getattr(dataset, "_distributed", None) is not None  # what datasets.split_dataset_by_node sets
-
-
 def _shards_itself(dataset: Any, shards: dict[str, Any]) -> bool:
     """Whether an iterable dataset gives each rank as many of its own shards, of files for instance.
 
@@ -286,17 +300,10 @@ def _dispatches(
         )
     if asked is not None:
         return asked
-    iterable = isinstance(dataloader.dataset, IterableDataset) and not _is_sharded_dataset(dataloader.dataset)
-    return put_on_device and several and iterable
+    return put_on_device and several and isinstance(dataloader.dataset, IterableDataset)
 
 
 def _check_samplers(dataloader: DataLoader[Any], *, several: bool, pads: bool) -> None:
-    sampler = get_sampler(dataloader)
-    if several and isinstance(sampler, DistributedSampler):
-        raise ValueError(
-            f"The loader has a {type(sampler).__name__}, which shards the samples across the processes, "
-            "and so does prepare(): every process would get a shard of a shard. Make the loader without it."
-        )
     if several and pads and not dataloader.in_order:
         raise ValueError(
             "in_order=False with even_batches=True: the completed batch could not be recognised. "

@@ -126,7 +126,7 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
     @property
     def total_batch_size(self) -> int:
         """Number of samples in the batches of all ranks together."""
-        return self.stride
+        return self.stride * self.dataset_parts
 
     @property
     def total_dataset_length(self) -> int:
@@ -199,7 +199,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
                 start_copy = _sharding_first(self.shard_sequences, start_copy)
             for item, following in reading.pairs(start_copy):
                 if padded is None:  # by now the order is drawn
-                    padded, self.remainder = reading.opened()
+                    padded, remainder = reading.opened()
+                    self.remainder = remainder if self.dataset_parts == 1 else -1
                 loaded = item if type(item) is BatchWithMeta else None
                 batch = item if loaded is None else loaded.batch
                 if padded:
@@ -223,6 +224,8 @@ class PreparedLoader(DataLoaderStateMixin, DataLoaderAdapter):
 
     def _last(self, loaded: BatchWithMeta | None) -> None:
         """Find out how many samples the last round has, where that was not known before."""
+        if self.dataset_parts > 1:  # how many the others have is not known
+            return
         if loaded is not None and loaded.real_in_step is not None:
             self.remainder = loaded.real_in_step % self.stride
         elif self.remainder < 0 and not self.is_sharded:

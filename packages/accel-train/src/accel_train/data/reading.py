@@ -133,11 +133,12 @@ class SamplerReading(Reading):
     """A pass over a map-style dataset."""
 
     def __init__(
-        self, batches: Iterator[Any], shard: BatchSamplerShard, *, start: int = 0, taken: int = 0
+        self, batches: Iterator[Any], shard: BatchSamplerShard, *, unit: str, start: int = 0, taken: int = 0
     ) -> None:
         self.batches = batches
         self.taken = taken
         self._shard = shard
+        self._unit = unit
         self._stride = shard.stride
         self._start = start
         self._order: OrderState | None = None
@@ -150,7 +151,7 @@ class SamplerReading(Reading):
     def position(self) -> Position:
         """Where the epoch is after the batches that were `taken`."""
         consumed = self._start + self.taken * self._stride
-        return Position(unit=self._shard.unit, consumed=(consumed,), order=self._order)
+        return Position(unit=self._unit, consumed=(consumed,), order=self._order)
 
 
 class StreamReading(Reading):

@@ -191,6 +191,7 @@ def _dataloaders(bundle: Bundle, request: Request) -> Bundle:
             use_stateful_dataloader=config.use_stateful_dataloader,
             torch_device_mesh=parts.strategy.mesh,
             micro_batches=sharding.micro_batches,
+            already_sharded=config.already_sharded,
         )
         for loader, move in zip(bundle.dataloaders, request.placements["dataloaders"], strict=True)
     )
