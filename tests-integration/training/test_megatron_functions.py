@@ -463,7 +463,7 @@ def test_sequences_longer_than_was_said_and_a_loss_without_its_tokens_are_refuse
         model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
         with pytest.raises(SettingsError, match=r"of 8 tokens are longer than .*seq_length=6.: truncate"):
             model(input_ids=tokens)
-        model(input_ids=tokens[:, :6])
+        model(input_ids=tokens[:, :6], features=torch.zeros(1, 30))  # which are no tokens
         accelerator.free_memory()
         plugin = MegatronLMPlugin(tp_degree=2, calculate_per_token_loss=True, custom_loss_function=doubled)
         accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)

@@ -227,13 +227,13 @@ def check_sequence_lengths(plugin: MegatronLMPlugin, kind: str, name: str) -> No
         )
 
 
-def check_lengths_of_batch(plugin: MegatronLMPlugin, batch: Mapping[str, Any]) -> None:
+def check_lengths_of_batch(plugin: MegatronLMPlugin, sequences: Mapping[str, Any]) -> None:
     """Refuse sequences that are longer than the plugin says."""
     for name, longest in plugin.longest.items():
         of_decoder = name == "decoder_seq_length"
         lengths = [
             one.shape[1]
-            for key, one in batch.items()
+            for key, one in sequences.items()
             if getattr(one, "ndim", 0) == 2 and (name == "seq_length" or of_decoder == (key in _OF_DECODERS))
         ]
         length = max(lengths, default=0)

@@ -236,7 +236,7 @@ class MegatronEngine(nn.Module):
                 "batch size a multiple of it, leave out the last batch (drop_last=True), or complete it "
                 "(even_batches=True of DataLoaderConfiguration)."
             )
-        check_lengths_of_batch(self.plugin, batch)
+        check_lengths_of_batch(self.plugin, sequences)
         self._check_lengths({name: tokens.shape[1] for name, tokens in sequences.items()})
         self._check_tokens(batch)
         each = rows // number
