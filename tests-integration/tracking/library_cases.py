@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import os
 import signal
 import tempfile
@@ -378,7 +379,7 @@ def start_accelerator(name, *, resumed=False):
 
 
 def log_until_killed(name):
-    """Log, wait for what writes it without a further call, and end by SIGKILL."""
+    """Log until it is written, and end by SIGKILL."""
     import accel_trackers.session
 
     accel_trackers.session.FLUSH_SECONDS = 2.0  # instead of ten; the rest is as ever
@@ -388,7 +389,8 @@ def log_until_killed(name):
     begin = time.perf_counter()
     while name not in WRITE_AT_ONCE and not is_written(name):
         time.sleep(0.1)
-    print(f"{name}: written {time.perf_counter() - begin:.2f} s after the last call", flush=True)
+        accelerator.log({"tick": 1.0}, step=6)
+    print(f"{name}: written after {time.perf_counter() - begin:.2f} s", flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -416,6 +418,26 @@ def check_kill(name):
     os.environ["ACCELERATE_USE_CPU"] = "true"
     assert in_child(log_until_killed, name) == -signal.SIGKILL
     assert in_child(go_on, name) == 0
+
+
+def check_changed_config(name):
+    """Check that a run of MLflow, which keeps parameters for good, goes on with another configuration."""
+    from accel_trackers.registry import tracker_class
+
+    lines = []
+    logging.getLogger("accel_trackers").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: lines.append(record.getMessage())
+    tracker = tracker_class(name)("changed")
+    tracker.store_init_configuration({"lr": 0.1, "depth": 2})
+    tracker.finish()
+    again = tracker_class(name)("changed", run_id=tracker.run_id)
+    again.store_init_configuration({"lr": 0.2, "depth": 2, "width": 8})
+    again.finish()
+    params = again._client.get_run(tracker.run_id).data.params
+    assert params == {"lr": "0.1", "depth": "2", "width": "8"}, params
+    assert lines == [
+        "MLflow keeps the parameter 'lr' at '0.1': a run that goes on cannot change it to '0.2'."
+    ], lines
 
 
 def check_conformance(name):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from accel_state.errors import CheckpointError, SettingsError
 from accel_trackers.registry import tracker_class
@@ -86,11 +87,56 @@ with late_device("late"):
 )
 ENDS = {
     "exception": ("raise ArithmeticError('the loss is not finite')", 1),
-    "sigterm": ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+    "sigterm_that_exits": (
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(143)); os.kill(os.getpid(), signal.SIGTERM)",
+        143,
+    ),
     "sys_exit": ("sys.exit(3)", 3),
     "end_training": ("accelerator.end_training()", 0),
     "save_state": ("accelerator.save_state('here', flush=False); os._exit(0)", 0),
 }
+HUNG = (
+    COMMON
+    + """
+import threading
+
+class Hung(Lines):
+    def log(self, values, step=None, **kwargs):
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Event().wait()
+
+accelerator = Accelerator(cpu=True, log_with=Hung())
+accelerator.init_trackers("run")
+accelerator.log({"loss": 0.5})
+"""
+)
+FORKS = (
+    COMMON
+    + """
+import multiprocessing, sys
+
+def work(number):
+    try:
+        accelerator.log({"child": 1.0}, step=number)
+    except RuntimeError as error:
+        assert "forked from the one that started the trackers" in str(error)
+    accelerator.get_tracker("lines", unwrap=True).write("child")
+    accelerator.get_tracker("tensorboard").log_text({"child": "text"})
+    return number ** 2
+
+accelerator = Accelerator(cpu=True, log_with=["tensorboard", Lines()], project_dir="project")
+accelerator.init_trackers("run", {"lr": 0.1})
+for step in range(6):
+    accelerator.log({"loss": torch.tensor(0.5 * step)}, step=step)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(work, range(4)) == [0, 1, 4, 9]
+accelerator.get_tracker("lines", unwrap=True).flush()
+if os.fork() == 0:
+    sys.exit(0)  # with what runs at exit
+os.wait()
+accelerator.end_training()
+"""
+)
 ALONE = {**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 
 
@@ -98,9 +144,10 @@ ALONE = {**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 def ran(tmp_path_factory):
     """All programs, run at the same time: how their ranks ended, and the folder of each."""
     base = tmp_path_factory.mktemp("run")
+    sources = {name: LATE.replace("END", code) for name, (code, _) in ENDS.items()}
+    sources |= {"hung": HUNG, "forks": FORKS}
     programs = {"all_ranks": Program(ALL_RANKS)} | {
-        name: Program(LATE.replace("END", code), world_size=1, variables=ALONE)
-        for name, (code, _) in ENDS.items()
+        name: Program(source, world_size=1, variables=ALONE) for name, source in sources.items()
     }
     imports = ("accel_train.accelerator", "torch._dynamo", "torch.utils.tensorboard")
     return run_programs(programs, base, imports), base
@@ -125,6 +172,26 @@ def test_what_waited_for_the_device_is_written_however_the_program_ends(ran, nam
     (end,) = ends[name]
     assert end.code == ENDS[name][1], end.errors
     assert lines(base / name) == [[step, {"loss": float(step)}] for step in range(3)]
+
+
+def test_sigterm_ends_a_program_whose_tracker_hangs(ran):
+    (end,) = ran[0]["hung"]
+    assert end.code == -15, end.errors
+
+
+def test_pools_end_and_forked_children_write_to_no_run(ran):
+    ends, base = ran
+    (end,) = ends["forks"]
+    assert end.code == 0, end.errors
+    folder = base / "forks"
+    assert lines(folder) == [[step, {"loss": 0.5 * step}] for step in range(6)]
+    (file,) = (folder / "project/run").glob("events*")
+    events = EventAccumulator(str(file)).Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [
+        (step, 0.5 * step) for step in range(6)
+    ]
+    assert not [tag for tag in events.Tags()["tensors"] if "child" in tag]
 
 
 def test_the_id_of_a_run_is_in_the_checkpoint(tmp_path):

@@ -41,7 +41,8 @@ def ends(tmp_path_factory, request):
     programs = {}
     for name in INSTALLED:
         killed = ["library_cases.check_kill"] * (is_thorough or name in ALWAYS_KILLED)
-        checks = ", ".join([*killed, "library_cases.check_conformance"])
+        changed = ["library_cases.check_changed_config"] * (name == "mlflow")
+        checks = ", ".join([*killed, *changed, "library_cases.check_conformance"])
         source = PROGRAM.format(folder=str(FOLDER), name=name, checks=checks)
         programs[name] = Program(source, world_size=1, variables=OFFLINE)
     if len(INSTALLED) == len(CASES):
@@ -77,6 +78,10 @@ def test_what_was_written_is_what_the_library_reads(ends, name):
 )
 def test_what_was_logged_survives_a_kill_and_the_run_goes_on_under_its_id(ends, name):
     assert_succeeded(ends, name, "check_kill")
+
+
+def test_a_run_of_mlflow_goes_on_with_another_configuration(ends):
+    assert_succeeded(ends, "mlflow", "check_changed_config")
 
 
 @pytest.mark.skipif(len(INSTALLED) < len(CASES), reason="not every library has a release for this Python")

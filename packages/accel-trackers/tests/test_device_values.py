@@ -63,6 +63,20 @@ def test_no_more_than_a_limit_waits(memory, monkeypatch):
     assert [step for _, step in memory.logged] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("schedule", ["late", "early"])
+def test_vectors_are_copied_as_they_were(memory, schedule):
+    session = TrackerSession(memory)
+    session.start("project")
+    with late_device(schedule):
+        vector = torch.arange(6.0).reshape(2, 3)
+        session.log({"inner": {"columns": vector.T, "none": vector[:0]}, "one": vector[1, 2]}, step=1)
+        vector.zero_()
+        session.finish()
+    ((values, step),) = memory.logged
+    assert values["inner"]["columns"].tolist() == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
+    assert (values["inner"]["none"].shape, values["one"], step) == ((0, 3), 5.0, 1)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.float64])
 def test_every_dtype_is_read(memory, dtype):
     session = TrackerSession(memory)

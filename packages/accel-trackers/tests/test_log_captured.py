@@ -34,7 +34,9 @@ def tracker_of(kind):
 
         def __init__(self):
             self.run = Rows()
-            self._library = SimpleNamespace(Text=lambda text: ("text", text))
+            self._library = SimpleNamespace(
+                Text=lambda text: ("text", text), Histogram=lambda numbers: ("histogram", numbers)
+            )
 
         def flush(self):
             pass
@@ -67,6 +69,22 @@ def test_a_tracker_takes_the_same_from_its_users(kind):
     values = {"loss": torch.tensor(0.5), "note": "a", "lr": 0.1}
     own.log(values, step=7)
     assert own.run == logged(by_session, values)
+
+
+def test_a_run_gets_histograms_of_vectors_in_the_same_call():
+    values = {"loss": torch.tensor(0.5), "inner": {"grads": torch.tensor([1.0, float("nan"), 3.0])}}
+    ((row, step, _),) = logged(tracker_of(ProjectRunTracker), values)
+    assert (row["loss"], row["inner"], step) == (0.5, {}, 7)
+    assert (row["inner.grads"][0], row["inner.grads"][1].tolist()) == ("histogram", [1.0, 3.0])
+
+
+def test_swanlab_which_has_no_histograms_skips_vectors_with_a_warning(caplog):
+    values = {"loss": torch.tensor(0.5), "grads": np.ones(3)}
+    for _ in range(2):
+        tracker = tracker_of(SwanLabTracker)
+        assert logged(tracker, values) == [({"loss": 0.5}, 7, {})]
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith("The tracker 'rows' cannot log 'grads', which is a numpy.ndarray of shape (3,)")
 
 
 @pytest.mark.parametrize("kind", [ProjectRunTracker, SwanLabTracker])

@@ -90,11 +90,49 @@ def test_a_registered_class_is_known_by_its_name(registered):
     assert tracker_class("memory") is registered
 
 
-@pytest.mark.parametrize("name", ["", "all", "wandb", 3])
-def test_a_name_must_be_free(memory_class, name):
+@pytest.mark.parametrize("name", ["", "all", None, 3])
+def test_a_class_needs_a_name(memory_class, name):
     other = type("Other", (memory_class,), {"name": name})
     with pytest.raises(SettingsError, match=rf"Other.name is {name!r}"):
         register_tracker_class(other)
+
+
+def test_a_class_needs_its_attributes():
+    nameless = type("Nameless", (GeneralTracker,), {"requires_logging_directory": False})
+    with pytest.raises(ValueError, match=r"Nameless.name is None"):
+        register_tracker_class(nameless)
+    with pytest.raises(ValueError, match=r"Undecided has no requires_logging_directory"):
+        register_tracker_class(type("Undecided", (GeneralTracker,), {"name": "undecided"}))
+
+
+@pytest.mark.parametrize("name", ["wandb", "memory"])
+def test_a_class_may_replace_another_with_a_warning(registered, memory_class, name):
+    before = LOGGER_TYPE_TO_CLASS[name]
+    other = type("Other", (memory_class,), {"name": name})
+    try:
+        with pytest.warns(UserWarning, match=rf"'{name}' is now .*Other.*, instead of"):
+            register_tracker_class(other)
+        assert tracker_class(name) is other
+        register_tracker_class(other)  # again, without a warning
+    finally:
+        LOGGER_TYPE_TO_CLASS[name] = before
+
+
+def test_an_object_may_get_its_attributes_when_it_is_made():
+    class Late(GeneralTracker):
+        name = "late"
+        requires_logging_directory = False
+
+        def __init__(self, run_name):
+            self.tracker = [run_name]
+            super().__init__()
+
+    register_tracker_class(Late)
+    try:
+        assert filter_trackers("late") == ["late"]
+        assert tracker_class("late")("project").tracker == ["project"]
+    finally:
+        del LOGGER_TYPE_TO_CLASS["late"]
 
 
 def test_only_trackers_are_registered():

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+import multiprocessing
+import os
 import signal
 import threading
+from unittest.mock import ANY
 
+import numpy as np
 import pytest
 import torch
 
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_trackers import LOGGER_TYPE_TO_CLASS, TrackerSession, register_tracker_class
-from accel_trackers.termination import TerminationHook
+from accel_trackers.general import GeneralTracker
 
 
 @pytest.fixture
@@ -112,11 +117,24 @@ def test_without_trackers_everything_may_be_called():
     session.finish()
 
 
-@pytest.mark.parametrize("values", [{"x": torch.zeros(2)}, {"x": torch.zeros((), device="meta")}, [1.0]])
-def test_what_cannot_be_logged_is_an_error_at_once(session, memory, values):
-    with pytest.raises(UnsupportedError, match=r"log\(\) got"):
-        session.log(values)
+def test_what_has_no_names_is_an_error_at_once(session, memory):
+    with pytest.raises(UnsupportedError, match=r"log\(\) got \[1.0\]"):
+        session.log([1.0])
     assert memory.logged == []
+
+
+def test_a_tracker_of_ones_own_gets_every_value(session, memory):
+    vector, array = torch.arange(3.0, requires_grad=True), np.ones(2)
+    values = {"none": None, "list": [1], "inner": {"vector": vector}, "array": array, "one": torch.ones(1, 1)}
+    session.log({**values, "meta": torch.empty(2, device="meta")}, step=1)
+    with torch.no_grad():
+        vector.zero_()
+    array[:] = 0
+    ((logged, step),) = memory.logged
+    assert (logged["none"], logged["list"], logged["one"], step) == (None, [1], 1.0, 1)
+    assert (logged["inner"]["vector"].tolist(), logged["array"].tolist()) == ([0.0, 1.0, 2.0], [1.0, 1.0])
+    assert logged["meta"].is_meta
+    assert not logged["inner"]["vector"].requires_grad
 
 
 def test_a_configuration_must_have_names(memory):
@@ -196,95 +214,134 @@ def test_the_last_tracker_to_start_is_finished_first(memory_class):
     assert order == ["third", "second", "first"]
 
 
-def test_what_was_logged_is_flushed_after_the_interval(memory, monkeypatch):
-    monkeypatch.setattr("accel_trackers.session.FLUSH_SECONDS", 0.01)
-    flushed = threading.Event()
-    monkeypatch.setattr(memory, "flush", flushed.set)
-    session = TrackerSession(memory)
+def test_log_lets_the_trackers_flush_when_the_interval_has_passed(session, memory, monkeypatch):
+    seconds = [100.0]
+    monkeypatch.setattr("accel_trackers.session.monotonic", lambda: seconds[0])
     session.start("project")
+    for seconds[0] in (100.0, 109.0, 110.5, 111.0, 120.0, 121.0):
+        session.log({"loss": 1.0})
+    names = [call[0] for call in memory.calls]
+    assert names[names.index("log") :] == ["log", "log", "log", "flush", "log", "log", "log", "flush"]
+
+
+def test_trackers_are_called_in_the_thread_that_calls(memory_class, monkeypatch):
+    monkeypatch.setattr("accel_trackers.session.FLUSH_SECONDS", 0.0)
+    threads = set()
+
+    def called_in(*args, **kwargs):
+        threads.add(threading.current_thread())
+
+    methods = ("start", "store_init_configuration", "log", "flush", "finish")
+    before = threading.enumerate()
+    session = TrackerSession(type("Threads", (memory_class,), dict.fromkeys(methods, called_in))())
+    session.start("project", {"a": 1})
     session.log({"loss": 1.0})
-    assert flushed.wait(60)
+    assert threading.enumerate() == before
     session.finish()
+    assert threads == {threading.main_thread()}
 
 
-def test_it_is_flushed_once_more_for_what_a_library_writes_late_and_then_no_longer(memory):
+def test_signals_are_left_alone(session, memory):
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_options_for_no_tracker_are_named_once(memory, caplog):
     session = TrackerSession(memory)
-    session.start("project")
-    session.log({"loss": 1.0})
-    for _ in range(4):
-        session.write()
-    assert [call[0] for call in memory.calls] == ["start", "log", "flush", "flush"]
+    session.start("project", init_kwargs={"memroy": {"x": 1}, "wandb": {"entity": "us"}, "memory": {}})
+    for _ in range(3):
+        session.log({"loss": 1.0}, log_kwargs={"tensorbord": {}, "memory": {"x": 1}})
     session.finish()
+    assert [record.getMessage() for record in caplog.records] == [
+        "init_trackers(init_kwargs=…) has options for 'memroy', which is no tracker: did you mean 'memory'?",
+        "log(log_kwargs=…) has options for 'tensorbord', which is no tracker: did you mean 'tensorboard'?",
+    ]
 
 
-def test_an_error_between_two_calls_is_raised_by_the_next(memory, monkeypatch):
-    monkeypatch.setattr("accel_trackers.session.FLUSH_SECONDS", 0.01)
-    failed = threading.Event()
+class File(GeneralTracker):
+    """Writes to a file what is called in which process."""
 
-    def fail():
-        failed.set()
-        raise OSError("the disk is full")
+    name = "file"
+    requires_logging_directory = False
 
-    monkeypatch.setattr(memory, "flush", fail)
-    session = TrackerSession(memory)
-    session.start("project")
-    session.log({"loss": 1.0})
-    assert failed.wait(60)
-    monkeypatch.setattr(memory, "flush", lambda: None)
-    with pytest.raises(OSError, match="disk"):
-        session.finish()
+    def __init__(self, path):
+        self.tracker = path.open("w")
+        super().__init__()
 
+    def write(self, what):
+        print(what, os.getpid(), file=self.tracker)
 
-def test_the_handler_of_a_signal_is_put_back(memory):
-    before = signal.getsignal(signal.SIGTERM)
-    session = TrackerSession(memory)
-    session.start("project")
-    assert signal.getsignal(signal.SIGTERM) != before
-    session.finish()
-    assert signal.getsignal(signal.SIGTERM) == before
+    def log(self, values, step=None, **kwargs):
+        self.write("log")
+
+    def flush(self):
+        self.write("flush")
+        self.tracker.flush()
+
+    def finish(self):
+        self.write("finish")
+        self.tracker.close()
 
 
-def test_a_signal_in_the_midst_of_a_tracker_waits_until_that_is_done(memory_class):
-    order = []
-
-    class Interrupted(memory_class):
-        def log(self, values, step=None, **kwargs):
-            signal.raise_signal(signal.SIGTERM)
-            order.append("logged")
-
-        def flush(self):
-            order.append("flushed")
-
-    before = signal.signal(signal.SIGTERM, lambda *_: order.append("terminated"))
+def use_in_child(session):
+    """What a forked child can do with the session of its parent; it ends by its function's end."""
+    messages = []
     try:
-        session = TrackerSession(Interrupted())
+        session.log({"loss": 1.0})
+    except TrackerError as error:
+        messages.append(str(error))
+    session.write()
+    session.finish()
+    session.get("file").flush()
+    gc.collect()
+    return [*messages, type(session.get("file", unwrap=True)).__name__]
+
+
+@pytest.fixture
+def shared_session(tmp_path):
+    """A session that forked children find; the parent's file holds back what is logged."""
+    session = TrackerSession(File(tmp_path / "calls"))
+    session.start("project")
+    _shared.append(session)
+    yield session
+    _shared.clear()
+    session.finish()
+
+
+_shared = []
+
+
+def use_shared(_):
+    return use_in_child(_shared[0])
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_forked_children_leave_the_trackers_alone(shared_session, tmp_path):
+    shared_session.log({"loss": 1.0})
+    for _ in range(3):
+        with multiprocessing.get_context("fork").Pool(2) as pool:  # which ends its workers by SIGTERM
+            answers = pool.map(use_shared, range(4))
+        assert answers == [[ANY, "Inert"]] * 4
+        assert "forked from the one that started the trackers" in answers[0][0]
+    shared_session.log({"loss": 1.0})
+    shared_session.finish()
+    pid = str(os.getpid())
+    lines = [line.split() for line in (tmp_path / "calls").read_text().splitlines()]
+    assert lines == [["log", pid], ["log", pid], ["flush", pid], ["finish", pid]]
+
+
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_child_starts_trackers_of_its_own(shared_session, tmp_path):
+    def start_anew(path):
+        session = _shared[0]
+        session.log_with = [File(path)]
         session.start("project")
         session.log({"loss": 1.0})
-        assert order == ["logged", "flushed", "terminated"]
         session.finish()
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
-
-def test_a_signal_that_waits_for_the_main_thread_is_not_acted_on_by_another():
-    acted = []
-    hook = TerminationHook(lambda: acted.append(threading.current_thread()))
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        hook.install()
-        with hook, hook:
-            signal.raise_signal(signal.SIGTERM)
-            hook.act_when_free()
-            assert acted == []
-            hook.lock.release()  # as log does, between its end and its look for a signal
-            hook.lock.release()
-            other = threading.Thread(target=lambda: hook.__enter__() or hook.__exit__(None, None, None))
-            other.start()
-            other.join()
-            assert acted == []
-            hook.lock.acquire()
-            hook.lock.acquire()
-        assert acted == [threading.main_thread()]
-        hook.remove()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    path = tmp_path / "of_child"
+    child = multiprocessing.get_context("fork").Process(target=start_anew, args=(path,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert path.read_text().split()[::2] == ["log", "flush", "finish"]
+    assert (tmp_path / "calls").read_text() == ""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from accel_state.errors import UnsupportedError
 from accel_trackers.images import to_images
-from accel_trackers.values import join_keys, split, to_flat, to_number, to_plain
+from accel_trackers.values import join_keys, split, to_finite, to_flat, to_number, to_plain
 
 
 class Colour(enum.Enum):
@@ -94,20 +94,52 @@ def test_keys_of_inner_dictionaries_are_joined():
     "value", [torch.tensor(0.5), torch.tensor([0.5], requires_grad=True), np.float32(0.5), np.array([[0.5]])]
 )
 def test_one_element_becomes_a_number(value):
-    assert to_number("loss", value) == 0.5
-    assert type(to_number("loss", value)) is float
+    assert to_number(value) == 0.5
+    assert type(to_number(value)) is float
 
 
-@pytest.mark.parametrize("value", [torch.zeros(3), np.zeros(0), torch.tensor(1j)])
-def test_what_is_no_single_number_is_named(value):
-    with pytest.raises(UnsupportedError, match="'loss' of shape"):
-        to_number("loss", value)
+@pytest.mark.parametrize(
+    "value", [torch.zeros(3), np.zeros(0), torch.zeros((), device="meta"), "a", None, [1]], ids=repr
+)
+def test_what_is_no_single_number_stays(value):
+    assert to_number(value) is value
 
 
-@pytest.mark.parametrize("value", [None, object(), [1, 2]])
-def test_what_is_neither_number_nor_text_is_named(value):
-    with pytest.raises(UnsupportedError, match=r"'mlflow' cannot log 'x\.y', which is"):
-        split("mlflow", {"x": {"y": value}})
+def test_values_become_numbers_texts_and_vectors():
+    vector = torch.zeros(3)
+    numbers, texts, vectors = split(
+        "mlflow", {"a": {"b": torch.ones(1), "c": vector}, "d": True, "e": "text"}
+    )
+    assert (numbers, texts) == ({"a.b": 1.0, "d": True}, {"e": "text"})
+    assert vectors["a.c"] is vector
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [(None, "None"), (object(), "a builtins.object"), ([1, 2], "a builtins.list"), (1j, "a")],
+)
+def test_what_is_neither_number_nor_text_is_skipped_with_a_warning(value, what, caplog):
+    name = f"name of {what}"
+    for _ in range(3):
+        assert split("mlflow", {"x": {name: value}, "y": 1}) == ({"y": 1}, {}, {})
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"The tracker 'mlflow' cannot log 'x.{name}', which is {what}")
+
+
+@pytest.mark.parametrize(
+    ("vector", "finite"),
+    [
+        (torch.tensor([[1.0, 2.0], [float("nan"), float("-inf")]], requires_grad=True), [1.0, 2.0]),
+        (torch.tensor([True, False]), [1.0, 0.0]),
+        (torch.ones(2, dtype=torch.bfloat16), [1.0, 1.0]),
+        (np.array([[3, 4]], dtype=np.int8), [3.0, 4.0]),
+        (torch.ones(2, device="meta"), []),
+        (torch.ones(2, dtype=torch.complex64), []),
+        (np.array(["a", "b"]), []),
+    ],
+)
+def test_a_histogram_has_the_finite_elements(vector, finite):
+    assert to_finite(vector).tolist() == finite
 
 
 @pytest.mark.parametrize(

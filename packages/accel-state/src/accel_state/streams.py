@@ -199,6 +199,11 @@ def pinned_if_possible(streams: DeviceStreams, nbytes: int) -> Tensor | None:
         return None
 
 
+def tensor_streams(tensor: Tensor) -> DeviceStreams | None:
+    """Return the streams of a tensor's device; for a tensor on the CPU without creating a `torch.device`."""
+    return None if tensor.is_cpu and not replaced_streams else device_streams(tensor.device)
+
+
 def synchronize(device: torch.device) -> None:
     """Block the host until a device has done all its work, whether or not it has streams."""
     streams = device_streams(device)

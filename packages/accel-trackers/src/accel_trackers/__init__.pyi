@@ -5,4 +5,5 @@ from accel_trackers.registry import filter_trackers as filter_trackers
 from accel_trackers.registry import get_available_trackers as get_available_trackers
 from accel_trackers.registry import register_tracker_class as register_tracker_class
 from accel_trackers.registry import tracker_class as tracker_class
+from accel_trackers.registry import warn_unknown_names as warn_unknown_names
 from accel_trackers.session import TrackerSession as TrackerSession

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from accel_state.streams import device_streams, replaced_streams
-from accel_trackers.values import ARRAYS, PLAIN, check_scalar, read_number
+from accel_state.streams import device_streams, tensor_streams
+from accel_trackers.values import ARRAYS, PLAIN, to_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -24,18 +25,20 @@ Waiting: TypeAlias = "dict[torch.device, list[Tensor]]"
 """Tensors that are read later, by their device."""
 
 
-def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
+def capture(values: Mapping[str, Any], waiting: Waiting, vectors: list[Any]) -> dict[str, Any]:
     """Copy the values of one call of `log`, with numbers for tensors and arrays with one element.
 
     A tensor on a device with streams is not read: it is put into `waiting`, with its place in the copy, for a
-    `Reading`.
+    `Reading`. The names of tensors and arrays that are no single number are put into `vectors`.
 
     Example:
         >>> import numpy as np
         >>> import torch
-        >>> waiting = {}
-        >>> capture({"loss": torch.tensor(0.5), "lr": {"head": np.float32(2)}}, waiting), waiting
-        ({'loss': 0.5, 'lr': {'head': 2.0}}, {})
+        >>> waiting, vectors = {}, []
+        >>> capture({"loss": torch.tensor(0.5), "lr": {"head": np.float32(2)}}, waiting, vectors)
+        {'loss': 0.5, 'lr': {'head': 2.0}}
+        >>> waiting, vectors
+        ({}, [])
     """
     captured = {**values}
     has_other_names = False
@@ -44,18 +47,27 @@ def capture(values: Mapping[str, Any], waiting: Waiting) -> dict[str, Any]:
             continue
         if type(name) is not str:
             has_other_names = True
-        if isinstance(value, Tensor):
-            is_read = (value.is_cpu and not replaced_streams) or device_streams(value.device) is None
-            captured[name] = read_number(name, value) if is_read else _reserve(str(name), value, waiting)
+        if isinstance(value, Tensor) and tensor_streams(value) is not None:
+            captured[name] = _reserve(value, waiting)
+            if value.numel() != 1:
+                vectors.append(name)
         elif isinstance(value, ARRAYS):
-            captured[name] = read_number(name, value)
+            captured[name] = number = to_number(value)
+            if number is value:
+                captured[name] = _host_copy(value)
+                vectors.append(name)
         elif isinstance(value, dict):
-            captured[name] = capture(value, waiting)
+            captured[name] = capture(value, waiting, vectors)
     return {str(name): value for name, value in captured.items()} if has_other_names else captured
 
 
-def _reserve(name: str, tensor: Tensor, waiting: Waiting) -> _Index:
-    check_scalar(name, tensor)
+def _host_copy(vector: Any) -> Any:
+    if not isinstance(vector, Tensor):
+        return vector.copy()
+    return vector if vector.is_meta else vector.detach().to("cpu", copy=True)
+
+
+def _reserve(tensor: Tensor, waiting: Waiting) -> _Index:
     tensors = waiting.setdefault(tensor.device, [])
     tensors.append(tensor.detach())
     return _Index(tensor.device, len(tensors) - 1)
@@ -77,9 +89,9 @@ class Reading:
         return all(copies.is_ready() for copies in self._copies.values())
 
     def values(self) -> dict[str, Any]:
-        """Return the values with numbers for tensors; wait for what is still on its way."""
-        numbers = {device: copies.numbers() for device, copies in self._copies.items()}
-        return _fill(self._captured, numbers)
+        """Return the values with what tensors hold; wait for what is still on its way."""
+        read = {device: copies.values() for device, copies in self._copies.items()}
+        return _fill(self._captured, read)
 
 
 @dataclass(slots=True)
@@ -91,15 +103,18 @@ class _Index:
 
 
 class HostCopies:
-    """Single elements of tensors of one device, copied to one pinned buffer."""
+    """Tensors of one device, copied to one pinned buffer."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         streams = device_streams(tensors[0].device)
         if streams is None:
             raise AssertionError(tensors[0].device)
+        tensors = [tensor.contiguous() for tensor in tensors]
         self._tensors: list[Tensor] | None = tensors  # alive until they are copied
-        buffer = streams.pinned(_ALIGNMENT * len(tensors))
-        self._copies = [_copy(streams, buffer, index, one) for index, one in enumerate(tensors)]
+        sizes = (-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in tensors)
+        *starts, end = accumulate(sizes, initial=0)
+        buffer = streams.pinned(end)
+        self._copies = [_copy(streams, buffer, *where) for where in zip(starts, tensors, strict=True)]
         self._event: Event = streams.new_event()
         self._event.record(streams.current_stream())
 
@@ -107,25 +122,24 @@ class HostCopies:
         """Whether everything is copied."""
         return self._event.query()
 
-    def numbers(self) -> list[Any]:
-        """Return the values in order; wait for the copies."""
+    def values(self) -> list[Any]:
+        """Return numbers, and host tensors for what is no single number, in order; wait for the copies."""
         self._event.synchronize()
         self._tensors = None
-        return [copy.item() for copy in self._copies]
+        return [copy.item() if copy.numel() == 1 else copy.clone() for copy in self._copies]
 
 
-def _copy(streams: DeviceStreams, buffer: Tensor, index: int, tensor: Tensor) -> Tensor:
-    first = index * _ALIGNMENT
-    target = buffer[first : first + tensor.element_size()].view(tensor.dtype)
-    streams.copy_(target, tensor.reshape(1))
+def _copy(streams: DeviceStreams, buffer: Tensor, start: int, tensor: Tensor) -> Tensor:
+    target = buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+    streams.copy_(target, tensor)
     return target
 
 
-def _fill(values: Mapping[str, Any], numbers: Mapping[torch.device, list[Any]]) -> dict[str, Any]:
+def _fill(values: Mapping[str, Any], read: Mapping[torch.device, list[Any]]) -> dict[str, Any]:
     filled: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, _Index):
-            filled[name] = numbers[value.device][value.index]
+            filled[name] = read[value.device][value.index]
         else:
-            filled[name] = _fill(value, numbers) if isinstance(value, dict) else value
+            filled[name] = _fill(value, read) if isinstance(value, dict) else value
     return filled

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 from accel_state import runtime
 from accel_state.errors import UnsupportedError
+from accel_trackers.values import to_finite, warn_skipped
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ class GeneralTracker:
 
     def __init__(self, _blank: bool = False) -> None:
         if not _blank:
-            check_attributes(type(self))
+            check_attributes(self)
 
     def start(self) -> None:
         """Begin the run. Called once, by `Accelerator.init_trackers`."""
@@ -138,8 +139,8 @@ class GeneralTracker:
         """Log values.
 
         Args:
-            values: Numbers and texts by name, dictionaries of them, and whatever else the library takes.
-                Tensors with one element have become numbers.
+            values: Numbers and texts by name, dictionaries of them, and whatever else `Accelerator.log` got.
+                Tensors with one element have become numbers, others are copies on the host.
             step: At which step.
             **kwargs: The tracker's part of `log_kwargs`.
         """
@@ -147,8 +148,9 @@ class GeneralTracker:
     def log_captured(self) -> Callable[..., object]:
         """Return the function that logs what `Accelerator.log` has captured: `log`, on ranks that log.
 
-        It is asked for when the run has begun. A subclass may return something faster, since these values are
-        a dictionary of their own, with texts for names, and numbers for tensors and arrays with one element.
+        It is asked for when the run has begun. A subclass may return something faster than `log`, since these
+        values are a dictionary of their own, with texts for names and numbers for tensors and arrays. Values
+        with larger ones go to `log`.
         """
         return without_rank_check(self.log)
 
@@ -237,7 +239,7 @@ class GeneralTracker:
         raise self._unsupported("artifacts")
 
     def flush(self) -> None:
-        """Write what the library still holds back; called at least every ten seconds."""
+        """Write what the library still holds back; called by `Accelerator.log`, every ten seconds at most."""
 
     def finish(self) -> None:
         """End the run."""
@@ -252,6 +254,24 @@ class GeneralTracker:
         """Arguments of the class with which a run goes on."""
         del run_id
         return {}
+
+    def _log_vectors(self, vectors: Mapping[str, Any], step: int | None) -> None:
+        """Log tensors as histograms; warn about what cannot be."""
+        finite = self._finite_elements(vectors)
+        try:
+            if finite:
+                self.log_histograms(finite, step=step)
+        except UnsupportedError:
+            for name in finite:
+                warn_skipped(self.name, name, vectors[name])
+
+    def _finite_elements(self, vectors: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the finite elements of tensors, for a histogram; warn where there are none."""
+        finite = {name: to_finite(vector) for name, vector in vectors.items()}
+        for name, numbers in finite.items():
+            if not numbers.size:
+                warn_skipped(self.name, name, vectors[name])
+        return {name: numbers for name, numbers in finite.items() if numbers.size}
 
     def _unsupported(self, what: str) -> UnsupportedError:
         return UnsupportedError(

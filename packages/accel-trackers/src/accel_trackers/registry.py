@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,6 +26,8 @@ from accel_trackers.vendor import VENDORS, require_vendor
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterable
+
+logger = logging.getLogger(__name__)
 
 ENTRY_POINT_GROUP = "accel.trackers"
 """Third parties declare classes here: `[project.entry-points."accel.trackers"]`, `name = "module:Class"`."""
@@ -54,8 +58,11 @@ def register_tracker_class(tracker_class: _T) -> _T:
     one, and its part of `init_kwargs`.
 
     Raises:
-        UnsupportedError: It lacks an attribute.
-        SettingsError: It is no such class, has no name, or one that another class has.
+        SettingsError: It is no such class, its name is empty or `"all"`, or it does not say whether it
+            requires a directory.
+
+    Warns:
+        UserWarning: Another class had that name, which may be one of the libraries; this one replaces it.
 
     Example:
         >>> @register_tracker_class
@@ -70,19 +77,19 @@ def register_tracker_class(tracker_class: _T) -> _T:
     candidate: Any = tracker_class
     if not (isinstance(candidate, type) and issubclass(candidate, GeneralTracker)):
         raise SettingsError(f"register_tracker_class({candidate!r}): pass a subclass of GeneralTracker.")
-    check_attributes(tracker_class)
-    name: Any = tracker_class.name
-    if not isinstance(name, str) or not name:
+    name: Any = getattr(candidate, "name", None)
+    if not isinstance(name, str) or name in ("", LoggerType.ALL.value):
         raise SettingsError(
-            f"{tracker_class.__name__}.name is {name!r}; give it a text, by which it is known."
+            f"{candidate.__name__}.name is {name!r}; give it a text, by which it is known, other than 'all'."
         )
-    known = LOGGER_TYPE_TO_CLASS.get(name)
-    if name == LoggerType.ALL.value or (
-        known is not None and known.__qualname__ != tracker_class.__qualname__
-    ):
+    if not hasattr(candidate, "requires_logging_directory"):
         raise SettingsError(
-            f"{tracker_class.__name__}.name is {name!r}, which is taken; choose another name."
+            f"{candidate.__name__} has no requires_logging_directory: set this class attribute to True if it "
+            "is constructed with a directory, else to False."
         )
+    known = LOGGER_TYPE_TO_CLASS.get(name, candidate)
+    if known is not candidate:
+        warnings.warn(f"The tracker {name!r} is now {candidate!r}, instead of {known!r}.", stacklevel=2)
     LOGGER_TYPE_TO_CLASS[name] = tracker_class
     return tracker_class
 
@@ -146,12 +153,26 @@ def tracker_class(name: str) -> type[GeneralTracker]:
                 f"The entry point {name!r} of {ENTRY_POINT_GROUP} is {point.value}, which is no subclass of "
                 "GeneralTracker; ask the authors of the package."
             )
-        check_attributes(loaded)
         return loaded
     names = [LoggerType.ALL.value, *_known_names()]
     hint = did_you_mean(name, names, "", cutoff=0.5)
     hint = f"{hint} " if hint else ""
     raise SettingsError(f"log_with contains {name!r}: {hint}It takes {', '.join(map(repr, names))}.")
+
+
+def warn_unknown_names(argument: str, options: Iterable[str], names: Iterable[str]) -> None:
+    """Warn about options for trackers that there are not, with the nearest name.
+
+    Args:
+        argument: Whose keys they are.
+        options: The keys. Those of trackers that are not in use are none to warn about.
+        names: The trackers in use.
+    """
+    known = [*_known_names(), *names]
+    for name in options:
+        if name not in known:
+            hint = did_you_mean(name, known, f"there are {', '.join(map(repr, known))}.", cutoff=0.5)
+            logger.warning("%s has options for %r, which is no tracker: %s", argument, name, hint)
 
 
 def _known_names() -> list[str]:

@@ -1,26 +1,26 @@
-"""The trackers of one run: started together, logged to in order, never holding the training up."""
+"""The trackers of one run: started together, and logged to in order, in the thread that calls."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-import threading
+import os
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from time import monotonic
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import accel_trackers
 from accel_state import runtime
 from accel_state.errors import SettingsError, TrackerError, UnsupportedError
 from accel_trackers.copies import Reading, Waiting, capture
 from accel_trackers.general import GeneralTracker, InertTracker
-from accel_trackers.termination import TerminationHook
 from accel_trackers.values import to_plain
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
@@ -28,10 +28,7 @@ logger = logging.getLogger(__name__)
 OnTrackerError = Literal["raise", "warn"]
 
 FLUSH_SECONDS = 10.0
-"""At least so often everything that was logged is handed to the libraries and flushed by them."""
-
-_FLUSHES = 2
-"""Flushes after the last call of `log`: a library's own thread may write after the first."""
+"""`log` lets the libraries flush once so much time has passed since the last flush."""
 
 _NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -46,6 +43,7 @@ class _Call:
     reading: Reading
     step: int | None
     options: Mapping[str, Any]
+    has_vectors: bool
 
 
 class TrackerSession:
@@ -78,19 +76,16 @@ class TrackerSession:
         self.trackers: list[GeneralTracker] = []
         self._logging_dir = logging_dir
         self._warns = on_error == "warn"
-        self._stage: Literal["new", "running", "finished"] = "new"
+        self._stage: Literal["new", "running", "finished", "forked"] = "new"
         self._waiting: deque[_Call] = deque()
         self._resumed: dict[str, str] = {}
         self._start_arguments: tuple[str, Any, Mapping[str, Any]] | None = None
         self._failures: dict[str, int] = {}
-        self._failure: BaseException | None = None
         self._active: list[GeneralTracker] = []
         # Of `_active`, while they run: tracker, its attributes, what logs to it, whether it is the last.
         self._logs: list[tuple[GeneralTracker, dict[str, Any], Callable[..., object], bool]] = []
-        self._flushes_due = 0
-        self._ended = threading.Event()
-        self._writing = TerminationHook(self.write)
-        self._lock = self._writing.lock
+        self._next_flush = 0.0
+        self._checked_options: set[Any] = set()
 
     def start(
         self,
@@ -109,17 +104,16 @@ class TrackerSession:
         options = {str(name): dict(more) for name, more in (init_kwargs or {}).items()}
         self._start_arguments = (project_name, plain, options)
         self._stage = "running"
-        with self._writing:
-            self.trackers = [self._start_one(one, project_name, options) for one in self.log_with]
-            self._find_active()
-            if config is not None:
-                for tracker in self._active:
-                    self._call(tracker, "store_init_configuration", to_plain(plain))
+        self._check_options("init_trackers(init_kwargs=…)", options)
+        self.trackers = [self._start_one(one, project_name, options) for one in self.log_with]
+        self._find_active()
+        if config is not None:
+            for tracker in self._active:
+                self._call(tracker, "store_init_configuration", to_plain(plain))
         if self._active:
-            self._ended = threading.Event()
-            self._writing.install()
+            self._next_flush = monotonic() + FLUSH_SECONDS
             atexit.register(self.write)
-            threading.Thread(target=self._flush_regularly, args=(self._ended,), daemon=True).start()
+            _running.add(self)
 
     def log(
         self,
@@ -130,27 +124,24 @@ class TrackerSession:
         """Log values to every tracker, as `Accelerator.log`.
 
         Tensors on a device are read when they are there: at the next call, in order, or when `write` is
-        called.
+        called. Every ten seconds a call lets the libraries flush.
         """
         if not self._logs or (type(values) is not dict and not isinstance(values, Mapping)):
             self._check_log(values)
             return
         tensors: Waiting = {}
-        captured = capture(values, tensors)
-        self._lock.acquire()
-        try:
-            if tensors or self._waiting or log_kwargs:
-                options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
-                self._waiting.append(_Call(Reading(captured, tensors), step, options))
-                self._write_waiting(wait=False)
-            else:
-                self._hand_over(captured, step)
-        finally:
-            self._lock.release()
-            if self._writing.is_pending:
-                self._writing.act_when_free()
-        if self._failure is not None:
-            self._raise_failure()
+        vectors: list[Any] = []
+        captured = capture(values, tensors, vectors)
+        if tensors or vectors or self._waiting or log_kwargs:
+            options = {str(name): dict(more) for name, more in (log_kwargs or {}).items()}
+            if not options.keys() <= self._checked_options:
+                self._check_options("log(log_kwargs=…)", options)
+            self._waiting.append(_Call(Reading(captured, tensors), step, options, bool(vectors)))
+            self._write_waiting(wait=False)
+        else:
+            self._hand_over(captured, step)
+        if monotonic() >= self._next_flush:
+            self._flush()
 
     def get(self, name: str, *, unwrap: bool = False) -> Any:
         """Find a tracker, as `Accelerator.get_tracker`."""
@@ -166,12 +157,8 @@ class TrackerSession:
 
     def write(self) -> None:
         """Wait for every value that was logged, hand it to the trackers, and let them flush."""
-        with self._writing:
-            self._write_waiting(wait=True)
-            if self._flushes_due:
-                self._flushes_due -= 1
-                for tracker in self._active:
-                    self._call(tracker, "flush")
+        self._write_waiting(wait=True)
+        self._flush()
 
     def finish(self) -> None:
         """Write everything and finish every tracker; harmless where nothing is under way.
@@ -182,24 +169,21 @@ class TrackerSession:
         if self._stage != "running":
             return
         self._stage = "finished"
-        self._ended.set()
         atexit.unregister(self.write)
+        _running.discard(self)
         errors: list[Exception] = []
-        with self._writing:
-            # The last to start ends first: several patch sys.stdout and put back what they found.
-            latest = reversed(self._active)
-            for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in latest)):
-                try:
-                    step()
-                except Exception as error:  # noqa: BLE001 - the others are finished all the same
-                    errors.append(error)
-            self._logs = []
-        self._writing.remove()
+        # The last to start ends first: several patch sys.stdout and put back what they found.
+        latest = reversed(self._active)
+        for step in (self.write, *(lambda one=one: self._call(one, "finish") for one in latest)):
+            try:
+                step()
+            except Exception as error:  # noqa: BLE001 - the others are finished all the same
+                errors.append(error)
+        self._logs = []
         for name, count in self._failures.items():
             logger.warning("The tracker %r failed %d times in all.", name, count)
         if errors:
             raise errors[0]
-        self._raise_failure()
 
     def run_ids(self) -> dict[str, str]:
         """Return the ids by which the runs of this process are found again, by the tracker's name."""
@@ -215,18 +199,17 @@ class TrackerSession:
         if self._stage != "running" or self._start_arguments is None:
             return
         project_name, config, options = self._start_arguments
-        with self._writing:
-            self._write_waiting(wait=True)
-            for index, tracker in enumerate(self.trackers):
-                run_id = run_ids.get(tracker.name)
-                is_ours = tracker.name in self.log_with and not isinstance(tracker, InertTracker)
-                if not is_ours or run_id in (None, tracker.run_id):
-                    continue
-                if accel_trackers.tracker_class(tracker.name).resume_arguments(str(run_id)):
-                    self._call(tracker, "finish")
-                    self.trackers[index] = opened = self._start_one(tracker.name, project_name, options)
-                    self._find_active()
-                    self._call(opened, "store_init_configuration", to_plain(config))
+        self._write_waiting(wait=True)
+        for index, tracker in enumerate(self.trackers):
+            run_id = run_ids.get(tracker.name)
+            is_ours = tracker.name in self.log_with and not isinstance(tracker, InertTracker)
+            if not is_ours or run_id in (None, tracker.run_id):
+                continue
+            if accel_trackers.tracker_class(tracker.name).resume_arguments(str(run_id)):
+                self._call(tracker, "finish")
+                self.trackers[index] = opened = self._start_one(tracker.name, project_name, options)
+                self._find_active()
+                self._call(opened, "store_init_configuration", to_plain(config))
 
     def _start_one(
         self, chosen: str | GeneralTracker, project_name: str, options: Mapping[str, Any]
@@ -256,6 +239,13 @@ class TrackerSession:
             for tracker in self._active
         ]
 
+    def _check_options(self, argument: str, options: Mapping[Any, Any]) -> None:
+        """Warn, on the main process, about options that are for no tracker."""
+        if self.log_with and runtime.current_topology().is_main:
+            names = [one if isinstance(one, str) else one.name for one in self.log_with]
+            accel_trackers.warn_unknown_names(argument, options, names)
+        self._checked_options.update(options)
+
     def _check_log(self, values: Any) -> None:
         """Check a call of `log` as on a rank that logs."""
         if self.log_with and self._stage == "new":
@@ -264,6 +254,11 @@ class TrackerSession:
             raise TrackerError(
                 "log() was called after end_training(), when the trackers are finished; call it earlier, or "
                 "init_trackers() again."
+            )
+        if self.log_with and self._stage == "forked":
+            raise TrackerError(
+                "log() was called in a process that was forked from the one that started the trackers, whose "
+                "runs it would damage: log there, or call init_trackers() here, too."
             )
         if self.log_with and not isinstance(values, Mapping):
             raise UnsupportedError(f"log() got {values!r}: give a dictionary of values by name.")
@@ -275,17 +270,21 @@ class TrackerSession:
             if not (wait or is_full or self._waiting[0].reading.is_ready()):
                 return
             call = self._waiting.popleft()
-            self._hand_over(call.reading.values(), call.step, call.options)
+            self._hand_over(call.reading.values(), call.step, call.options, has_vectors=call.has_vectors)
 
     def _hand_over(
-        self, values: dict[str, Any], step: int | None, options: Mapping[str, Any] = _NO_OPTIONS
+        self,
+        values: dict[str, Any],
+        step: int | None,
+        options: Mapping[str, Any] = _NO_OPTIONS,
+        *,
+        has_vectors: bool = False,
     ) -> None:
         """Let every tracker log values, each a dictionary of its own."""
-        self._flushes_due = _FLUSHES
-        for tracker, attributes, log, is_last in self._logs:
+        for tracker, attributes, log_captured, is_last in self._logs:
             own = values if is_last else dict(values)
-            if "log" in attributes:  # assigned since, as tests do
-                log = tracker.log  # noqa: PLW2901
+            # A program may have assigned another `log` to a running tracker, as it may with Accelerate.
+            log = tracker.log if has_vectors or "log" in attributes else log_captured
             try:
                 if options:
                     log(own, step=step, **options.get(tracker.name, {}))
@@ -312,14 +311,32 @@ class TrackerSession:
         if self._failures[name] == 1:
             logger.warning("The tracker %r failed in %s(), and the training goes on: %r", name, method, error)
 
-    def _flush_regularly(self, ended: threading.Event) -> None:
-        while not ended.wait(FLUSH_SECONDS):
-            try:
-                self.write()
-            except Exception as error:  # noqa: BLE001 - the next call in the training's own thread raises it
-                self._failure = error
+    def _flush(self) -> None:
+        """Let every tracker flush."""
+        for tracker in self._active:
+            self._call(tracker, "flush")
+        self._next_flush = monotonic() + FLUSH_SECONDS
 
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+    def leave_to_parent(self) -> None:
+        """Forget the runs in a forked child: neither a call nor the garbage collector may write to them."""
+        _inherited.append((self.trackers, self._active, self._logs, self._waiting))
+        self.trackers = [InertTracker(tracker.name) for tracker in self.trackers]
+        self._active, self._logs, self._waiting = [], [], deque()
+        self._stage = "forked"
+
+
+_running: WeakSet[TrackerSession] = WeakSet()
+"""Sessions whose trackers are started."""
+
+_inherited: list[Any] = []
+"""In a forked child, the parent's trackers: collecting them would write what their buffers hold."""
+
+
+def _after_fork() -> None:
+    for session in list(_running):
+        session.leave_to_parent()
+    _running.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

@@ -67,7 +67,7 @@ _NUMBERS = {
     "loss": {1: 0.5, 3: 0.25, 10: 0.125},
     "split/accuracy": {1: 0.0, 3: 1.0, 10: 2.0},
     "half": {1: 1.5, 3: 4.5, 10: 15.0},
-    "group.inner": {1: 2.0, 3: 6.0, 10: 20.0},
+    "group.inner": {1: 2.0, 3: 6.0, 10: 20.0, 11: 0.0},
 }
 _RESUMED_STEP = 21
 
@@ -161,6 +161,7 @@ def _log_numbers(tracker: GeneralTracker) -> None:
         values["split/accuracy"] = np.float32(values["split/accuracy"])
         values["group"] = {"inner": values.pop("group.inner")}
         tracker.log(values, step=step)
+    tracker.log({"none": None, "vector": torch.arange(4.0), "group": {"none": None, "inner": 0.0}}, step=11)
 
 
 def _log_media(tracker: GeneralTracker, media: Collection[str]) -> list[str]:

@@ -1,10 +1,11 @@
-"""Which values trackers get: configurations as plain data, tensors as numbers."""
+"""Which values trackers get: configurations as plain data, tensors as numbers or histograms."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import enum
+import logging
 from collections.abc import Callable, Mapping
 from types import NoneType
 from typing import Any, TypeAlias, cast
@@ -12,7 +13,7 @@ from typing import Any, TypeAlias, cast
 import numpy as np
 import torch
 
-from accel_state.errors import UnsupportedError
+logger = logging.getLogger(__name__)
 
 Number: TypeAlias = int | float
 
@@ -123,83 +124,95 @@ def _joined(values: Mapping[Any, Any], prefix: str) -> dict[str, Any]:
     return flat
 
 
-def to_number(name: str, value: Any) -> Any:
-    """Convert tensors and numpy scalars with one element to numbers; leave everything else.
+def to_number(value: Any) -> Any:
+    """Convert tensors and arrays with one element to numbers; leave everything else.
 
     Example:
         >>> import torch
-        >>> to_number("loss", torch.tensor([0.5])), to_number("note", "a")
+        >>> to_number(torch.tensor([0.5])), to_number("a")
         (0.5, 'a')
     """
-    return read_number(name, value) if isinstance(value, ARRAYS) else value
-
-
-def read_number(name: Any, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> Any:
-    """Read a tensor or array with one element."""
+    if not isinstance(value, ARRAYS):
+        return value
     try:
-        number = value.item()
-    except (RuntimeError, ValueError):  # it has several elements, or is a meta tensor
-        check_scalar(str(name), value)
-        raise
-    if type(number) is complex:
-        check_scalar(str(name), value)
-    return number
+        return value.item()
+    except (RuntimeError, ValueError):  # it has several elements or none, or is a meta tensor
+        return value
 
 
-def with_numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert tensors and numpy scalars with one element to numbers; leave everything else.
+def separate_vectors(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split off tensors and arrays that are no single number; those with one element become numbers.
+
+    Returns:
+        The values without them, and them with the keys of inner dictionaries joined by dots.
 
     Example:
-        >>> with_numbers({"loss": np.float32(0.5), "note": "a"})
-        {'loss': 0.5, 'note': 'a'}
+        >>> separate_vectors({"loss": np.float32(0.5), "a": {"grads": np.zeros(2), "lr": 3}})
+        ({'loss': 0.5, 'a': {'lr': 3}}, {'a.grads': array([0., 0.])})
     """
-    numbers = dict(values)
+    scalars, vectors = dict(values), dict[str, Any]()
     for name, value in values.items():
-        if type(value) not in PLAIN:
-            numbers[name] = to_number(name, value)
-    return numbers
+        if type(value) in PLAIN:
+            continue
+        if isinstance(value, ARRAYS):
+            scalars[name] = number = to_number(value)
+            if number is value:
+                vectors[name] = scalars.pop(name)
+        elif isinstance(value, Mapping):
+            scalars[name], inner = separate_vectors(cast("Mapping[str, Any]", value))
+            vectors |= {f"{name}.{key}": vector for key, vector in inner.items()}
+    return scalars, vectors
 
 
-def check_scalar(name: str, value: torch.Tensor | np.ndarray[Any, Any] | np.generic) -> None:
-    """Check that a tensor or array is one real number that can be read."""
-    if isinstance(value, torch.Tensor):
-        count, is_complex = value.numel(), value.is_complex()
-        if value.is_meta:
-            raise UnsupportedError(f"log() got {name!r}, a meta tensor, which has no value.")
-    else:
-        count, is_complex = value.size, np.iscomplexobj(value)
-    if count != 1 or is_complex:
-        raise UnsupportedError(
-            f"log() got {name!r} of shape {tuple(value.shape)} and dtype {value.dtype}, and logs one real "
-            "number per name: reduce it, or use log_histograms() or log_images() of a tracker."
-        )
+def split(
+    tracker: str, values: Mapping[str, Any]
+) -> tuple[dict[str, Number], dict[str, str], dict[str, Any]]:
+    """Split values into numbers, texts and vectors, with the keys of inner dictionaries joined by dots.
 
-
-def split(tracker: str, values: Mapping[str, Any]) -> tuple[dict[str, Number], dict[str, str]]:
-    """Split values into numbers and texts, with the keys of inner dictionaries joined by dots.
-
-    Raises:
-        UnsupportedError: A value is neither.
+    What is none of them is skipped with one warning.
 
     Example:
         >>> split("mlflow", {"loss": {"train": 0.5}, "note": "better", "step": np.int64(3)})
-        ({'loss.train': 0.5, 'step': 3}, {'note': 'better'})
+        ({'loss.train': 0.5, 'step': 3}, {'note': 'better'}, {})
     """
     numbers: dict[str, Number] = {}
     texts: dict[str, str] = {}
-    for name, found in join_keys(values).items():
-        value = found if type(found) in PLAIN else to_number(name, found)
+    scalars, vectors = separate_vectors(join_keys(values))
+    for name, value in scalars.items():
         if type(value) in NUMBERS or isinstance(value, int | float):
             numbers[name] = value
         elif isinstance(value, str):
             texts[name] = value
         else:
-            raise UnsupportedError(
-                f"The tracker {tracker!r} cannot log {name!r}, which is {_short(value)}: give numbers, texts "
-                "or tensors with one element."
-            )
-    return numbers, texts
+            warn_skipped(tracker, name, value)
+    return numbers, texts, vectors
 
 
-def _short(value: Any) -> str:
-    return "None" if value is None else f"a {_class_name(type(value))}"
+def to_finite(vector: Any) -> np.ndarray[Any, Any]:
+    """Convert a tensor or array to a flat array of its finite elements; empty if they cannot be read.
+
+    Example:
+        >>> to_finite(torch.tensor([[1, float("nan")], [float("inf"), 4]])), to_finite(torch.tensor([1j, 2]))
+        (array([1., 4.]), array([], dtype=float64))
+    """
+    if isinstance(vector, torch.Tensor):
+        is_real = not (vector.is_meta or vector.is_complex())
+        vector = vector.detach().cpu().double().numpy() if is_real else np.empty(0)
+    array = np.asarray(vector)
+    array = array.astype(np.float64).reshape(-1) if array.dtype.kind in "biuf" else np.empty(0)
+    return array[np.isfinite(array)]
+
+
+def warn_skipped(tracker: str, name: str, value: Any) -> None:
+    """Warn, once for each tracker and name, that a value is not logged."""
+    if (tracker, name) in _skipped:
+        return
+    _skipped.add((tracker, name))
+    what = "None" if value is None else f"a {_class_name(type(value))}"
+    if isinstance(value, ARRAYS):
+        what += f" of shape {tuple(value.shape)} and dtype {value.dtype}"
+    logger.warning("The tracker %r cannot log %r, which is %s: it is skipped.", tracker, name, what)
+
+
+_skipped: set[tuple[str, str]] = set()
+"""Trackers and names that `warn_skipped` has warned about."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import GeneralTracker, on_main_process
 from accel_trackers.images import to_images, to_numbers
-from accel_trackers.values import join_keys, to_plain, with_numbers
+from accel_trackers.values import join_keys, separate_vectors, to_plain, warn_skipped
 from accel_trackers.vendor import import_vendor
 
 if TYPE_CHECKING:
@@ -37,6 +37,8 @@ class AimTracker(GeneralTracker):
         self.run_name = run_name
         self._aim = import_vendor(self.name)
         self._pil = import_vendor(self.name, "PIL.Image")
+        aim_object = import_vendor(self.name, "aim.storage.object").CustomObject
+        self._kinds = (bool, int, float, list, tuple, aim_object)
         repo = None if logging_dir is None else str(logging_dir)
         self.writer: Any = self._aim.Run(**{"repo": repo, **kwargs})
         self.writer.name = run_name
@@ -63,10 +65,15 @@ class AimTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts and objects of Aim."""
-        for name, value in with_numbers(join_keys(values)).items():
+        """Log numbers, texts and objects of Aim; tensors with several elements as distributions."""
+        scalars, vectors = separate_vectors(join_keys(values))
+        for name, value in scalars.items():
             tracked = self._aim.Text(value) if isinstance(value, str) else value
-            self.writer.track(tracked, name=name, step=step, **kwargs)
+            if isinstance(tracked, self._kinds):
+                self.writer.track(tracked, name=name, step=step, **kwargs)
+            else:
+                warn_skipped(self.name, name, value)
+        self._log_vectors(vectors, step)
 
     @on_main_process
     def log_images(

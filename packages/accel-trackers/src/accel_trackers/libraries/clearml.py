@@ -68,13 +68,15 @@ class ClearMLTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as scalars, or without a step as single values; texts go to the task's log.
 
+        Tensors with several elements become histograms.
+
         Args:
             values: By name; `"a/b"` and `"train_b"`, `"eval_b"`, `"test_b"` are series of a chart each.
             step: At which step.
             **kwargs: More arguments of `Logger.report_scalar`.
         """
         logger = self.task.get_logger()
-        numbers, texts = split(self.name, values)
+        numbers, texts, vectors = split(self.name, values)
         for name, number in numbers.items():
             if step is None:
                 logger.report_single_value(name=name, value=number, **kwargs)
@@ -82,6 +84,7 @@ class ClearMLTracker(GeneralTracker):
                 title, series = _title_and_series(name)
                 logger.report_scalar(title=title, series=series, value=number, iteration=step, **kwargs)
         self.log_text(texts, step=step)
+        self._log_vectors(vectors, step)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

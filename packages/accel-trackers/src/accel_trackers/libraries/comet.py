@@ -42,14 +42,15 @@ class CometMLTracker(ProjectRunTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as metrics and texts as `other`."""
-        numbers, texts = split(self.name, values)
+        """Log numbers as metrics, texts as `other`, and tensors with several elements as histograms."""
+        numbers, texts, vectors = split(self.name, values)
         if numbers:
             self.run.log_metrics(numbers, step=step, **kwargs)
         elif texts:
             self._set_step(step)
         for name, text in texts.items():
             self.run.log_other(name, text)
+        self._log_vectors(vectors, step)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

@@ -68,9 +68,10 @@ class DVCLiveTracker(GeneralTracker):
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers and texts as metrics."""
         self._set_step(step)
-        numbers, texts = split(self.name, values)
+        numbers, texts, vectors = split(self.name, values)
         for name, value in {**numbers, **texts}.items():
             self.live.log_metric(name, value, **kwargs)
+        self._log_vectors(vectors, step)
         self.live.next_step()
 
     @on_main_process

@@ -90,7 +90,12 @@ class MLflowTracker(GeneralTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters as parameters, flattened; what is too long for one is cut, with a warning."""
+        """Store hyperparameters as parameters, flattened; what is too long for one is cut, with a warning.
+
+        MLflow keeps a parameter for good: where a run goes on with another value, the first one stays, with a
+        warning.
+        """
+        known: dict[str, str] = self._client.get_run(self.run_id).data.params
         limit: int = self._mlflow.utils.validation.MAX_PARAM_VAL_LENGTH
         most: int = self._mlflow.utils.validation.MAX_PARAMS_TAGS_PER_BATCH
         params: list[Any] = []
@@ -98,14 +103,22 @@ class MLflowTracker(GeneralTracker):
             text = str(value)
             if len(text) > limit:
                 logger.warning("MLflow's parameters have %d characters at most: %r is cut.", limit, name)
-            params.append(self._mlflow.entities.Param(name, text[:limit]))
+            if name not in known:
+                params.append(self._mlflow.entities.Param(name, text[:limit]))
+            elif known[name] != text[:limit]:
+                logger.warning(
+                    "MLflow keeps the parameter %r at %r: a run that goes on cannot change it to %r.",
+                    name,
+                    known[name],
+                    text[:limit],
+                )
         for first in range(0, len(params), most):
             self._client.log_batch(self.run_id, params=params[first : first + most])
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers as metrics, and texts as files."""
-        numbers, texts = split(self.name, values)
+        numbers, texts, vectors = split(self.name, values)
         now = int(time.time() * 1000)
         metric = self._mlflow.entities.Metric
         metrics = [metric(name, float(number), now, step or 0) for name, number in numbers.items()]
@@ -113,6 +126,7 @@ class MLflowTracker(GeneralTracker):
             self._client.log_batch(self.run_id, metrics=metrics, **kwargs)
         if texts:
             self.log_text(texts, step=step)
+        self._log_vectors(vectors, step)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

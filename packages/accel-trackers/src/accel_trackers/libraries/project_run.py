@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_trackers.general import GeneralTracker, on_main_process
-from accel_trackers.values import to_plain, with_numbers
+from accel_trackers.images import to_numbers
+from accel_trackers.values import separate_vectors, to_plain
 from accel_trackers.vendor import import_vendor
 
 if TYPE_CHECKING:
@@ -63,12 +64,18 @@ class ProjectRunTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, texts and objects of the library."""
-        self.run.log(with_numbers(values), step=step, **kwargs)
+        """Log numbers, texts and objects of the library; tensors with several elements as histograms."""
+        scalars, vectors = separate_vectors(values)
+        histograms = self._histograms(self._finite_elements(vectors)) if vectors else {}
+        self.run.log({**scalars, **histograms}, step=step, **kwargs)
 
     def log_captured(self) -> Callable[..., object]:
         """Return the run's own method, unless a subclass logs otherwise: nothing is left to convert."""
         return self.run.log if type(self).log is ProjectRunTracker.log else super().log_captured()
+
+    def _histograms(self, values: Mapping[str, Any], **kwargs: Any) -> dict[str, Any]:
+        """Make histograms of the library."""
+        return {name: self._library.Histogram(to_numbers(value), **kwargs) for name, value in values.items()}
 
     @on_main_process
     def finish(self) -> None:

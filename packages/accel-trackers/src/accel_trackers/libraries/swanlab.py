@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from accel_trackers.general import on_main_process
 from accel_trackers.images import to_images
 from accel_trackers.libraries.project_run import ProjectRunTracker
-from accel_trackers.values import NUMBERS, join_keys, with_numbers
+from accel_trackers.values import NUMBERS, join_keys, separate_vectors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,9 @@ class SwanLabTracker(ProjectRunTracker):
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log numbers, texts and objects of SwanLab."""
-        self._log_numbers(with_numbers(join_keys(values)), step=step, **kwargs)
+        scalars, vectors = separate_vectors(join_keys(values))
+        self._log_numbers(scalars, step=step, **kwargs)
+        self._log_vectors(vectors, step)
 
     def log_captured(self) -> Callable[..., object]:
         """Return the function that logs numbers and texts, unless a subclass logs otherwise."""

@@ -63,20 +63,28 @@ class TensorBoardTracker(GeneralTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers as scalars, texts as texts, and dictionaries of numbers into one chart."""
+        """Log numbers as scalars, texts as texts, and dictionaries of numbers into one chart.
+
+        Tensors with several elements become histograms.
+        """
         groups = {
             name: value
             for name, value in values.items()
             if type(value) not in PLAIN and isinstance(value, Mapping)
         }
         ungrouped = {n: value for n, value in values.items() if n not in groups} if groups else values
-        numbers, texts = split(self.name, ungrouped)
+        numbers, texts, vectors = split(self.name, ungrouped)
         for name, group in groups.items():
-            self.writer.add_scalars(name, split(self.name, group)[0], global_step=step, **kwargs)
+            in_chart, more_texts, more_vectors = split(self.name, {name: group})
+            lines = {key.removeprefix(f"{name}."): number for key, number in in_chart.items()}
+            self.writer.add_scalars(name, lines, global_step=step, **kwargs)
+            texts |= more_texts
+            vectors |= more_vectors
         for name, number in numbers.items():
             self.writer.add_scalar(name, number, global_step=step, **kwargs)
         for name, text in texts.items():
             self.writer.add_text(name, text, global_step=step, **kwargs)
+        self._log_vectors(vectors, step)
 
     @on_main_process
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:

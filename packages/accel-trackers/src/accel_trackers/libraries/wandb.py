@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_trackers.general import on_main_process
-from accel_trackers.images import to_images, to_numbers
+from accel_trackers.images import to_images
 from accel_trackers.libraries.project_run import ProjectRunTracker
 from accel_trackers.values import to_plain
 
@@ -55,10 +55,7 @@ class WandBTracker(ProjectRunTracker):
     @on_main_process
     def log_histograms(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         """Log distributions of values; `kwargs` go to `wandb.Histogram`."""
-        histograms = {
-            name: self._library.Histogram(to_numbers(value), **kwargs) for name, value in values.items()
-        }
-        self.run.log(histograms, step=step)
+        self.run.log(self._histograms(values, **kwargs), step=step)
 
     @on_main_process
     def log_text(self, values: Mapping[str, str], step: int | None = None, **kwargs: Any) -> None:

@@ -76,18 +76,21 @@ class TrackingFacet(Facet):
         """Log values with every tracker; nothing without trackers.
 
         It does not wait for a device: tensors there are copied on the side and written by a later call, in
-        order, by `save_state`, or by `end_training`; also when an exception or SIGTERM ends the program. With
-        `log_system_metrics=True`, what was measured since the last call is added.
+        order, by `save_state`, by `end_training`, or at the end of the program, also by an exception. Every
+        ten seconds a call lets the trackers flush. With `log_system_metrics=True`, what was measured since
+        the last call is added.
 
         Args:
-            values: By name numbers, texts, tensors with one element, dictionaries of these, and what else a
-                tracker's library takes.
+            values: By name numbers, texts, tensors, dictionaries of these, and what else a tracker's library
+                takes. Tensors with several elements become histograms where the library has them; what it
+                cannot take is skipped with one warning for each name.
             step: The step.
             log_kwargs: More arguments of a tracker's `log`, by its name.
 
         Raises:
-            TrackerError: It is too early, before `init_trackers`, or too late, after `end_training`.
-            UnsupportedError: A value cannot be logged.
+            TrackerError: It is too early, before `init_trackers`, too late, after `end_training`, or in a
+                process that was forked from the one that called `init_trackers`.
+            UnsupportedError: `values` is no dictionary.
             Exception: What a tracker raised, with `on_tracker_error="raise"`.
         """
         parts = self._parts
