@@ -187,3 +187,13 @@ def test_axes_that_contradict_each_other_are_refused_on_every_rank():
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     accelerator = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(torch_device_mesh=mesh))
     assert accelerator.torch_device_mesh is mesh
+
+
+@distributed(world_size=2)
+def test_a_config_without_sizes_replicates_and_too_large_a_mesh_is_left_to_torch():
+    config = ParallelismConfig()
+    accelerator = Accelerator(cpu=True, parallelism_config=config)
+    accelerator.prepare(nn.Linear(2, 2))
+    assert config.dp_replicate_size == accelerator.num_processes == 2
+    with pytest.raises(RuntimeError, match="Mesh should not be bigger than default world size"):
+        ParallelismConfig(dp_shard_size=2, tp_size=4).build_device_mesh("cpu")

@@ -41,8 +41,8 @@ def test_every_process_has_one_place_on_the_axes(sizes: dict[str, int]):
     config = ParallelismConfig(**sizes)  # pyright: ignore[reportArgumentType]
     assert config.total_size == math.prod(sizes.values())
     assert config.data_parallel_size * config.non_data_parallel_size == config.total_size
-    assert config.active_mesh_dims == [axis for axis in AXES if config.sizes[axis] > 1]
-    assert {*config.dp_dim_names, *config.non_dp_dim_names} == {*config.active_mesh_dims}
+    assert config.active_mesh_dims == config.dp_dim_names + config.non_dp_dim_names
+    assert {*config.active_mesh_dims} == {axis for axis in AXES if config.sizes[axis] > 1}
     assert config.fsdp_dim_names == [
         *(["dp_replicate"] if config.dp_replicate_enabled else []),
         "dp_shard_cp",
@@ -91,8 +91,36 @@ def test_a_mesh_needs_a_type_of_device():
     with pytest.raises(SettingsError, match="device_type"):
         ParallelismConfig().get_device_mesh()
     assert ParallelismConfig().get_device_mesh("cpu") is None
-    with pytest.raises(SettingsError, match=r"tp_size=2 makes 2 processes, but the world size is 1"):
+    with pytest.raises(ValueError, match="environment variable RANK expected"):  # as torch says it
         ParallelismConfig(tp_size=2).build_device_mesh("cpu")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "mesh"),
+    [
+        ({}, ()),
+        ({"tp_size": 4}, (("tp",), (4,))),
+        ({"dp_shard_size": 2, "cp_size": 2, "tp_size": 8}, (("dp_shard", "cp", "tp"), (2, 2, 8))),
+        ({"sp_size": 2, "dp_replicate_size": 3}, (("dp_replicate", "sp"), (3, 2))),
+    ],
+)
+def test_the_mesh_of_any_number_of_ranks_can_be_asked_for(sizes: dict[str, int], mesh: Any):
+    config = ParallelismConfig(**sizes)  # pyright: ignore[reportArgumentType]
+    assert config._get_mesh() == mesh  # pyright: ignore[reportPrivateUsage] - libraries call it
+    config._set_size("tp", 16)  # pyright: ignore[reportPrivateUsage]
+    assert config.tp_size == 16
+    assert dict(zip(*config._get_mesh(), strict=True))["tp"] == 16  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(SettingsError, match="'ep' is none of"):
+        config._set_size("ep", 2)  # pyright: ignore[reportPrivateUsage]
+
+
+def test_sizes_are_validated_against_a_run():
+    run = SimpleNamespace(num_processes=4)
+    config = ParallelismConfig()
+    config._validate_accelerator(run)  # pyright: ignore[reportPrivateUsage]
+    assert config.dp_replicate_size == 4, "without any sizes, every rank is a replica"
+    with pytest.raises(SettingsError, match="tp_size=8 makes 8 processes, but the world size is 4"):
+        ParallelismConfig(tp_size=8)._validate_accelerator(run)  # pyright: ignore[reportPrivateUsage]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +215,7 @@ def test_layers_that_do_not_attend_to_all_tokens_are_named():
             self.layer_idx = index
 
     def layers_of(**config: Any) -> list[str]:
-        model = nn.ModuleDict({"layers": nn.ModuleList([Layer(0), Layer(1)])})
+        model: Any = nn.ModuleDict({"layers": nn.ModuleList([Layer(0), Layer(1)])})
         model.config = SimpleNamespace(**config)
         return [str(layer) for layer in partial_layers(model)]
 

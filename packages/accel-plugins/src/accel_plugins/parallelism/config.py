@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh as torch_mesh
 from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accel_plugins.kwargs.base import is_count, resolve_fields
 from accel_plugins.parallelism.handlers import (
@@ -23,6 +23,8 @@ from accel_state.settings.sections.parallelism import ParallelismSettings
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from torch.distributed.device_mesh import DeviceMesh
 
     from accel_state.settings.model import Settings
 
@@ -188,8 +190,8 @@ class ParallelismConfig:
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Axes of more than one rank, in the order of the mesh."""
-        return self._active(*AXES)
+        """Axes of more than one rank: those of data parallelism first."""
+        return [*self.dp_dim_names, *self.non_dp_dim_names]
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
         """Build the mesh of all axes, and its flattened submeshes. A collective over all ranks.
@@ -201,14 +203,13 @@ class ParallelismConfig:
             The mesh; `None` if no axis has more than one rank.
 
         Raises:
-            SettingsError: The product of the sizes is not the world size.
+            RuntimeError: Torch cannot build it, such as for more ranks than the world has.
         """
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        self.check_world(world)
-        names = self._mesh_dims()
-        if not names:
+        axes_and_sizes = self._get_mesh()
+        if not axes_and_sizes:
             return None
-        mesh = mesh_of(device_type, {name: self.sizes[name] for name in names})
+        names, sizes = axes_and_sizes
+        mesh = mesh_of(device_type, dict(zip(names, sizes, strict=True)))
         for flat_name, axes in (
             ("dp", self.dp_dim_names),
             ("dp_shard_cp", [name for name in names if name in {"dp_shard", "cp"}]),
@@ -271,19 +272,40 @@ class ParallelismConfig:
         )
         return replace(settings, parallelism=section)
 
-    def _mesh_dims(self) -> list[str]:
+    # As in Accelerate, where libraries call and replace these three.
+
+    def _get_mesh(self) -> tuple[tuple[str, ...], tuple[int, ...]] | tuple[()]:
+        """Return the axes of the mesh and their sizes, outermost first; nothing for one rank."""
         # `fully_shard` needs a shard axis beside the replicate axis, even of size 1.
         lone = self.dp_replicate_enabled and not self.dp_shard_cp_dim_names and self.tp_enabled
-        return [axis for axis in AXES if self.sizes[axis] > 1 or (lone and axis == "dp_shard")]
+        sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or (lone and axis == "dp_shard")}
+        return (tuple(sizes), tuple(sizes.values())) if sizes else ()
+
+    def _set_size(self, parallelism: str, size: int) -> None:
+        """Set the size of an axis."""
+        if parallelism not in AXES:
+            raise SettingsError(f"{parallelism!r} is none of the axes {[*AXES]}.")
+        setattr(self, f"{parallelism}_size", size)
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Check the sizes against a run; without any, every rank is a replica."""
+        if self.total_size == 1:
+            self._set_size("dp_replicate", accelerator.num_processes)
+        self.check_world(accelerator.num_processes)
 
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self.sizes[axis] > 1]
 
 
 def check_axes(handlers: Mapping[type, Any], world_size: int) -> None:
-    """Check the world size of a `ParallelismConfig`, for strategies that build no mesh."""
+    """Check the world size of a `ParallelismConfig`, for strategies that build no mesh.
+
+    Without any sizes, every rank is a replica.
+    """
     config: ParallelismConfig | None = handlers.get(ParallelismConfig)
     if config is not None:
+        if config.total_size == 1:
+            config.dp_replicate_size = world_size
         config.check_world(world_size)
 
 
@@ -298,7 +320,7 @@ def mesh_of(device_type: str, sizes: Mapping[str, int]) -> DeviceMesh:
     key = (device_type, tuple(sizes.items()))
     known = _made.get(key)
     if known is None or not _is_alive(known):
-        known = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        known = torch_mesh.init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
         _made[key] = _with_timeout(known)
     return known
 
