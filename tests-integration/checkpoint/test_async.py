@@ -72,8 +72,9 @@ def arguments_of(strategy: str) -> dict[str, Any]:
     if strategy.startswith("zero"):
         plugin = DeepSpeedPlugin(zero_stage=int(strategy[4]))
         return {"deepspeed_plugin": plugin, "mixed_precision": "bf16"}
-    form = {"fsdp1": "FULL", "fsdp2": "SHARDED", "fsdp1-local": "LOCAL"}[strategy]
+    form = {"fsdp1": "FULL", "fsdp1-local": "LOCAL"}.get(strategy, "SHARDED")
     chosen = {"fsdp_version": int(strategy[4]), "state_dict_type": f"{form}_STATE_DICT"}
+    chosen["cpu_offload"] = strategy.endswith("-offload")
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(**chosen)}
 
 

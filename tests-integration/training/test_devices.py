@@ -13,7 +13,7 @@ from harness import distributed
 from training.device_program import train_and_save
 
 PROGRAM = Path(__file__).with_name("device_program.py")
-STRATEGIES = ("single", "ddp", "fsdp2", "tp", "zero1", "zero2", "zero3")
+STRATEGIES = ("single", "ddp", "fsdp2", "fsdp2-offload", "tp", "zero1", "zero2", "zero3")
 
 
 def run(strategy: str, precision: str, folder: Path, ranks: int) -> None:
@@ -26,8 +26,9 @@ def run(strategy: str, precision: str, folder: Path, ranks: int) -> None:
 
 
 @distributed(world_size=2)
-def test_the_program_trains_and_saves_on_the_cpu(tmp_path: Path) -> None:
-    train_and_save("cpu", "fsdp2", "no", str(tmp_path))
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp2-offload"])
+def test_the_program_trains_and_saves_on_the_cpu(strategy: str, tmp_path: Path) -> None:
+    train_and_save("cpu", strategy, "no", str(tmp_path))
 
 
 @pytest.mark.gpu
